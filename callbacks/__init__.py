@@ -1,0 +1,1 @@
+"""What a run does beside training: one file a callback."""

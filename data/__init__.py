@@ -1,0 +1,1 @@
+"""Data sets, their order, their transforms and their loaders."""

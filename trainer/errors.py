@@ -1,0 +1,45 @@
+"""The failures a run can end with: each knows its exit code, and its text names the way out."""
+
+
+class RunError(Exception):
+    """A failure with a known cause: printed as one `error:` line, without a traceback."""
+
+    exit_code = 1
+
+
+class CheckpointError(RunError):
+    """A checkpoint that cannot be used, or a resume that was refused."""
+
+    exit_code = 4
+
+
+class DivergedError(RunError):
+    """The loss or a gradient is not finite."""
+
+    exit_code = 5
+
+
+class PeerError(RunError):
+    """Another process of the group failed or left."""
+
+    exit_code = 6
+
+
+class StorageError(RunError):
+    """A file of the run could not be written."""
+
+    exit_code = 7
+
+
+class ResourceError(RunError):
+    """Memory or a worker process gave out."""
+
+    exit_code = 8
+
+
+class Interrupted(RunError):
+    """A signal ended the run after its checkpoint was saved."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
