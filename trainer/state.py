@@ -1,0 +1,42 @@
+"""How far a run has come: counters that are saved with every checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Count what has happened; a *step* is an optimizer update that was applied.
+
+    `updates` counts the batches consumed, `skipped_updates` those of them whose gradient was not
+    finite, so that `updates == global_step + skipped_updates`.
+    """
+
+    epoch: int = 0  # epochs completed
+    position: int = 0  # updates consumed in the current epoch
+    global_step: int = 0  # updates applied
+    updates: int = 0  # updates consumed over all epochs
+    skipped_updates: int = 0  # updates not applied: their gradient was not finite
+    skipped_in_a_row: int = 0
+    micro_batches: int = 0
+    samples: int = 0  # samples consumed, over all devices
+    # Values of `updates` when the boundary's parts were last done: a boundary that was interrupted
+    # is finished, and never repeated, by the run that resumes it.
+    logged_at: int = 0
+    validated_at: int = 0
+    stop_reason: str | None = None
+
+    def request_stop(self, reason: str) -> None:
+        """End the run at the next boundary; the first reason stays."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters as plain values; a stop is not carried into the next run."""
+        return asdict(self) | {"stop_reason": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the counters of `state`."""
+        for field in fields(self):
+            setattr(self, field.name, state[field.name])
