@@ -21,20 +21,21 @@ class TrainState:
     skipped_in_a_row: int = 0
     micro_batches: int = 0
     samples: int = 0  # samples consumed, over all devices
-    # Values of `updates` when the boundary's parts were last done: a boundary that was interrupted
-    # is finished, and never repeated, by the run that resumes it.
+    # Values of `global_step` when the boundary's parts were last done: a boundary that was
+    # interrupted is finished, and never repeated, by the run that resumes it.
     logged_at: int = 0
     validated_at: int = 0
     stop_reason: str | None = None
+    stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
 
-    def request_stop(self, reason: str) -> None:
-        """End the run at the next boundary; the first reason stays."""
-        if self.stop_reason is None:
-            self.stop_reason = reason
+    def request_stop(self, reason: str, code: int = 0) -> None:
+        """End the run after this update; the first reason stays, a signal's goes before others."""
+        if self.stop_reason is None or (code and not self.stop_code):
+            self.stop_reason, self.stop_code = reason, code
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values; a stop is not carried into the next run."""
-        return asdict(self) | {"stop_reason": None}
+        return asdict(self) | {"stop_reason": None, "stop_code": 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""

@@ -1,0 +1,163 @@
+"""Batches of any nesting: moved to a device, cut into micro-batches, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+
+class Piece(Protocol):
+    """A micro-batch's place in its update; `data.sampler.Piece` is the real one."""
+
+    @property
+    def indices(self) -> tuple[int, ...]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def update(self) -> int: ...
+
+
+class MicroBatch(Protocol):
+    """A batch as collated, and its place."""
+
+    batch: Any
+
+    @property
+    def piece(self) -> Piece: ...
+
+
+class BatchSource(Protocol):
+    """What the trainer draws from; `data.loader.Loader` is the exact one."""
+
+    def __len__(self) -> int: ...
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from its update `start` on."""
+    def close(self) -> None:
+        """Release worker processes."""
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply `function` to every tensor in nested dicts, lists, tuples and namedtuples."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def first_tensor(batch: Any) -> Tensor | None:
+    """Return the first tensor of a nested batch."""
+    if isinstance(batch, Tensor):
+        return batch
+    children = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, list, tuple)):
+        return next((t for t in map(first_tensor, children) if t is not None), None)
+    return None
+
+
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
+    """Move a batch; floating-point tensors become `dtype`, images (N, C, H, W) channels last."""
+
+    def move(t: Tensor) -> Tensor:
+        t = t.to(device, dtype if t.is_floating_point() else None, non_blocking=True)
+        if channels_last and t.ndim == 4:
+            t = t.contiguous(memory_format=torch.channels_last)
+        return t
+
+    if device.type == "cpu" and dtype is None and not channels_last:
+        return batch
+    return map_tensors(move, batch)
+
+
+def updates(stream: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    """Group a stream of micro-batches into updates."""
+    group: list[MicroBatch] = []
+    for micro_batch in stream:
+        group.append(micro_batch)
+        if len(group) == micro_batch.piece.micro_batches:
+            yield group
+            group = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    indices: tuple[int, ...]
+    count: int
+    start: int
+    total: int
+    micro_batch: int
+    micro_batches: int
+    epoch: int
+    update: int
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    batch: Any
+    piece: Piece
+
+
+class PlainBatches:
+    """Draw from any iterable of batches, one an update, cut along their first dimension.
+
+    For those who bring their own DataLoader and one device. Resuming in the middle of an epoch
+    passes over the batches before; their order is as repeatable as the iterable is.
+    """
+
+    def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
+        self._loader = loader
+        self._steps = gradient_accumulation_steps
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from its update `start` on."""
+        sampler = getattr(self._loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        for update, batch in enumerate(self._loader):
+            if update >= start:
+                yield from self._cut(batch, epoch, update)
+
+    def _cut(self, batch: Any, epoch: int, update: int) -> Iterator[MicroBatch]:
+        tensor = first_tensor(batch)
+        total = 1 if tensor is None or not tensor.ndim else len(tensor)
+        if self._steps == 1:
+            yield _MicroBatch(batch, _Piece((), total, 0, total, 0, 1, epoch, update))
+            return
+        steps = min(self._steps, total)
+        bounds = [total * m // steps for m in range(steps + 1)]
+        for m, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
+            yield _MicroBatch(part, _Piece((), high - low, low, total, m, steps, epoch, update))
+
+    def close(self) -> None:
+        """Leave the iterable to its owner."""
+
+
+def as_source(loader: Any, gradient_accumulation_steps: int) -> BatchSource:
+    """Return `loader` itself if it knows epochs and updates, else wrap it."""
+    if hasattr(loader, "epoch"):
+        source: BatchSource = loader
+        return source
+    return PlainBatches(loader, gradient_accumulation_steps)

@@ -1,0 +1,89 @@
+"""Means as sums and counts, kept on the device until a log boundary asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.task import SUM, StepOutput
+
+
+class Sums:
+    """Add up sums and counts by name; the mean is taken once, over all devices (I4).
+
+    Sums are float64 where the device has it, so that their order does not show in the result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor | float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def add(self, name: str, total: Tensor, count: Tensor | float, scale: float = 1) -> None:
+        """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
+        if name in self._sums:
+            self._sums[name].add_(total, alpha=scale)
+            self._counts[name] = self._counts[name] + count
+        else:
+            self._sums[name] = total.to(self._dtype) * scale
+            self._counts[name] = count
+
+    def add_output(self, output: StepOutput, samples: int) -> None:
+        """Add an evaluation step's loss terms and metrics; `samples` of its batch are real."""
+        if isinstance(output.loss, Tensor):
+            self.add("loss", output.loss.detach().mean(), samples, scale=samples)
+        else:
+            for name, term in output.loss.items():
+                self._add_term(f"loss:{name}", term.detach(), output.counts.get(name), samples)
+        for name, (total, count) in output.sums.items():
+            self.add(name, total.detach(), count)
+
+    def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
+        if count is SUM:  # a sum over the data set has no denominator
+            self.add(name, term.sum(), 0)
+        elif count is None:
+            self.add(name, term.mean(), samples, scale=samples)
+        else:
+            self.add(name, term.mean() * count, count)
+
+    def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return each mean over all devices: one transfer to the host; a sum where count is 0."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        counts = [torch.as_tensor(self._counts[n], dtype=self._dtype, device=self._device) for n in names]
+        table = reduce(torch.stack([*(self._sums[n] for n in names), *counts])).tolist()
+        pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
+        return add_up_terms({name: total / count if count else total for name, total, count in pairs})
+
+    def reset(self) -> None:
+        """Forget everything added."""
+        self._sums, self._counts = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the partial sums."""
+        return {
+            "sums": dict(self._sums),
+            "counts": {k: torch.as_tensor(v) for k, v in self._counts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over partial sums."""
+        self._sums = {k: v.to(self._device) for k, v in state["sums"].items()}
+        self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+
+
+def add_up_terms(means: dict[str, float]) -> dict[str, float]:
+    """Turn `loss:<term>` into `loss_<term>`, and into `loss` their sum."""
+    terms = {name: means.pop(name) for name in list(means) if name.startswith("loss:")}
+    if terms:
+        means["loss"] = sum(terms.values())
+        means |= {name.replace("loss:", "loss_"): value for name, value in terms.items()}
+    return means

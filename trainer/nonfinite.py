@@ -1,0 +1,87 @@
+"""Updates that are not finite are not applied: to parameters, buffers or optimizer state (I6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Guard:
+    """Undo on the device what a non-finite update did, without asking the host.
+
+    A forward pass writes to buffers (BatchNorm's statistics) before anyone knows of the NaN, so
+    these are remembered before each update.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._copies = [b.detach().clone() for b in self._buffers]
+        self.skipped = torch.zeros((), device=device)  # since `take_skipped`
+
+    def remember(self) -> None:
+        """Keep the buffers as they are before an update."""
+        if self._buffers:
+            torch._foreach_copy_(self._copies, self._buffers)
+
+    def restore(self) -> None:
+        """Put the remembered buffers back."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._copies)
+
+    def step(self, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
+        """Step where `norm` is finite; else leave everything as it was. No host sync."""
+        bad = (~torch.isfinite(norm)).float().reshape(())
+        for optimizer in optimizers:
+            step_unless(bad, optimizer)
+        _select(bad, self._buffers, self._copies)
+        self.skipped += bad
+
+    def take_skipped(self) -> int:
+        """Return how many updates `step` left out since the last call; waits for the device."""
+        count = int(self.skipped.item())
+        self.skipped.zero_()
+        return count
+
+
+def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
+    """Step `optimizer` if the scalar `bad` is 0, decided on the device.
+
+    A fused optimizer does so in its kernel; any other's parameters and state are copied and put
+    back, which costs their size in memory.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return
+    before = _tensors(optimizer)
+    copies = [t.detach().clone() for t in before]
+    optimizer.step()
+    known = {id(t) for t in before}
+    fresh = [t for t in _tensors(optimizer) if id(t) not in known]
+    _select(bad, before, copies)
+    # State made by this very step: torch's optimizers all begin with zeros.
+    _select(bad, fresh, [torch.zeros_like(t) for t in fresh])
+
+
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return [*parameters, *states]
+
+
+@torch.no_grad()
+def _select(bad: Tensor, current: Sequence[Tensor], former: Sequence[Tensor]) -> None:
+    for now, then in zip(current, former, strict=True):
+        torch.where(bad.to(now.device).bool(), then, now, out=now.detach())
+
+
+def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """Return the first name whose tensor holds a NaN or an infinity."""
+    for name, tensor in named:
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return name
+    return None

@@ -1,0 +1,71 @@
+"""The random number generators of this process, as a state that `torch.load(weights_only=True)` accepts."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of torch (CPU and every CUDA device), `random` and numpy."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": _capture_cuda(),
+        "python": _capture_python(),
+        "numpy": _capture_numpy(),
+    }
+
+
+def restore(state: dict[str, Any]) -> list[str]:
+    """Put the generators back; return what could not be restored here, in words."""
+    torch.set_rng_state(state["torch"].cpu())
+    _restore_python(state["python"])
+    _restore_numpy(state["numpy"])
+    return _restore_cuda(state["cuda"])
+
+
+def _capture_cuda() -> list[torch.Tensor]:
+    # Asking an unused CUDA for its state would initialise it: a run on the CPU has none to save.
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _restore_cuda(states: list[torch.Tensor]) -> list[str]:
+    if not states:
+        return []
+    devices = torch.cuda.device_count()
+    for device, state in enumerate(states[:devices]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    missing = range(devices, len(states))
+    return [f"the random state of cuda:{device} (no such device here)" for device in missing]
+
+
+def _capture_python() -> dict[str, Any]:
+    version, internal, gauss_next = random.getstate()
+    return {
+        "version": version,
+        "internal": torch.tensor(internal, dtype=torch.int64),
+        "gauss_next": gauss_next,
+    }
+
+
+def _restore_python(state: dict[str, Any]) -> None:
+    random.setstate((state["version"], tuple(state["internal"].tolist()), state["gauss_next"]))
+
+
+def _capture_numpy() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    return {
+        "name": str(name),
+        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "cached_gaussian": float(cached_gaussian),
+    }
+
+
+def _restore_numpy(state: dict[str, Any]) -> None:
+    keys = state["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (state["name"], keys, state["position"], state["has_gauss"], state["cached_gaussian"])
+    )

@@ -1,0 +1,89 @@
+"""What one step computes: the loss to descend and the sums that metrics are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+
+
+class Metric(Protocol):
+    """A metric with a state of its own; torchmetrics' classes are such."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take in a batch."""
+
+    def compute(self) -> Any:
+        """Return the value over all batches since `reset`."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+
+class _Sum:
+    """Mark a loss term as a sum over the samples: it is divided by nothing."""
+
+
+SUM: Final = _Sum()
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Carry one micro-batch's results.
+
+    `loss`: the mean over the micro-batch's samples, a scalar, or one value for each sample; or
+    such terms by name, which are added up.
+    `counts`: for a term whose mean has another denominator than the number of samples (tokens,
+    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM`.
+    `sums`: for each metric the sum over the micro-batch and the number of things summed.
+    """
+
+    loss: Tensor | Mapping[str, Tensor]
+    counts: Mapping[str, Tensor | _Sum] = field(default_factory=dict)
+    sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
+
+
+class Task:
+    """Say what a model is trained for.
+
+    The model is an argument of every step, so that wrapped models (DDP, compiled) never leak in.
+    """
+
+    # Optimizers that take turns on each update's batch, by name (a GAN's, say), each with a loss
+    # of its own; empty: all step together on one loss.
+    turns: Sequence[str] = ()
+
+    def metric_names(self) -> Sequence[str]:
+        """Name the metrics that an evaluation gives, without the stage: `loss`, `accuracy`."""
+        return ["loss"]
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute the loss of a micro-batch."""
+        raise TypeError(f"{type(self).__name__} defines no training_step")
+
+    def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
+        """Compute the loss of a micro-batch for the optimizer whose turn it is."""
+        raise TypeError(f"{type(self).__name__} has turns but no turn_step")
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss and metrics without gradients."""
+        return self.training_step(model, batch)
+
+    def counts(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return the denominators that depend on the data, before the forward pass.
+
+        An update's denominator is the sum over all its micro-batches and devices, so it must be
+        known before the first of them is differentiated.
+        """
+        return {}
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return metrics with a state of their own; `evaluation_step` updates them."""
+        return {}
+
+    def prediction_step(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's answer for a batch."""
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return model(inputs)
