@@ -1,0 +1,76 @@
+"""A generator and a discriminator in one module (Radford et al., 2015, arXiv:1511.06434).
+
+Both are reached through `forward`, so that wrappers such as DDP see every call.
+"""
+
+from collections import OrderedDict
+from typing import Literal
+
+from torch import Tensor, nn
+
+from models.errors import ModelError
+
+
+class Generator(nn.Module):
+    """Grow noise (N, latent_dim) to images in [-1, 1]: a quarter of the size, doubled twice."""
+
+    def __init__(self, latent_dim: int, channels: int, image_size: int, width: int) -> None:
+        super().__init__()
+        self.seed = nn.Linear(latent_dim, 2 * width * (image_size // 4) ** 2)
+        self.grid = nn.Unflatten(1, (2 * width, image_size // 4, image_size // 4))
+        self.layers = nn.Sequential(
+            OrderedDict(
+                bn0=nn.BatchNorm2d(2 * width),
+                act0=nn.ReLU(),
+                up1=nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
+                bn1=nn.BatchNorm2d(width),
+                act1=nn.ReLU(),
+                up2=nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1),
+                act2=nn.Tanh(),
+            )
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Map (N, latent_dim) to (N, channels, image_size, image_size)."""
+        return self.layers(self.grid(self.seed(noise)))  # type: ignore[no-any-return]
+
+
+class Discriminator(nn.Module):
+    """Judge images: one logit each, high for real ones. No BatchNorm: samples stay independent."""
+
+    def __init__(self, channels: int, image_size: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            OrderedDict(
+                down1=nn.Conv2d(channels, width, 4, stride=2, padding=1),
+                act1=nn.LeakyReLU(0.2),
+                down2=nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
+                act2=nn.LeakyReLU(0.2),
+                flatten=nn.Flatten(),
+                head=nn.Linear(2 * width * (image_size // 4) ** 2, 1),
+            )
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, channels, image_size, image_size) to (N, 1)."""
+        return self.layers(images)  # type: ignore[no-any-return]
+
+
+class GAN(nn.Module):
+    """The two players; parameters are named `generator.*` and `discriminator.*`."""
+
+    def __init__(
+        self, in_channels: int = 1, image_size: int = 16, latent_dim: int = 32, width: int = 32
+    ) -> None:
+        super().__init__()
+        if image_size % 4:
+            raise ModelError(f"a GAN's image size is a multiple of 4, not {image_size}")
+        self.latent_dim = latent_dim
+        self.generator = Generator(latent_dim, in_channels, image_size, width)
+        self.discriminator = Discriminator(in_channels, image_size, width)
+
+    def forward(
+        self, x: Tensor, part: Literal["generator", "discriminator"] = "discriminator"
+    ) -> Tensor:
+        """Pass images to the discriminator, or noise to the generator."""
+        return self.generator(x) if part == "generator" else self.discriminator(x)  # type: ignore[no-any-return]

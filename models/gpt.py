@@ -1,0 +1,58 @@
+"""A small causal language model in the manner of GPT-2 (Radford et al., 2019)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from models.errors import ModelError
+from models.transformer import Block, initialise
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, causal blocks and an output layer.
+
+    `tie_weights` makes the output layer and the token embedding one parameter.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        context: int = 128,
+        dim: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        tie_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.token_embed = nn.Embedding(num_classes, dim)
+        self.pos_embed = nn.Embedding(context, dim)
+        self.dropout = nn.Dropout(dropout)
+        blocks = (Block(dim, heads, mlp_ratio, dropout, causal=True) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes, bias=False)
+        initialise(self)
+        self._scale_residuals(depth)
+        if tie_weights:
+            self.head.weight = self.token_embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map token numbers (N, T), T <= context, to logits (N, T, num_classes)."""
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ModelError(f"{length} tokens reach a model whose model.context is {self.context}")
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.token_embed(tokens) + self.pos_embed(positions))
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+    def _scale_residuals(self, depth: int) -> None:
+        # 2 * depth branches add up on the residual stream: each starts smaller by that root.
+        std = 0.02 / math.sqrt(2 * depth)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            nn.init.trunc_normal_(block.attn.proj.weight, std=std)
+            nn.init.trunc_normal_(block.mlp.fc2.weight, std=std)

@@ -1,0 +1,39 @@
+"""A multi-layer perceptron with neither BatchNorm nor dropout: every update is a pure function."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from models.activations import activation
+from models.shapes import height_width
+
+
+class MLP(nn.Module):
+    """Flatten, then linear layers with an activation between each two.
+
+    `in_features` replaces `in_channels * height * width` for inputs that are not images.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 16,
+        hidden: Sequence[int] = (256, 128),
+        act: str = "relu",
+        in_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        height, width = height_width(image_size)
+        sizes = [in_features or in_channels * height * width, *hidden]
+        self.flatten = nn.Flatten()
+        self.layers = nn.Sequential()
+        for i, (size, following) in enumerate(pairwise(sizes)):
+            self.layers.add_module(f"linear{i}", nn.Linear(size, following))
+            self.layers.add_module(f"act{i}", activation(act))
+        self.head = nn.Linear(sizes[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, ...) to (N, num_classes)."""
+        return self.head(self.layers(self.flatten(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,145 @@
+"""Residual networks (He et al., 2015, arXiv:1512.03385), for small and for large images.
+
+Modules are named as in torchvision, so that its ImageNet weights load by name; each activation is
+a module of its own.
+"""
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from models.activations import activation
+from models.errors import ModelError
+
+Stem = Literal["cifar", "imagenet"]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int, act: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.act1 = activation(act)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(in_channels, width, stride)
+        self.act2 = activation(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in_channels, H, W) to (N, width, H / stride, W / stride)."""
+        out = self.act1(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return self.act2(out + self.downsample(x))  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 one takes the stride."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int, act: str) -> None:
+        super().__init__()
+        out_channels = width * self.expansion
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.act1 = activation(act)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.act2 = activation(act)
+        self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.downsample = _shortcut(in_channels, out_channels, stride)
+        self.act3 = activation(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in_channels, H, W) to (N, 4 width, H / stride, W / stride)."""
+        out = self.act1(self.bn1(self.conv1(x)))
+        out = self.act2(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        return self.act3(out + self.downsample(x))  # type: ignore[no-any-return]
+
+
+# The kind of block and how many each stage has (Table 1 of the paper).
+DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+
+
+class ResNet(nn.Module):
+    """Stem, four stages of residual blocks, global average pooling and a linear head.
+
+    `depth` is 18, 34 or 50. The stem `cifar` keeps the image size, `imagenet` quarters it.
+    `zero_init_residual` starts every block as its shortcut: the last BatchNorm's weight is zero.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        num_classes: int,
+        in_channels: int = 3,
+        stem: Stem = "cifar",
+        act: str = "relu",
+        zero_init_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        if depth not in DEPTHS:
+            raise ModelError(f"model.depth must be one of {sorted(DEPTHS)}, not {depth}")
+        if stem not in ("cifar", "imagenet"):
+            raise ModelError(f"model.stem must be cifar or imagenet, not {stem!r}")
+        block, counts = DEPTHS[depth]
+        small = stem == "cifar"
+        kernel, stride = (3, 1) if small else (7, 2)
+        self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.act1 = activation(act)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
+        wider = block.expansion
+        self.layer1 = _stage(block, 64, 64, counts[0], 1, act)
+        self.layer2 = _stage(block, 64 * wider, 128, counts[1], 2, act)
+        self.layer3 = _stage(block, 128 * wider, 256, counts[2], 2, act)
+        self.layer4 = _stage(block, 256 * wider, 512, counts[3], 2, act)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(512 * wider, num_classes)
+        self._initialise(zero_init_residual)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, in_channels, H, W) to logits (N, num_classes)."""
+        x = self.maxpool(self.act1(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.flatten(self.avgpool(x)))  # type: ignore[no-any-return]
+
+    def _initialise(self, zero_init_residual: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif zero_init_residual and isinstance(module, BasicBlock):
+                nn.init.zeros_(module.bn2.weight)
+            elif zero_init_residual and isinstance(module, Bottleneck):
+                nn.init.zeros_(module.bn3.weight)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    conv = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(out_channels))
+
+
+def _stage(
+    block: type[BasicBlock | Bottleneck],
+    in_channels: int,
+    width: int,
+    blocks: int,
+    stride: int,
+    act: str,
+) -> nn.Sequential:
+    first = block(in_channels, width, stride, act)
+    rest = (block(width * block.expansion, width, 1, act) for _ in range(blocks - 1))
+    return nn.Sequential(first, *rest)

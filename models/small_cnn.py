@@ -1,0 +1,46 @@
+"""A small convolutional network: the quickest to train that still sees images."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from models.activations import activation
+
+
+class SmallCNN(nn.Module):
+    """Convolution, BatchNorm, activation and halving for each width, then a linear head."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 1,
+        widths: Sequence[int] = (16, 32, 64),
+        dropout: float = 0.0,
+        act: str = "relu",
+    ) -> None:
+        super().__init__()
+        channels = [in_channels, *widths]
+        stages = [_stage(a, b, act) for a, b in zip(channels, widths, strict=False)]
+        self.features = nn.Sequential(*stages)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(channels[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, in_channels, H, W) to logits (N, num_classes)."""
+        x = self.flatten(self.pool(self.features(x)))
+        return self.head(self.dropout(x))  # type: ignore[no-any-return]
+
+
+def _stage(in_channels: int, width: int, act: str) -> nn.Sequential:
+    # ceil_mode keeps an odd last row, and lets images smaller than 2**stages through.
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+            bn=nn.BatchNorm2d(width),
+            act=activation(act),
+            pool=nn.MaxPool2d(2, ceil_mode=True),
+        )
+    )

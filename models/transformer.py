@@ -1,0 +1,73 @@
+"""The pre-norm transformer block (Xiong et al., 2020, arXiv:2002.04745) that ViT and GPT share."""
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from models.errors import ModelError
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; `causal` lets a position see only itself and those before it."""
+
+    def __init__(self, dim: int, heads: int, dropout: float, causal: bool) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ModelError(f"model.dim={dim} is no multiple of model.heads={heads}")
+        self.heads = heads
+        self.causal = causal
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, dim) to (N, T, dim)."""
+        n, t, dim = x.shape
+        qkv = self.qkv(x).view(n, t, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        out = out.transpose(1, 2).reshape(n, t, dim)
+        return self.proj_dropout(self.proj(out))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU between, the inner one `ratio` times as wide."""
+
+    def __init__(self, dim: int, ratio: float, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, int(dim * ratio))
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(int(dim * ratio), dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, dim) to (N, T, dim)."""
+        return self.dropout(self.fc2(self.act(self.fc1(x))))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(
+        self, dim: int, heads: int, mlp_ratio: float, dropout: float, causal: bool = False
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim, heads, dropout, causal)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = FeedForward(dim, mlp_ratio, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, dim) to (N, T, dim)."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+def initialise(model: nn.Module, std: float = 0.02) -> None:
+    """Draw linear and embedding weights from a truncated normal; biases are zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,55 @@
+"""A small U-Net (Ronneberger et al., 2015, arXiv:1505.04597) for images of any size."""
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from models.activations import activation
+
+
+class UNet(nn.Module):
+    """Halve `depth` times, come back up, and join each level's features on the way."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 1,
+        width: int = 16,
+        depth: int = 2,
+        act: str = "relu",
+    ) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(depth + 1)]
+        self.stem = _double(in_channels, widths[0], act)
+        self.pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.down = nn.ModuleList(_double(a, b, act) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(_double(a + b, a, act) for a, b in reversed([*pairwise(widths)]))
+        self.head = nn.Conv2d(widths[0], num_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, in_channels, H, W) to logits of each pixel (N, num_classes, H, W)."""
+        levels = [self.stem(x)]
+        for stage in self.down:
+            levels.append(stage(self.pool(levels[-1])))
+        out = levels.pop()
+        for stage in self.up:
+            skip = levels.pop()
+            # To the size of the level it joins, so that odd sizes need no padding.
+            out = stage(torch.cat([skip, interpolate(out, size=skip.shape[-2:])], dim=1))
+        return self.head(out)  # type: ignore[no-any-return]
+
+
+def _double(in_channels: int, width: int, act: str) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+            bn1=nn.BatchNorm2d(width),
+            act1=activation(act),
+            conv2=nn.Conv2d(width, width, 3, padding=1, bias=False),
+            bn2=nn.BatchNorm2d(width),
+            act2=activation(act),
+        )
+    )
