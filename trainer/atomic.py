@@ -1,4 +1,4 @@
-"""Files that are whole or absent: replaced in one step, durable before anything relies on them."""
+"""Files that are whole or absent: replaced in one step, or grown by whole lines."""
 
 import contextlib
 import errno
@@ -12,20 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.errors import StorageError
+from trainer.storage import storage_error
 
 TEMPORARY = ".tmp-"
+_BLOCK = 1 << 16
 _log = logging.getLogger(__name__)
-
-_REASONS = {
-    errno.ENOSPC: "no space left",
-    errno.EDQUOT: "disk quota exceeded",
-    errno.EFBIG: "file too large",
-    errno.EROFS: "read-only file system",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.ENAMETOOLONG: "the name is too long",
-}
 
 
 @contextlib.contextmanager
@@ -65,7 +56,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a further name of `source` in one step: a hard link, a copy where there are none.
+    """Make `target` a further name of `source` in one step: a hard link, or else a copy.
 
     The folder is not synced: the caller's next durable write does it.
     """
@@ -85,7 +76,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_orphans(folder: Path) -> list[Path]:
-    """Remove temporary files whose writer is dead; return them. A living writer holds a lock on its own."""
+    """Remove temporary files whose writer is dead (a living one holds a lock); return them."""
     orphans = [path for path in folder.glob(f"{TEMPORARY}*") if _is_orphan(path)]
     for path in orphans:
         _discard(path)
@@ -102,35 +93,6 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def storage_error(path: Path, error: OSError, *, need: int | None = None) -> StorageError:
-    """Say in one line what kept `path` from being written."""
-    return StorageError(f"cannot write {path}: {_reason(path, error, need)}")
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return the bytes that may still be written in `folder`; None where that is not known."""
-    try:
-        facts = os.statvfs(folder)
-    except OSError:
-        return None
-    return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
-
-
-def megabytes(count: int) -> str:
-    """Format a number of bytes, as in `5.1 MB`."""
-    return f"{count / 1e6:.1f} MB"
-
-
-def _reason(path: Path, error: OSError, need: int | None) -> str:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
-    reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or errno.EIO).lower()
-    if error.errno != errno.ENOSPC or need is None:
-        return reason
-    free = free_bytes(path.parent)
-    return f"{reason} (need {megabytes(need)}, free {megabytes(free or 0)})"
 
 
 def _temporary(path: Path) -> Path:
@@ -173,3 +135,82 @@ def _discard(path: Path) -> None:
         pass
     except OSError as error:
         _log.warning("cannot remove %s: %s", path, error.strerror)
+
+
+class AppendLog:
+    """Append lines to a file; an OSError while doing so is one warning, and the run goes on.
+
+    Opening cuts a last line that a kill left torn; it raises StorageError, as nothing is lost yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._size = _whole_lines(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+    def write(self, line: str) -> None:
+        """Append `line`, with a newline if it has none."""
+        content = (line if line.endswith("\n") else line + "\n").encode()
+        try:
+            self._append(content)
+        except OSError as error:
+            self._warn(error)
+
+    def offset(self) -> int:
+        """Return the size in bytes, all of them on disk."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._warn(error)
+        return self._size
+
+    def truncate(self, offset: int) -> None:
+        """Forget what follows `offset`; a shorter file, which lost lines, stays as it is."""
+        if offset > self._size:
+            _log.warning("%s lost %d bytes of earlier lines", self.path, offset - self._size)
+            return
+        try:
+            os.ftruncate(self._descriptor, offset)
+            self._size = offset
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file; harmless when it is closed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _append(self, content: bytes) -> None:
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            # Half a line would swallow the next one once there is space again.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(content)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s; training goes on without it", storage_error(self.path, error))
+
+
+def _whole_lines(descriptor: int) -> int:
+    """Return the offset behind the last newline."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

@@ -1,4 +1,4 @@
-"""The random number generators of this process, as a state that `torch.load(weights_only=True)` accepts."""
+"""This process's random number generators, as a state that a weights-only load accepts."""
 
 import random
 from typing import Any
@@ -27,7 +27,8 @@ def restore(state: dict[str, Any]) -> list[str]:
 
 def _capture_cuda() -> list[torch.Tensor]:
     # Asking an unused CUDA for its state would initialise it: a run on the CPU has none to save.
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if used else []
 
 
 def _restore_cuda(states: list[torch.Tensor]) -> list[str]:

@@ -1,0 +1,305 @@
+"""A run's folder: its files, its state, and the one process that may write to it."""
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from trainer import manifest
+from trainer.atomic import remove_orphans, write_json, write_text
+from trainer.errors import RunError
+from trainer.run_lock import RunLock, is_held, read_holder
+from trainer.storage import storage_error
+
+MANIFEST = "manifest.json"
+STATUS = "status.json"
+
+
+class RunDirectoryError(RunError):
+    """A run directory that the command line may not use: unsuited name, held, or already a run."""
+
+    exit_code = 2
+
+
+class RunDirectory:
+    """One run's folder. `create` and `resume` hold it for this process, `open` only looks.
+
+    A run exists once its `manifest.json` does, which is written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = RunLock(path)
+
+    @classmethod
+    def create(
+        cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
+    ) -> Self:
+        """Start a run in `path`, whose parent must exist, and hold it.
+
+        Raises RunDirectoryError if a run is there or a process holds it, StorageError if it cannot
+        be written.
+        """
+        _make_folder(path)
+        run = cls(path)
+        run._hold()
+        try:
+            run._refuse_existing()
+            run._begin(config_yaml, overrides, facts)
+        except BaseException:
+            run.release()
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: Path, *, facts: Mapping[str, Any]) -> Self:
+        """Go on with the run in `path` and hold it. Raises like `create`."""
+        if not holds_run(path):
+            raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
+        run = cls(path)
+        run._hold()
+        try:
+            run._continue(facts)
+        except BaseException:
+            run.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Look at the run in `path` without holding it."""
+        if not holds_run(path):
+            raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
+        return cls(path)
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration; `--config-dir RUN_DIR --config-name config` repeats it."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_path(self) -> Path:
+        """The command line's overrides, as a YAML list."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        """What the run was made with."""
+        return self.path / MANIFEST
+
+    @property
+    def status_path(self) -> Path:
+        """How the run stands, for machines."""
+        return self.path / STATUS
+
+    @property
+    def log_path(self) -> Path:
+        """What the run said."""
+        return self.path / "train.log"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Every scalar, an object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plan_path(self) -> Path:
+        """What a dry run found."""
+        return self.path / "plan.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the CheckpointStore."""
+        return self.path / "checkpoints"
+
+    def manifest(self) -> dict[str, Any]:
+        """Read the manifest; an unreadable one is a RunDirectoryError."""
+        return _read_json(self.manifest_path)
+
+    def update_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Replace the named top-level entries of the manifest."""
+        write_json(self.manifest_path, {**self.manifest(), **facts})
+
+    def status(self) -> dict[str, Any]:
+        """Read the status; a `running` one that no living process holds reads `killed`."""
+        return read_status(self.path)
+
+    def running(self, **facts: Any) -> None:
+        """Replace the status by a running one that carries `facts`, such as `resume`."""
+        self._write_status(state="running", **facts)
+
+    def finish(
+        self,
+        state: str,
+        *,
+        code: int = 0,
+        reason: str | None = None,
+        resume: str | Sequence[str] | None = None,
+        results: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record the end in `status.json` and the manifest.
+
+        `state` is finished, preempted or failed; `resume` the command that goes on.
+        """
+        command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
+        end = {"state": state, "code": code, "reason": reason}
+        self._write_status(**end, resume=command, results=_plain(results or {}))
+        self.update_manifest({"exit": {**end, "ended": manifest.now()}})
+
+    def release(self) -> None:
+        """Let other processes have the run."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _hold(self) -> None:
+        holder = self._lock.acquire()
+        if holder is not None:
+            raise RunDirectoryError(
+                f"run dir in use by {holder}: {self.path} (choose another run_dir)"
+            )
+
+    def _refuse_existing(self) -> None:
+        if holds_run(self.path):
+            raise RunDirectoryError(
+                f"run_dir={self.path} already holds a run: go on with it by resume=auto,"
+                " or choose another run_dir"
+            )
+
+    def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
+        remove_orphans(self.path)
+        write_text(self.config_path, config_yaml)
+        write_text(self.overrides_path, yaml.safe_dump(list(overrides), allow_unicode=True))
+        self.running()
+        start = manifest.start_record(facts)
+        # Last: from here on it is a run.
+        write_json(self.manifest_path, {"created": start["started"], **start, "resumed": []})
+
+    def _continue(self, facts: Mapping[str, Any]) -> None:
+        remove_orphans(self.path)
+        resumed = [*self.manifest().get("resumed", []), manifest.start_record(facts)]
+        self.update_manifest({"resumed": resumed, "exit": None})
+        self.running()
+
+    def _write_status(self, **fields: Any) -> None:
+        holder = read_holder(self.path)
+        started = holder.since if holder else None
+        identity = {
+            "pid": holder.pid if holder else os.getpid(),
+            "host": holder.host if holder else None,
+            "started": started,
+            "updated": manifest.now(),
+        }
+        empty = {"state": None, "code": None, "reason": None, "resume": None}
+        write_json(self.status_path, {**empty, **identity, "results": {}, **fields})
+
+
+def holds_run(path: Path) -> bool:
+    """Say whether a run exists in `path`."""
+    return (path / MANIFEST).is_file()
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Read the status of the run in `path`; `running` without a living process reads `killed`."""
+    status = _read_json(path / STATUS)
+    if status.get("state") == "running" and not is_held(path):
+        status = {**status, "state": "killed"}
+    return status
+
+
+def name_folder(root: Path, name: str) -> Path:
+    """Return `root/name`, refusing a name that would leave `root`."""
+    parts = name.split("/")
+    bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
+    if bad or any(len(os.fsencode(part)) > 200 for part in parts):
+        raise RunDirectoryError(f"name={name[:60]!r} is no folder name below {root}")
+    folder = root / name
+    if not folder.resolve().is_relative_to(root.resolve()):
+        raise RunDirectoryError(f"name={name!r} leads out of {root}")
+    return folder
+
+
+def timestamp() -> str:
+    """Return the local time as the name of a run."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def reserve(folder: Path, stamp: str) -> Path:
+    """Make `folder/stamp`, or the next free `stamp-2`, `stamp-3`..., for this process alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / (stamp if number == 1 else f"{stamp}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+            number += 1
+    except OSError as error:
+        raise storage_error(folder / stamp, error) from error
+
+
+def find_unfinished(folder: Path) -> Path | None:
+    """Return the newest run directly in `folder` that has not finished and that nobody holds."""
+    if not folder.is_dir():
+        return None
+    runs = [path for path in folder.iterdir() if holds_run(path)]
+    for path in sorted(runs, key=_created, reverse=True):
+        with contextlib.suppress(RunDirectoryError):
+            if read_status(path).get("state") != "finished" and not is_held(path):
+                return path
+    return None
+
+
+def _created(path: Path) -> tuple[str, str]:
+    try:
+        return str(_read_json(path / MANIFEST).get("created", "")), path.name
+    except RunDirectoryError:
+        return "", path.name
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise RunDirectoryError(f"cannot read {path}: it holds no JSON object")
+    return value
+
+
+def _plain(results: Mapping[str, float]) -> dict[str, float | None]:
+    """Make `results` fit for JSON, which knows no NaN and no infinity."""
+    return {
+        key: float(value) if abs(value) < float("inf") else None for key, value in results.items()
+    }

@@ -1,0 +1,46 @@
+"""What keeps a file from being written, in one line that a person can act on."""
+
+import errno
+import os
+from pathlib import Path
+
+from trainer.errors import StorageError
+
+_REASONS = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EFBIG: "file too large",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+
+
+def storage_error(path: Path, error: OSError, *, need: int | None = None) -> StorageError:
+    """Say in one line what kept `path` from being written."""
+    return StorageError(f"cannot write {path}: {_reason(path, error, need)}")
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the bytes that may still be written in `folder`; None where that is not known."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return None
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
+
+
+def megabytes(count: int) -> str:
+    """Format a number of bytes, as in `5.1 MB`."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def _reason(path: Path, error: OSError, need: int | None) -> str:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or errno.EIO).lower()
+    if error.errno != errno.ENOSPC or need is None:
+        return reason
+    free = free_bytes(path.parent)
+    return f"{reason} (need {megabytes(need)}, free {megabytes(free or 0)})"
