@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.task import SUM, StepOutput
+from trainer.task import StepOutput
 
 
 class Sums:
@@ -26,32 +26,55 @@ class Sums:
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def add(self, name: str, total: Tensor, count: Tensor | float, scale: float = 1) -> None:
-        """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
+    def add(
+        self,
+        name: str,
+        total: Tensor,
+        count: Tensor | float,
+        scale: float = 1,
+        finite: Tensor | None = None,
+    ) -> None:
+        """Add `scale * total` and `count` to those of `name`, without waiting for the device.
+
+        Where `finite` is false, nothing is added: the update that it tells of was not applied.
+        """
+        if finite is not None:
+            total, count = torch.where(finite, total, 0), count * finite
         if name in self._sums:
             self._sums[name].add_(total, alpha=scale)
             self._counts[name] = self._counts[name] + count
         else:
-            self._sums[name] = total.to(self._dtype) * scale
+            self._sums[name] = total.to(self._dtype, copy=True).mul_(scale)
             self._counts[name] = count
 
-    def add_output(self, output: StepOutput, samples: int) -> None:
-        """Add an evaluation step's loss terms and metrics; `samples` of its batch are real."""
+    def add_output(
+        self,
+        output: StepOutput,
+        samples: int,
+        loss_name: str = "loss",
+        finite: Tensor | None = None,
+    ) -> None:
+        """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""
         if isinstance(output.loss, Tensor):
-            self.add("loss", output.loss.detach().mean(), samples, scale=samples)
+            loss = output.loss.detach()
+            self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples, finite)
         else:
             for name, term in output.loss.items():
-                self._add_term(f"loss:{name}", term.detach(), output.counts.get(name), samples)
+                self._add_term(f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples, finite)
+        real = 1 if samples else 0
         for name, (total, count) in output.sums.items():
-            self.add(name, total.detach(), count)
+            self.add(name, total.detach(), count * real, real, finite)
 
-    def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
-        if count is SUM:  # a sum over the data set has no denominator
-            self.add(name, term.sum(), 0)
-        elif count is None:
-            self.add(name, term.mean(), samples, scale=samples)
-        else:
-            self.add(name, term.mean() * count, count)
+    def _add_term(
+        self, name: str, term: Tensor, count: Any, samples: int, finite: Tensor | None
+    ) -> None:
+        real = 1 if samples else 0
+        if count is None:
+            self.add(name, term.mean(), samples, samples, finite)
+        elif isinstance(count, Tensor):
+            self.add(name, term.mean() * count, count * real, real, finite)
+        else:  # a sum over the samples: over the updates, its mean
+            self.add(name, term.sum(), real, real, finite)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices: one transfer to the host; a sum where count is 0."""
@@ -80,10 +103,12 @@ class Sums:
         self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
 
 
-def add_up_terms(means: dict[str, float]) -> dict[str, float]:
+def add_up_terms(means: Mapping[str, float]) -> dict[str, float]:
     """Turn `loss:<term>` into `loss_<term>`, and into `loss` their sum."""
-    terms = {name: means.pop(name) for name in list(means) if name.startswith("loss:")}
-    if terms:
-        means["loss"] = sum(terms.values())
-        means |= {name.replace("loss:", "loss_"): value for name, value in terms.items()}
-    return means
+    result: dict[str, float] = {}
+    for name, value in means.items():
+        whole, colon, _ = name.partition(":")
+        result[name.replace(":", "_")] = value
+        if colon:
+            result[whole] = result.get(whole, 0.0) + value
+    return result

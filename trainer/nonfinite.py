@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trainer.batch import MicroBatch, first_tensor
+from trainer.state import TrainState
 
 
 class Guard:
@@ -85,3 +90,44 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
         if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
             return name
     return None
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Where a NaN was found; the smaller, the closer to its origin."""
+
+    distance: int
+    text: str
+
+
+def explain(
+    model: nn.Module, state: TrainState, micro_batches: Sequence[MicroBatch], batches: Sequence[Any]
+) -> Finding:
+    """Name the origin of a non-finite gradient: a sample, a parameter, or the loss."""
+    where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
+    advice = (
+        "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
+        "or leave such updates out with trainer.on_nonfinite=skip"
+    )
+    for micro_batch, batch in zip(micro_batches, batches, strict=True):
+        sample = _nonfinite_sample(micro_batch, batch)
+        if sample is not None:
+            return Finding(0, f"sample {sample} holds NaN or infinity, {where}: {advice}")
+    indices = [i for m in micro_batches for i in m.piece.indices]
+    shown = f"; samples {', '.join(map(str, indices[:8]))}{', ...' if len(indices) > 8 else ''}"
+    weights = first_nonfinite(model.named_parameters())
+    if weights:
+        return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
+    gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
+    name = f"of {gradients}" if gradients else "norm"
+    return Finding(2, f"the gradient {name} is not finite, {where}{shown if indices else ''}: {advice}")
+
+
+def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:
+    tensor = first_tensor(batch)
+    if tensor is None or not tensor.is_floating_point() or not tensor.ndim:
+        return None
+    bad = (~torch.isfinite(tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None])).any(1)
+    row = int(bad.int().argmax()) if bad.any() else None
+    indices = micro_batch.piece.indices
+    return None if row is None else indices[row] if row < len(indices) else row

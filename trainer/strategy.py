@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ResourceError
+from trainer.state import TrainState
 
 
 def default_device(index: int = 0) -> torch.device:
@@ -32,6 +33,8 @@ class Strategy:
     rank = 0
     world_size = 1
     devices = 1
+    evaluates_wrapped = True  # whether evaluation, too, calls the wrapped module
+    evaluates_in_step = False  # whether a process must call the model whenever the others do
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = default_device() if device is None else torch.device(device)
@@ -67,9 +70,8 @@ class Strategy:
         """Return the sum over all processes."""
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """Tell whether any process raises its flag."""
-        return flag
+    def agree(self, state: TrainState) -> None:
+        """Make the wish of any process to stop the wish of all."""
 
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value."""
@@ -92,9 +94,6 @@ class Strategy:
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load a whole state into `model`."""
         model.load_state_dict(state)
-
-    def warm_up(self, wrapped: nn.Module, step: Any) -> None:
-        """Run `step` as often as it takes to settle what a resume would find settled."""
 
 
 class DataParallel(Strategy):

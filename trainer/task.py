@@ -54,6 +54,8 @@ class Task:
     # Optimizers that take turns on each update's batch, by name (a GAN's, say), each with a loss
     # of its own; empty: all step together on one loss.
     turns: Sequence[str] = ()
+    # Loss terms whose denominators depend on the data: `counts` gives them.
+    count_names: Sequence[str] = ()
 
     def metric_names(self) -> Sequence[str]:
         """Name the metrics that an evaluation gives, without the stage: `loss`, `accuracy`."""
@@ -72,7 +74,7 @@ class Task:
         return self.training_step(model, batch)
 
     def counts(self, batch: Any) -> Mapping[str, Tensor]:
-        """Return the denominators that depend on the data, before the forward pass.
+        """Return this batch's part of the denominators of `count_names`.
 
         An update's denominator is the sum over all its micro-batches and devices, so it must be
         known before the first of them is differentiated.

@@ -1,30 +1,338 @@
-"""The loop: updates, boundaries, evaluation; everything else is a collaborator."""
+"""The loop: fit, one update, validation; everything else is a collaborator's."""
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.batch import BatchSource, MicroBatch, as_source, to_device, updates
 from trainer.callback import Callback, Hooks
-from trainer.errors import DivergedError
-from trainer.gradients import Clipping, clip, is_finite, total_norm
 from trainer.lr_schedule import LRSchedule
-from trainer.metrics import Sums, add_up_terms
-from trainer.nonfinite import Guard
-from trainer.optimizers import Optimizers, needs_closure
+from trainer.metrics import Sums
+from trainer.optimizers import Optimizers
+from trainer.options import TrainerOptions, horizon
 from trainer.precision import Precision
-from trainer.rng import get_rng_state, set_rng_state
 from trainer.state import TrainState
 from trainer.strategy import Strategy
-from trainer.task import SUM, StepOutput, Task
+from trainer.task import Task
 from trainer.timer import Timer
+from trainer.update import Updater
+
+
+T = TypeVar("T")
+
+
+class StopWaiting(BaseException):
+    """Raised by a signal handler while the trainer waits for data: no one may swallow it."""
+
+
+class _ValidationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
+    """A stop was requested while validating."""
+
+
+class Trainer:
+    """Train a model: objects in, no config.
+
+    `train_loader` and `val_loader` are `data.loader.Loader`s, or any iterable of batches on one
+    process; `optimizer` and `lr_scheduler` may be torch's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizers | Optimizer,
+        train_loader: Any,
+        val_loader: Any = None,
+        lr_scheduler: Any = None,
+        strategy: Strategy | None = None,
+        precision: Precision | str = "fp32",
+        callbacks: Mapping[str, Callback] | None = None,
+        options: TrainerOptions | None = None,
+        compiled: nn.Module | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        self.options = options or TrainerOptions()
+        self.strategy = strategy or Strategy()
+        device = self.strategy.device
+        self.precision = (
+            Precision(precision, device.type) if isinstance(precision, str) else precision
+        )
+        self.model = model if strategy else self.precision.convert(model).to(device)
+        self.task = task
+        self.optimizers = Optimizers.wrap(optimizer, model)
+        self.lr_schedule = LRSchedule.wrap(lr_scheduler)
+        steps = self.options.gradient_accumulation_steps
+        self.train_loader: BatchSource = as_source(train_loader, steps)
+        self.val_loader: BatchSource | None = val_loader and as_source(val_loader, 1)
+        self.callbacks = dict(callbacks or {})
+        for name, callback in self.callbacks.items():
+            callback.name = name
+        self.hooks = Hooks(self.callbacks.values())
+        self.run_dir = run_dir
+        self.state = TrainState()
+        self.metrics: dict[str, float] = {}  # the last value of everything logged
+        self.timer = Timer()
+        self.resumed = False
+        self.waiting = False  # for data: a signal may break it off
+        self._compiled = compiled or self.model
+        self._wrapped = self.strategy.wrap(self._compiled)
+        self.updater = Updater(
+            self.model,
+            self._wrapped,
+            task,
+            self.optimizers,
+            self.strategy,
+            self.precision,
+            self.options,
+            self.state,
+        )
+        self._deadline: float | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.strategy.is_main
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Updates of an epoch; None for a stream of unknown length."""
+        try:
+            length = len(self.train_loader)
+        except TypeError:
+            return self.options.limit_train_batches
+        return min(length, self.options.limit_train_batches or length)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run, if its horizon is not a time."""
+        return horizon(self.options.max_epochs, self.options.max_steps, self.steps_per_epoch)
+
+    @property
+    def done(self) -> bool:
+        """Whether the horizon is reached."""
+        o, s = self.options, self.state
+        return (o.max_epochs is not None and s.epoch >= o.max_epochs) or (
+            o.max_steps is not None and s.global_step >= o.max_steps
+        )
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return each parameter group's learning rate."""
+        return {group.name: float(group.options["lr"]) for group in self.optimizers.groups()}
+
+    def fit(self) -> None:
+        """Train until the horizon, or until a stop is requested.
+
+            setup, resume (`trainer.snapshot.restore`), on_fit_start
+            each epoch:             on_epoch_start
+                each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
+                                    -> scheduler -> zero, on_update_end
+                    boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
+                after the last one: on_epoch_end, before its boundary
+            on_fit_end | on_exception, and teardown always
+        """
+        try:
+            self._begin()
+            while not (self.done or self.state.stop_reason):
+                self.hooks.emit("on_epoch_start", self)
+                self._run_epoch()
+            self.hooks.emit("on_fit_end", self)
+        except BaseException as error:
+            self.hooks.emit("on_exception", self, error)
+            raise
+        finally:
+            self.train_loader.close()
+            if self.val_loader:
+                self.val_loader.close()
+            self.hooks.emit("teardown", self)
+
+    def setup(self) -> None:
+        """Let the callbacks prepare; `fit` does it, a resume needs it before."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            self.hooks.emit("setup", self)
+
+    def _begin(self) -> None:
+        self.setup()
+        self._wrapped.train()
+        if self.options.max_time is not None:
+            self._deadline = time.monotonic() + self.options.max_time
+        if self.options.sanity_batches and self.val_loader and not self.resumed:
+            self.evaluate(self.val_loader, "val", limit=self.options.sanity_batches)
+        self.hooks.emit("on_fit_start", self)
+        if self._validation_due():  # a signal came while the run before this one validated
+            self._boundary()
+        self.timer.reset()
+
+    def _run_epoch(self) -> None:
+        state, length = self.state, self.steps_per_epoch
+        stream = updates(self.train_loader.epoch(state.epoch, state.position))
+        while length is None or state.position < length:
+            micro_batches = self._wait(stream)
+            if micro_batches is None:
+                if state.stop_code:
+                    return
+                break
+            self.update(micro_batches)
+            self.hooks.emit("on_update_end", self)
+            if state.position != length:
+                self._boundary()
+                if self._must_stop():
+                    return
+        self._end_epoch()
+
+    def _wait(self, stream: Iterator[T]) -> T | None:
+        """Return the stream's next item; None at its end, or when a signal ends the waiting."""
+        started, self.waiting = time.monotonic(), True
+        try:
+            return next(stream, None)
+        except StopWaiting:
+            return None
+        finally:
+            self.waiting = False
+            self.timer.data += time.monotonic() - started
+
+    def _end_epoch(self) -> None:
+        self.state.epoch += 1
+        self.state.position = 0
+        self.lr_schedule.after_epoch()
+        self.hooks.emit("on_epoch_end", self)
+        self._boundary()
+        self._must_stop()
+
+    def _must_stop(self) -> bool:
+        """Agree with the other processes on whether this update was the last."""
+        state = self.state
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            state.request_stop("max_time")
+        self.strategy.agree(state)
+        return self.done or state.stop_reason is not None
+
+    def update(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Apply one optimizer update, or skip it, and count; `trainer.update` draws it."""
+        state = self.state
+        applied = self.updater.apply(micro_batches)
+        state.updates += 1
+        state.position += 1
+        state.micro_batches += len(micro_batches)
+        state.samples += micro_batches[0].piece.total
+        if applied:
+            state.global_step += 1
+            state.skipped_in_a_row = 0
+            self.lr_schedule.after_update()
+        else:
+            self.updater.count_skipped(1)
+
+    def _boundary(self) -> None:
+        """Do what is due between two updates; each part once, also across a resume."""
+        if self._log_due():
+            self._log()
+        if self._validation_due():
+            self._validate()
+        self.hooks.emit("on_boundary", self)
+
+    def _log_due(self) -> bool:
+        step, at_end = self.state.global_step, self.state.position == 0 or self.done
+        return step > self.state.logged_at and (
+            step % self.options.log_every_n_steps == 0 or at_end
+        )
+
+    def _validation_due(self) -> bool:
+        o, s = self.options, self.state
+        if self.val_loader is None or s.global_step <= s.validated_at:
+            return False
+        by_epoch = o.validate_every_n_epochs and not s.position and not s.epoch % o.validate_every_n_epochs
+        by_step = o.validate_every_n_steps and not s.global_step % o.validate_every_n_steps
+        return bool(by_epoch or by_step or self.done)
+
+    def _log(self) -> None:
+        self.updater.learn_of_skipped()
+        means = self.updater.sums.means(self.strategy.reduce)
+        self.updater.sums.reset()
+        scalars = {f"train/{name}": value for name, value in means.items()}
+        if self.precision.scales:
+            scalars["train/loss_scale"] = self.precision.scale
+        if self.state.skipped_updates:
+            scalars["train/skipped_updates"] = self.state.skipped_updates
+        for contribute in self.hooks.listeners("scalars"):
+            scalars |= contribute(self)
+        self.state.logged_at = self.state.global_step
+        self.timer.reset()
+        self.log(scalars)
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Hand values at the current step to the callbacks."""
+        self.metrics |= scalars
+        self.hooks.emit("on_log", self, scalars)
+
+    def _validate(self) -> None:
+        assert self.val_loader is not None
+        started = time.monotonic()
+        self.hooks.emit("on_validation_start", self)
+        try:
+            metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)
+        except _ValidationAbandoned:
+            return
+        self.state.validated_at = self.state.global_step
+        self.lr_schedule.after_validation(metrics)
+        self.log(metrics)
+        self.hooks.emit("on_validation_end", self, metrics)
+        self.timer.pause += time.monotonic() - started
+
+    @torch.no_grad()
+    def evaluate(self, loader: Any, stage: str, limit: int | None = None) -> dict[str, float]:
+        """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`."""
+        sums, metrics = Sums(self.strategy.device), self.task.metrics()
+        for metric in metrics.values():
+            metric.reset()
+        with self._evaluating() as model:
+            stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
+            while (micro_batch := self._wait(stream)) is not None:
+                self._evaluate_batch(model, micro_batch, sums)
+                self.strategy.agree(self.state)
+                if self.state.stop_code:
+                    break
+        if self.state.stop_code:
+            raise _ValidationAbandoned
+        values = sums.means(self.strategy.reduce)
+        for name, metric in metrics.items():
+            values[name] = float(metric.compute())
+        return {f"{stage}/{name}": value for name, value in values.items()}
+
+    def _evaluate_batch(self, model: nn.Module, micro_batch: MicroBatch, sums: Sums) -> None:
+        batch, count = self.to_device(micro_batch.batch), micro_batch.piece.count
+        with self.precision.autocast():
+            if count:
+                sums.add_output(self.task.evaluation_step(model, batch), count)
+            elif self.strategy.evaluates_in_step:
+                self.task.prediction_step(model, batch)  # the others wait for this one's shards
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        modes = [(module, module.training) for module in self._wrapped.modules()]
+        self._wrapped.eval()
+        try:
+            with self.evaluation_weights():
+                yield self._wrapped if self.strategy.evaluates_wrapped else self._compiled
+        finally:
+            for module, mode in modes:  # a frozen module stays in evaluation
+                module.training = mode
+
+    def evaluation_weights(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model has the weights to be judged by (an average's)."""
+        swaps = [c.swap for c in self.callbacks.values() if hasattr(c, "swap")]
+        return swaps[0](self) if swaps else nullcontext()
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to this process's device, in the run's number format."""
+        return to_device(
+            batch, self.strategy.device, self.precision.dtype, self.options.channels_last
+        )

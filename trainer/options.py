@@ -1,0 +1,34 @@
+"""How far and how often a trainer goes."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.gradients import Clipping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """Bound and pace a run; the config's `trainer` group, resolved to plain values."""
+
+    max_epochs: int | None = 1
+    max_steps: int | None = None  # applied updates
+    max_time: float | None = None  # seconds
+    gradient_accumulation_steps: int = 1
+    clipping: Clipping = field(default_factory=Clipping)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped_in_a_row: int = 20
+    log_every_n_steps: int = 50
+    validate_every_n_epochs: int | None = 1
+    validate_every_n_steps: int | None = None
+    limit_train_batches: int | None = None  # updates of each epoch
+    limit_val_batches: int | None = None
+    sanity_batches: int = 0  # validated before the first update, to see it fail early
+    channels_last: bool = False
+
+
+def horizon(max_epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    """Return the number of updates of a run; None if only the time ends it."""
+    ends = [max_steps] if max_steps is not None else []
+    if max_epochs is not None and steps_per_epoch is not None:
+        ends.append(max_epochs * steps_per_epoch)
+    return min(ends, default=None)

@@ -1,0 +1,230 @@
+"""One optimizer update: the exact mean over the samples of all its micro-batches (I3)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.batch import MicroBatch, Piece, to_device
+from trainer.errors import DivergedError
+from trainer.gradients import clip, is_finite, total_norm
+from trainer.metrics import Sums
+from trainer.nonfinite import Guard, explain
+from trainer.optimizers import Optimizers, needs_closure
+from trainer.options import TrainerOptions
+from trainer.precision import Precision
+from trainer.state import TrainState
+from trainer.strategy import Strategy
+from trainer.task import SUM, StepOutput, Task
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Optimizers that step together on one loss; unnamed where all do."""
+
+    name: str
+    optimizers: list[Optimizer]
+    parameters: list[Tensor]
+
+
+class Updater:
+    """Apply updates to a model, or refuse those that are not finite."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        task: Task,
+        optimizers: Optimizers,
+        strategy: Strategy,
+        precision: Precision,
+        options: TrainerOptions,
+        state: TrainState,
+    ) -> None:
+        self.sums = Sums(strategy.device)  # since the last log
+        self._model = model
+        self._wrapped = wrapped
+        self._task = task
+        self._optimizers = optimizers
+        self._strategy = strategy
+        self._precision = precision
+        self._options = options
+        self._state = state
+        self._guard = Guard(model, strategy.device)
+        # A scaled loss overflows now and then, and its scaler looks at the host anyway; else a
+        # GPU decides by itself and is asked at the log boundary.
+        self._verdict_on_host = strategy.device.type == "cpu" or precision.scales
+
+    @functools.cached_property
+    def _turns(self) -> list[_Turn]:
+        optimizers = dict(self._optimizers.items())
+        if not self._task.turns:
+            return [_Turn("", list(optimizers.values()), list(self._optimizers.parameters()))]
+        return [
+            _Turn(name, [o := optimizers[name]], [p for g in o.param_groups for p in g["params"]])
+            for name in self._task.turns
+        ]
+
+    def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero."""
+        strategy, options = self._strategy, self._options
+        batches = [
+            to_device(m.batch, strategy.device, self._precision.dtype, options.channels_last)
+            for m in micro_batches
+        ]
+        self._guard.remember()
+        return all([self._take_turn(turn, micro_batches, batches) for turn in self._turns])
+
+    def _take_turn(
+        self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
+    ) -> bool:
+        outputs, _ = self._accumulate(turn, micro_batches, batches)
+        self._precision.unscale(turn.optimizers)
+        norm = total_norm(turn.parameters, self._options.clipping.norm_type)
+        if self._verdict_on_host and not is_finite(norm):
+            self._refuse(micro_batches, batches)
+            return False
+        clip(self._options.clipping, self._optimizers, turn.parameters, norm)
+        if self._verdict_on_host:
+            for optimizer in turn.optimizers:
+                self._step(optimizer, turn, micro_batches, batches)
+            self._precision.update_scale()
+        else:
+            self._guard.step(turn.optimizers, norm)
+        self._optimizers.zero_grad()
+        self._add_sums(turn, micro_batches, outputs, norm)
+        return True
+
+    def _accumulate(
+        self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
+    ) -> tuple[list[StepOutput], list[Tensor]]:
+        """Return each micro-batch's results and its share of the update's loss."""
+        totals = self._totals(micro_batches, batches)
+        outputs, shares = [], []
+        for micro_batch, batch in zip(micro_batches, batches, strict=True):
+            with self._strategy.accumulate(self._wrapped, micro_batch is micro_batches[-1]):
+                with self._precision.autocast():
+                    output = self._forward(turn, batch)
+                share = self._share(output, micro_batch.piece, totals)
+                self._precision.backward(share)
+            outputs.append(output)
+            shares.append(share)
+        return outputs, shares
+
+    def _forward(self, turn: _Turn, batch: Any) -> StepOutput:
+        if turn.name:
+            return self._task.turn_step(self._wrapped, batch, turn.name)
+        return self._task.training_step(self._wrapped, batch)
+
+    def _totals(
+        self, micro_batches: Sequence[MicroBatch], batches: list[Any]
+    ) -> dict[str, Tensor]:
+        """Return the update's denominators that depend on the data, over all devices."""
+        totals = {}
+        for name in self._task.count_names:
+            total = torch.zeros((), device=self._strategy.device)
+            for micro_batch, batch in zip(micro_batches, batches, strict=True):
+                if micro_batch.piece.count:
+                    total = total + self._task.counts(batch)[name]
+            totals[name] = self._strategy.reduce(total)
+        return totals
+
+    def _share(self, output: StepOutput, piece: Piece, totals: Mapping[str, Tensor]) -> Tensor:
+        scale = self._strategy.gradient_scale
+        share = piece.count * scale / piece.total
+        if isinstance(output.loss, Tensor):
+            loss = output.loss.mean() if output.loss.ndim else output.loss
+            return loss if share == 1 else loss * share
+        terms = []
+        for name, term in output.loss.items():
+            count = output.counts.get(name)
+            if not piece.count:  # a borrowed sample: it takes part with weight zero
+                terms.append(term.sum() * 0)
+            elif count is SUM:
+                terms.append(term.sum() * scale)
+            elif isinstance(count, Tensor):
+                terms.append(term.mean() * (count * scale / totals[name]))
+            else:
+                terms.append(term.mean() * share)
+        return _add(terms)
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        turn: _Turn,
+        micro_batches: Sequence[MicroBatch],
+        batches: list[Any],
+    ) -> None:
+        if not needs_closure(optimizer):
+            optimizer.step()
+            return
+
+        def closure() -> Tensor:
+            self._optimizers.zero_grad()
+            _, shares = self._accumulate(turn, micro_batches, batches)
+            return self._strategy.reduce(_add(shares).detach()) / self._strategy.gradient_scale
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _refuse(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> None:
+        self._guard.restore()
+        if self._precision.scales:
+            self._precision.update_scale()
+        elif self._options.on_nonfinite == "stop":
+            here = explain(self._model, self._state, micro_batches, batches)
+            raise DivergedError(min(self._strategy.gather(here)).text)
+        self._optimizers.zero_grad()
+
+    def _add_sums(
+        self,
+        turn: _Turn,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[StepOutput],
+        norm: Tensor,
+    ) -> None:
+        suffix = f"_{turn.name}" if turn.name else ""
+        finite = None if self._verdict_on_host else torch.isfinite(norm)
+        for micro_batch, output in zip(micro_batches, outputs, strict=True):
+            self.sums.add_output(output, micro_batch.piece.count, f"loss{suffix}", finite)
+        # The norm is the same on every process, so one of them counts it.
+        once = int(self._strategy.is_main)
+        self.sums.add(f"grad_norm{suffix}", norm, once, once, finite)
+
+    def count_skipped(self, count: int) -> None:
+        """Count updates that were not applied; too many in a row end the run."""
+        state, bound = self._state, self._options.max_skipped_in_a_row
+        state.skipped_updates += count
+        state.skipped_in_a_row += count
+        if state.skipped_in_a_row >= bound:
+            scale = self._precision.scale if self._precision.scales else None
+            raise DivergedError(
+                f"the last {state.skipped_in_a_row} updates were not finite (after step "
+                f"{state.global_step}, epoch {state.epoch}"
+                + (f", loss scale {scale:g}" if scale is not None else "")
+                + "): lower optimizer.lr, or allow more with trainer.max_skipped_in_a_row"
+            )
+
+    def learn_of_skipped(self) -> None:
+        """Ask a GPU which updates it left out since the last time; waits for it."""
+        if self._verdict_on_host:
+            return
+        count = self._guard.take_skipped()
+        if count and self._options.on_nonfinite == "stop":
+            raise DivergedError(
+                f"{count} of the updates up to step {self._state.global_step} (epoch "
+                f"{self._state.epoch}) were not finite and were not applied: lower optimizer.lr, "
+                f"or go on over such updates with trainer.on_nonfinite=skip"
+            )
+        self._state.global_step -= count
+        if count:
+            self.count_skipped(count)
+
+
+def _add(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
