@@ -43,3 +43,15 @@ class Interrupted(RunError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class ModelError(RunError):
+    """A model that does not fit its task or its data."""
+
+    exit_code = 2
+
+
+class SampleError(RunError):
+    """Samples that do not fit the task."""
+
+    exit_code = 3
