@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-def activation(name: str) -> nn.Module:
+def make_activation(name: str) -> nn.Module:
     """Return a new activation module; quantization and hooks need one for each place."""
     if name not in ACTIVATIONS:
         near = get_close_matches(name, ACTIVATIONS, n=1)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from models.activations import activation
+from models.activations import make_activation
 from models.shapes import height_width
 
 
@@ -21,7 +21,7 @@ class MLP(nn.Module):
         in_channels: int = 1,
         image_size: int | Sequence[int] = 16,
         hidden: Sequence[int] = (256, 128),
-        act: str = "relu",
+        activation: str = "relu",
         in_features: int | None = None,
     ) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential()
         for i, (size, following) in enumerate(pairwise(sizes)):
             self.layers.add_module(f"linear{i}", nn.Linear(size, following))
-            self.layers.add_module(f"act{i}", activation(act))
+            self.layers.add_module(f"activation{i}", make_activation(activation))
         self.head = nn.Linear(sizes[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

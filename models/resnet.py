@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.activations import activation
+from models.activations import make_activation
 from models.errors import ModelError
 
 Stem = Literal["cifar", "imagenet"]
@@ -19,15 +19,15 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, width: int, stride: int, act: str) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, activation: str) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.act1 = activation(act)
+        self.act1 = make_activation(activation)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = _shortcut(in_channels, width, stride)
-        self.act2 = activation(act)
+        self.act2 = make_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in_channels, H, W) to (N, width, H / stride, W / stride)."""
@@ -41,19 +41,19 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, width: int, stride: int, act: str) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, activation: str) -> None:
         super().__init__()
         out_channels = width * self.expansion
         self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.act1 = activation(act)
+        self.act1 = make_activation(activation)
         self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.act2 = activation(act)
+        self.act2 = make_activation(activation)
         self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(out_channels)
         self.downsample = _shortcut(in_channels, out_channels, stride)
-        self.act3 = activation(act)
+        self.act3 = make_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in_channels, H, W) to (N, 4 width, H / stride, W / stride)."""
@@ -84,7 +84,7 @@ class ResNet(nn.Module):
         num_classes: int,
         in_channels: int = 3,
         stem: Stem = "cifar",
-        act: str = "relu",
+        activation: str = "relu",
         zero_init_residual: bool = False,
     ) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class ResNet(nn.Module):
         kernel, stride = (3, 1) if small else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        self.act1 = activation(act)
+        self.act1 = make_activation(activation)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
         wider = block.expansion
-        self.layer1 = _stage(block, 64, 64, counts[0], 1, act)
-        self.layer2 = _stage(block, 64 * wider, 128, counts[1], 2, act)
-        self.layer3 = _stage(block, 128 * wider, 256, counts[2], 2, act)
-        self.layer4 = _stage(block, 256 * wider, 512, counts[3], 2, act)
+        self.layer1 = _stage(block, 64, 64, counts[0], 1, activation)
+        self.layer2 = _stage(block, 64 * wider, 128, counts[1], 2, activation)
+        self.layer3 = _stage(block, 128 * wider, 256, counts[2], 2, activation)
+        self.layer4 = _stage(block, 256 * wider, 512, counts[3], 2, activation)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(512 * wider, num_classes)
@@ -138,8 +138,8 @@ def _stage(
     width: int,
     blocks: int,
     stride: int,
-    act: str,
+    activation: str,
 ) -> nn.Sequential:
-    first = block(in_channels, width, stride, act)
-    rest = (block(width * block.expansion, width, 1, act) for _ in range(blocks - 1))
+    first = block(in_channels, width, stride, activation)
+    rest = (block(width * block.expansion, width, 1, activation) for _ in range(blocks - 1))
     return nn.Sequential(first, *rest)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.activations import activation
+from models.activations import make_activation
 
 
 class SmallCNN(nn.Module):
@@ -17,11 +17,11 @@ class SmallCNN(nn.Module):
         in_channels: int = 1,
         widths: Sequence[int] = (16, 32, 64),
         dropout: float = 0.0,
-        act: str = "relu",
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         channels = [in_channels, *widths]
-        stages = [_stage(a, b, act) for a, b in zip(channels, widths, strict=False)]
+        stages = [_stage(a, b, activation) for a, b in zip(channels, widths, strict=False)]
         self.features = nn.Sequential(*stages)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
@@ -34,13 +34,13 @@ class SmallCNN(nn.Module):
         return self.head(self.dropout(x))  # type: ignore[no-any-return]
 
 
-def _stage(in_channels: int, width: int, act: str) -> nn.Sequential:
+def _stage(in_channels: int, width: int, activation: str) -> nn.Sequential:
     # ceil_mode keeps an odd last row, and lets images smaller than 2**stages through.
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
             bn=nn.BatchNorm2d(width),
-            act=activation(act),
+            act=make_activation(activation),
             pool=nn.MaxPool2d(2, ceil_mode=True),
         )
     )

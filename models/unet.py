@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from models.activations import activation
+from models.activations import make_activation
 
 
 class UNet(nn.Module):
@@ -19,14 +19,16 @@ class UNet(nn.Module):
         in_channels: int = 1,
         width: int = 16,
         depth: int = 2,
-        act: str = "relu",
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        self.stem = _double(in_channels, widths[0], act)
+        self.stem = _double(in_channels, widths[0], activation)
         self.pool = nn.MaxPool2d(2, ceil_mode=True)
-        self.down = nn.ModuleList(_double(a, b, act) for a, b in pairwise(widths))
-        self.up = nn.ModuleList(_double(a + b, a, act) for a, b in reversed([*pairwise(widths)]))
+        self.down = nn.ModuleList(_double(a, b, activation) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(
+            _double(a + b, a, activation) for a, b in reversed([*pairwise(widths)])
+        )
         self.head = nn.Conv2d(widths[0], num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,14 +44,14 @@ class UNet(nn.Module):
         return self.head(out)  # type: ignore[no-any-return]
 
 
-def _double(in_channels: int, width: int, act: str) -> nn.Sequential:
+def _double(in_channels: int, width: int, activation: str) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
             bn1=nn.BatchNorm2d(width),
-            act1=activation(act),
+            act1=make_activation(activation),
             conv2=nn.Conv2d(width, width, 3, padding=1, bias=False),
             bn2=nn.BatchNorm2d(width),
-            act2=activation(act),
+            act2=make_activation(activation),
         )
     )

@@ -1,0 +1,37 @@
+"""Any model of the package timm by its name (an extra: `pip install timm`)."""
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from models.errors import ModelError, WeightsError
+from models.weights import weights_wanted
+
+
+def build(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    pretrained: bool = False,
+    **arguments: Any,
+) -> nn.Module:
+    """Build timm's model `name`; `arguments` (such as `drop_rate`) go to `timm.create_model`."""
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError:
+        raise ModelError("model=timm takes the package timm: pip install timm") from None
+    if name.split(".")[0] not in timm.list_models():
+        near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
+        raise ModelError(f"model.name: timm has no model {name!r}; near: {near}")
+    try:
+        model: nn.Module = timm.create_model(
+            name,
+            pretrained=pretrained and weights_wanted(),
+            num_classes=num_classes,
+            in_chans=in_channels,
+            **arguments,
+        )
+    except OSError as error:
+        raise WeightsError(f"model.pretrained: no weights for {name}: {error}") from error
+    return model

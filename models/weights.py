@@ -1,0 +1,133 @@
+"""Read trained weights: from a file, a run directory or torchvision. Nothing in them is run."""
+
+import importlib
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+import torchvision
+from torch import Tensor
+
+from models.errors import ModelError, WeightsError
+
+_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
+
+
+@contextmanager
+def no_initial_weights() -> Iterator[None]:
+    """Build models without reading their initial weights.
+
+    For whoever loads a checkpoint next: a resumed or evaluated run must not need the files, or the
+    network, that it once started from.
+    """
+    token = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def weights_wanted() -> bool:
+    """Say whether a model being built now is to read its initial weights: not on `meta`."""
+    return _wanted.get() and torch.get_default_device().type != "meta"
+
+
+def read_weights(
+    source: str, checkpoint: Literal["best", "last"] = "best", prefix: str = ""
+) -> dict[str, Tensor]:
+    """Return a state dict from `source`.
+
+    `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
+    `torchvision:ResNet18_Weights.DEFAULT`. Names keep what follows `prefix`; others are left out.
+    """
+    if source.startswith("torchvision:"):
+        state: Mapping[str, Any] = _from_torchvision(source.removeprefix("torchvision:"))
+    else:
+        state = _from_file(_locate(Path(source), checkpoint))
+    chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+    if not chosen:
+        raise WeightsError(f"{source} has no name that begins with {prefix!r}")
+    return chosen
+
+
+def fetch(entry: Any) -> dict[str, Tensor]:
+    """Return the state dict of a torchvision weights entry, from its cache or the network."""
+    try:
+        return dict(entry.get_state_dict(progress=False, check_hash=True))
+    except (OSError, RuntimeError) as error:
+        raise WeightsError(
+            f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
+            f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
+        ) from error
+
+
+def _from_torchvision(name: str) -> dict[str, Tensor]:
+    try:
+        entry = torchvision.models.get_weight(name)
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"model.weights: torchvision has no weights named {name!r}; "
+            "the form is torchvision:ResNet18_Weights.DEFAULT"
+        ) from error
+    return fetch(entry)
+
+
+def _locate(path: Path, checkpoint: str) -> Path:
+    path = path.expanduser()
+    if path.is_dir():
+        path = path / "checkpoints" / f"{checkpoint}.pt"
+    if not path.is_file():
+        raise ModelError(f"model.weights: no file {path}")
+    return path
+
+
+def _from_file(path: Path) -> Mapping[str, Any]:
+    loaded = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    for key in ("model", "state_dict"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise WeightsError(f"{path} holds no state dict: no mapping of names to tensors")
+    return loaded
+
+
+def _torch_file(path: Path) -> Any:
+    try:
+        damaged = _damaged_member(path)
+        loaded = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        # torch's own text advises to switch the check off.
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"refused: it contains code ({code[1]})" if code else "not a file of weights"
+        raise WeightsError(f"{path}: {reason}") from None
+    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
+        reason = str(error).partition("\n")[0] or "it ends too early"
+        raise WeightsError(f"{path} cannot be read: {reason}") from error
+    if damaged:
+        raise WeightsError(f"{path} is damaged: the checksum of {damaged} does not match")
+    return loaded
+
+
+def _damaged_member(path: Path) -> str | None:
+    """Check the archive's CRCs: torch does not, and a flipped bit would load in silence."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        safetensors = importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise ModelError(f"reading {path} takes the package safetensors: install it") from None
+    try:
+        return safetensors.load_file(path)
+    except Exception as error:  # its error type is its own, and the package is optional
+        raise WeightsError(f"{path} cannot be read: {error}") from error
