@@ -1,0 +1,128 @@
+"""Read checkpoints: verified against their archive, their format and the index beside them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.archive import DamagedCheckpointError, digest, read_archive
+from trainer.checkpoint_index import Index
+from trainer.errors import CheckpointError
+
+FORMAT_VERSION = 1
+_WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the checkpoint in `path`, on the CPU. Raises CheckpointError.
+
+    Damage is told last, so that a file somebody made is answered for what it holds.
+    """
+    payload = read_archive(path)
+    if not isinstance(payload, dict) or "format_version" not in payload:
+        raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
+    _check_format(path, payload["format_version"])
+    _check_digest(path)
+    return payload
+
+
+def model_only(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in `path` by name: of a checkpoint, a state dict or a .safetensors file.
+
+    A run directory stands for its best checkpoint, or else its last.
+    """
+    if path.is_dir():
+        path = _weights_in(path)
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    payload = read_archive(path)
+    if isinstance(payload, dict) and "format_version" in payload:
+        payload = read_checkpoint(path)
+    return _weights(path, payload)
+
+
+def compare_names(
+    payload: Mapping[str, Any], model_state: Mapping[str, Any], path: Path | None = None
+) -> None:
+    """Refuse a checkpoint whose weights have other names or shapes than the model's.
+
+    The CheckpointError names the first difference, in the model's order, and counts the others.
+    """
+    saved = payload["model"]
+    differences = [
+        f"{name} is {_shape(saved, name)} in it, {_shape(model_state, name)} in the model"
+        for name in dict.fromkeys([*model_state, *saved])
+        if _shape(saved, name) != _shape(model_state, name)
+    ]
+    if differences:
+        more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
+        where = f"{path}: " if path else ""
+        raise CheckpointError(f"{where}does not fit the model: {differences[0]}{more}")
+
+
+def _shape(state: Mapping[str, Any], name: str) -> str:
+    if name not in state:
+        return "missing"
+    value = state[name]
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _check_format(path: Path, version: Any) -> None:
+    if not isinstance(version, int):
+        raise CheckpointError(f"{path}: format {version!r} is no number")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format {version} > supported {FORMAT_VERSION}: a newer Regimen wrote it"
+        )
+    if version < FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format {version} < supported {FORMAT_VERSION}")
+
+
+def _check_digest(path: Path) -> None:
+    """Compare the file with the index of its folder, if that knows it."""
+    index = Index.read(path.parent)
+    entry = index.files.get(path.name)
+    if entry is not None:
+        known = {entry.sha256}
+    elif path.stem in index.names:
+        # The index is written last: a name may be one save ahead of it, and is then a checkpoint
+        # that the index does not list yet.
+        unlisted = [
+            other for other in path.parent.glob("step-*.pt") if other.name not in index.files
+        ]
+        known = {entry.sha256 for entry in (*index.files.values(), *index.names.values())}
+        known |= {digest(other) for other in unlisted}
+    else:
+        return
+    if digest(path) not in known:
+        raise DamagedCheckpointError(f"{path}: the file is not the one that was saved (sha256)")
+
+
+def _weights_in(folder: Path) -> Path:
+    for parent in (folder / "checkpoints", folder):
+        for name in ("best.pt", "last.pt"):
+            if (parent / name).is_file():
+                return parent / name
+    raise CheckpointError(f"{folder}: there is no best.pt or last.pt in it")
+
+
+def _weights(path: Path, payload: Any) -> dict[str, torch.Tensor]:
+    if isinstance(payload, Mapping):
+        inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
+        if isinstance(inner, Mapping) and inner:
+            weights = {str(name): value for name, value in inner.items()}
+            if all(isinstance(value, torch.Tensor) for value in weights.values()):
+                return weights
+    raise CheckpointError(f"{path}: holds no weights: a dict of tensors is expected")
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        from safetensors.torch import load  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise CheckpointError(f"{path}: reading it needs the package safetensors") from error
+    try:
+        return dict(load(path.read_bytes()))
+    except Exception as error:
+        raise DamagedCheckpointError(f"{path}: a damaged file, or no safetensors") from error
