@@ -1,0 +1,256 @@
+"""Find what a `_target_` names, and refuse whatever the allow-list does not cover.
+
+A configuration may come from anyone, so it can only name things of the packages below, of the
+packages in the folder where the program was started, and of those that the person who started it
+allowed on the command line. The list is code: no YAML can lengthen it.
+"""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from trainer.errors import RunError
+
+ALLOWED = (
+    "torch.nn",
+    "torch.optim",
+    "torch.utils.data",
+    "torchvision.models",
+    "torchvision.ops",
+    "torchvision.transforms",
+    "torchvision.datasets",
+    "torchmetrics",
+    "timm.create_model",
+    "timm.models",
+    "models",
+    "data",
+    "callbacks",
+    "trainer",
+)
+# Parts of the above that fetch, unpickle, write files or start processes.
+REFUSED = (
+    "torch.utils.data.datapipes",
+    "torch.utils.data.graph",
+    "torch.utils.data.graph_settings",
+    "torch.utils.data.backward_compatibility",
+    "torchvision.datasets.utils",
+    "timm.models._builder",
+    "timm.models._helpers",
+    "timm.models._hub",
+    "trainer.build",
+    "trainer.checkpoint",
+    "trainer.launch",
+    "trainer.run_directory",
+    "trainer.targets",
+    "trainer.instantiate",
+)
+# timm unpickles what these name (its loader asks torch for weights_only=False).
+REFUSED_ARGUMENTS = {"timm": ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")}
+# Compiled functions that an allowed module re-exports carry their implementation's module name.
+_IMPLEMENTATIONS = {"torch.nn.functional": ("torch._C._nn", "torch")}
+_OUR_OTHERS = ("conf", "scripts")
+
+_extra: list[str] = []
+
+
+class TargetError(RunError):
+    """A `_target_` that is refused, does not exist, or does not take its arguments."""
+
+    exit_code = 2
+
+
+def allow(packages: Iterable[str]) -> None:
+    """Allow further packages (or exact paths) for this process, as `--allow-target` does."""
+    for package in packages:
+        if not _is_path(package):
+            raise TargetError(f"--allow-target {package!r}: not the dotted path of a package")
+        if package not in _extra:
+            _extra.append(package)
+
+
+def allowed_extra() -> tuple[str, ...]:
+    """Return what `allow` was given, to be handed to further processes of the run."""
+    return tuple(_extra)
+
+
+def refusal(path: object) -> str | None:
+    """Say why `path` may not be a target, judged by its name alone; None where it may be.
+
+    Imports nothing: it may look for the package in the working folder, without running it.
+    """
+    if not isinstance(path, str) or not _is_path(path):
+        return f"{_shown(path)} is not the dotted path of a class or function"
+    if _under(path, _extra):
+        return None
+    if _under(path, REFUSED):
+        return f"{path!r} is not allowed: {_within(path, REFUSED)} is kept from configurations"
+    if _under(path, ALLOWED) or _in_working_folder(path.partition(".")[0]):
+        return None
+    return f"target {path!r} is not allowed; {_how_to_allow(path)}"
+
+
+def locate(path: str) -> Any:
+    """Import and return the class or function that `path` names.
+
+    Raises TargetError where it is refused or not found; what fails within an allowed module while
+    it is imported comes through as it is.
+    """
+    reason = refusal(path)
+    if reason is not None:
+        raise TargetError(reason)
+    module, names = _import(path)
+    parent: Any = None
+    found: Any = module
+    for name in names:
+        parent, found = found, _attribute(found, name, path)
+        if isinstance(found, ModuleType):
+            raise TargetError(f"{path!r} is not allowed: it leads out, to module {found.__name__}")
+    _check_found(path, parent, found)
+    return found
+
+
+def _import(path: str) -> tuple[ModuleType, list[str]]:
+    """Import the longest part of `path` that is a module; return it with the names left over."""
+    root, *names = path.split(".")
+    if _in_working_folder(root) and not _under(path, (*ALLOWED, *_extra)):
+        _append_working_folder()
+    module = _import_module(root, path)
+    while names and _is_submodule(module, names[0]):
+        module = _import_module(f"{module.__name__}.{names.pop(0)}", path)
+    return module, names
+
+
+def _import_module(name: str, path: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # the module exists, and one that it needs does not
+        raise TargetError(f"no package {name!r} is installed, which {path!r} needs") from error
+    if module.__name__ != name:
+        raise TargetError(f"{path!r} is not allowed: {name} is really {module.__name__}")
+    return module
+
+
+def _is_submodule(module: ModuleType, name: str) -> bool:
+    """Tell whether `name` is a module of its own below `module`, not a thing within it."""
+    known = getattr(module, name, None)
+    if isinstance(known, ModuleType):
+        return known.__name__ == f"{module.__name__}.{name}"
+    if known is not None or not hasattr(module, "__path__"):
+        return False
+    return importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+
+
+def _attribute(holder: Any, name: str, path: str) -> Any:
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        pass
+    near = get_close_matches(name, [n for n in dir(holder) if not n.startswith("_")], n=1)
+    place = getattr(holder, "__name__", type(holder).__name__)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise TargetError(f"target {path!r} does not exist: {place} has no {name!r}{hint}")
+
+
+def _check_found(path: str, parent: Any, found: Any) -> None:
+    if not callable(found):
+        raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
+    if isinstance(parent, type) and not _bound_to(parent, found):
+        raise TargetError(f"{path!r} is not allowed: it is a method, name a class or a function")
+    owner = getattr(found, "__module__", None) or type(found).__module__
+    if path not in _extra and not _owned(path, owner):
+        raise TargetError(f"{path!r} is not allowed: it belongs to {owner}; {_how_to_allow(owner)}")
+
+
+def _bound_to(parent: type, found: Any) -> bool:
+    """Tell whether `found` is a constructor of the class (a class method) or a nested class."""
+    return isinstance(found, type) or getattr(found, "__self__", None) is parent
+
+
+def _owned(path: str, owner: str) -> bool:
+    """Tell whether a thing defined in module `owner` may be reached through `path`."""
+    if _under(owner, REFUSED) and not _under(owner, _extra):
+        return False
+    if _under(owner, (*ALLOWED, *_extra)) or _in_working_folder(owner.partition(".")[0]):
+        return True
+    return any(
+        owner in owners and _under(path, (prefix,)) for prefix, owners in _IMPLEMENTATIONS.items()
+    )
+
+
+def _in_working_folder(root: str) -> bool:
+    """Tell whether the top-level package `root` is the user's own, found where they work."""
+    if root in sys.stdlib_module_names or _under(root, (*_tops(ALLOWED), *_OUR_OTHERS)):
+        return False
+    folder = _working_folder()
+    module = sys.modules.get(root)
+    if module is not None:
+        return _places(module.__spec__) == {folder}
+    finder = importlib.machinery.PathFinder
+    # Whatever is installed under the same name is found first by an import: then this is not it.
+    installed = finder.find_spec(
+        root, [p for p in sys.path if os.path.realpath(p or ".") != folder]
+    )
+    if installed is not None and installed.origin is not None:
+        return False
+    return _places(finder.find_spec(root, [folder])) == {folder}
+
+
+def _places(spec: Any) -> set[str]:
+    """Return the folders that hold the package or module of `spec`."""
+    if spec is None:
+        return set()
+    if spec.submodule_search_locations is not None:
+        return {os.path.dirname(os.path.realpath(p)) for p in spec.submodule_search_locations}
+    return {os.path.dirname(os.path.realpath(spec.origin))} if spec.origin else set()
+
+
+def _working_folder() -> str:
+    try:
+        return os.path.realpath(os.getcwd())
+    except FileNotFoundError:
+        return ""
+
+
+def _append_working_folder() -> None:
+    """Make the user's packages importable, after everything that is installed."""
+    folder = _working_folder()
+    if not {folder, ""} & set(sys.path):
+        sys.path.append(folder)
+
+
+def _how_to_allow(path: str) -> str:
+    root = path.partition(".")[0]
+    return (
+        f"if you trust it, start with `--allow-target {root}`,"
+        " or put the package in the folder where you start"
+    )
+
+
+def _tops(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple({path.partition(".")[0] for path in paths})
+
+
+def _within(path: str, prefixes: Iterable[str]) -> str:
+    return next(prefix for prefix in prefixes if _under(path, (prefix,)))
+
+
+def _under(path: str, prefixes: Iterable[str]) -> bool:
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _is_path(path: str) -> bool:
+    parts = path.split(".")
+    return len(path) <= 300 and all(p.isidentifier() and p[:2] != "__" for p in parts)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
