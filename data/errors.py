@@ -1,0 +1,24 @@
+"""The failures that data can cause: each knows its exit code and crosses processes as one text."""
+
+
+class DataError(Exception):
+    """Data that is absent, unreadable or contradictory; the text names the key, file or sample."""
+
+    exit_code = 3
+
+
+class WorkerError(Exception):
+    """A loader worker died, hung or ran out of memory; the text names the keys to turn."""
+
+    exit_code = 8
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Return the text on one line, cut at `limit` characters: libraries explain at length."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def reason(error: BaseException) -> str:
+    """Name an exception's type and message on one line."""
+    return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__

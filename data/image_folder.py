@@ -1,0 +1,213 @@
+"""Images in folders named by their class: root/train/<class>/*, root/val|test/<class>/*."""
+
+import logging
+import os
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.decode import read_image
+from data.errors import DataError
+from data.images import Transform
+from data.sources import Split
+from data.splits import cut
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+)
+
+
+class ImageFolder:
+    """Image files (paths relative to `folder`) and their classes, decoded when asked for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        paths: list[str],
+        targets: list[int],
+        classes: list[str],
+        channels: int = 3,
+        transform: Transform | None = None,
+    ) -> None:
+        self.folder = folder
+        # One byte string instead of many objects: forked workers then share its memory.
+        self._names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.targets = torch.tensor(targets, dtype=torch.int64)
+        self.classes = classes
+        self.channels = channels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample."""
+        return str(self.folder / os.fsdecode(self._names[index]))
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = read_image(self.path(index), self.channels)
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, int(self.targets[index])
+
+
+def image_folder(
+    root: str,
+    split: Split,
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    channels: int = 3,
+    transform: Transform | None = None,
+) -> ImageFolder | None:
+    """Open one split of a folder tree; None where there is no such split, which is logged.
+
+    A missing `val` is cut from `train`: `val_fraction` of it, stratified by class, drawn with
+    `split_seed`. Hidden files and folders are ignored. Classes are the sorted names of train's
+    folders; the other splits must have the same.
+    """
+    tree = _existing(root)
+    classes = _class_names(tree / "train")
+    if split == "train" or not (tree / split).is_dir():
+        return _from_train(tree, split, classes, val_fraction, split_seed, channels, transform)
+    _check_same_classes(tree, split, classes)
+    paths, targets = _scan(tree / split, classes)
+    return ImageFolder(tree / split, paths, targets, classes, channels, transform)
+
+
+def _existing(root: str) -> Path:
+    tree = Path(root).expanduser()
+    if not tree.is_dir():
+        raise DataError(f"data.root={root} is no folder: set data.root=DIR with DIR/train/<class>/")
+    if not (tree / "train").is_dir():
+        found = ", ".join(_folders(tree)[:5]) or "none"
+        raise DataError(
+            f"data.root={root} has no folder 'train' (folders: {found}): "
+            "put the images into data.root/train/<class>/"
+        )
+    return tree
+
+
+def _from_train(
+    tree: Path,
+    split: Split,
+    classes: list[str],
+    val_fraction: float,
+    split_seed: int,
+    channels: int,
+    transform: Transform | None,
+) -> ImageFolder | None:
+    """Return train, less what a missing val split takes; or that part; or None for no test."""
+    cuts = not (tree / "val").is_dir() and val_fraction > 0
+    if split == "test" or (split == "val" and not cuts):
+        logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
+        return None
+    paths, targets = _scan(tree / "train", classes)
+    rows = np.arange(len(paths))
+    if cuts:
+        train, val = cut(targets, max(1, round(val_fraction * len(paths))), split_seed)
+        rows = train if split == "train" else val
+    if len(rows) == 0:
+        raise DataError(
+            f"data.root={tree} has too few images to cut a val split of val_fraction="
+            f"{val_fraction}: add a folder 'val', or set data.val=null and data.val_fraction=0"
+        )
+    chosen, labels = [paths[row] for row in rows], [targets[row] for row in rows]
+    return ImageFolder(tree / "train", chosen, labels, classes, channels, transform)
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders that are not hidden, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error
+    return sorted(names)
+
+
+def _class_names(train: Path) -> list[str]:
+    classes = _folders(train)
+    if not classes:
+        raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
+    seen: dict[str, str] = {}
+    for name in classes:
+        twin = seen.setdefault(unicodedata.normalize("NFC", name), name)
+        if twin != name:
+            raise DataError(
+                f"data.root: two folders of {train} have names that look the same, "
+                f"{twin!r} and {name!r} (Unicode forms): merge them"
+            )
+    return classes
+
+
+def _check_same_classes(tree: Path, split: str, classes: list[str]) -> None:
+    here = _folders(tree / split)
+    missing, extra = sorted(set(classes) - set(here)), sorted(set(here) - set(classes))
+    if missing or extra:
+        told = [f"lacks {', '.join(missing[:5])}"] if missing else []
+        told += [f"has {', '.join(extra[:5])} that train lacks"] if extra else []
+        raise DataError(
+            f"data.root: the class folders of {tree / split} and train differ: {split} "
+            f"{' and '.join(told)}; both must have the same, or class numbers would shift"
+        )
+
+
+def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
+    """Return the image files below each class folder, sorted, and their class numbers."""
+    paths: list[str] = []
+    targets: list[int] = []
+    ignored: list[str] = []
+    for label, name in enumerate(classes):
+        found = _files(folder, name, ignored)
+        if not found:
+            raise DataError(
+                f"data.root: the class folder {folder / name} holds no images "
+                f"({', '.join(sorted(EXTENSIONS))}): fill or remove it"
+            )
+        paths += found
+        targets += [label] * len(found)
+    if ignored:
+        few = ", ".join(ignored[:3])
+        logger.warning("%s: ignored %d files that are no images: %s", folder, len(ignored), few)
+    return paths, targets
+
+
+def _files(folder: Path, name: str, ignored: list[str]) -> list[str]:
+    """Return image files at any depth below a class folder, each real folder visited once.
+
+    What carries an image's name is listed even if it is a dangling link: it fails when read.
+    """
+    found: list[str] = []
+    visited: set[str] = set()
+    waiting = [name]
+    while waiting:
+        here = waiting.pop()
+        real = os.path.realpath(folder / here)
+        if real in visited:
+            continue
+        visited.add(real)
+        for entry in _entries(folder / here):
+            relative = f"{here}/{entry.name}"
+            if entry.is_dir():
+                waiting.append(relative)
+            elif Path(entry.name).suffix.lower() in EXTENSIONS:
+                found.append(relative)
+            else:
+                ignored.append(relative)
+    return sorted(found)
+
+
+def _entries(folder: Path) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                (entry for entry in entries if not entry.name.startswith(".")),
+                key=lambda entry: entry.name,
+            )
+    except OSError as error:
+        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error

@@ -1,0 +1,35 @@
+"""Seeds as pure functions of what is drawn: the root of I1 and I2."""
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+
+# Each kind of draw has its own domain, so that equal numbers in two of them are unrelated draws.
+ORDER = 1
+SAMPLE = 2
+MICRO_BATCH = 3
+UPDATE = 4
+REPLACEMENT = 5
+SPLIT = 6
+LOADER = 7
+
+
+def mix(value: int) -> int:
+    """Scramble 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def key(seed: int, *parts: int) -> int:
+    """Hash a seed and whatever identifies a draw to 64 bits."""
+    value = mix(seed & _MASK)
+    for part in parts:
+        value = mix(value ^ (part & _MASK))
+    return value
+
+
+def random_state(seed: int, *parts: int) -> np.random.RandomState:
+    """Return a numpy generator for a key; numpy promises that this one's stream never changes."""
+    return np.random.RandomState(np.random.MT19937(key(seed, *parts)))

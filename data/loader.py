@@ -1,0 +1,205 @@
+"""Turn a data set and its updates into micro-batches, from any position, exactly (I1, I2, I5)."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pickle import PicklingError
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from data.collate import collate
+from data.errors import DataError, WorkerError, reason
+from data.fetch import Collate, Fetched, Fetcher, Skipped
+from data.keys import LOADER, key
+from data.sampler import Piece, UpdateSampler
+from data.workers import HINT, WorkerInit, kill, kill_at_exit, obituary, shielded_start
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """A collated batch of one rank and what it is within its update."""
+
+    batch: Any
+    piece: Piece
+
+
+class _Source:
+    """The batch sampler that the DataLoader sees: the pieces of the epoch under way."""
+
+    def __init__(self) -> None:
+        self.pieces: Iterator[Piece] = iter(())
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self.pieces
+
+
+def _as_is(fetched: Fetched) -> Fetched:
+    return fetched
+
+
+class Loader:
+    """Load the micro-batches of one rank.
+
+    The arguments are torch's DataLoader's. Those about workers are ignored without workers, and
+    `in_order=False` and `generator` are not offered: the order is the sampler's, a pure function.
+
+    on_error: "raise" a DataError; "replace" a broken sample by another that (seed, index) name;
+    or "drop" it, for evaluation. More than `max_skipped` different ones are a DataError anyway.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: UpdateSampler,
+        *,
+        seed: int,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        timeout: float = 0.0,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        on_error: Literal["raise", "replace", "drop"] = "raise",
+        max_skipped: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.timeout = timeout if num_workers else 0.0
+        self.max_skipped = max_skipped
+        self.skipped: list[Skipped] = []
+        self._watch = torch.full((max(num_workers, 1),), -1)
+        self._watch.share_memory_()  # type: ignore[no-untyped-call]
+        self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, self._watch)
+        self._source = _Source()
+        self._workers: list[BaseProcess] = []
+        self._iterator: Iterator[Fetched] | None = None
+        self._received = 0
+        self._loader: DataLoader[Fetched] = DataLoader(
+            self._fetcher,  # type: ignore[arg-type]
+            batch_sampler=self._source,  # type: ignore[arg-type]
+            collate_fn=_as_is,  # type: ignore[arg-type]
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            timeout=self.timeout,
+            worker_init_fn=WorkerInit(worker_init_fn),
+            multiprocessing_context=multiprocessing_context if num_workers else None,
+            # A generator of its own: without one, each epoch would draw from the training's.
+            generator=torch.Generator().manual_seed(key(seed, LOADER)),
+            prefetch_factor=prefetch_factor if num_workers else None,
+            persistent_workers=persistent_workers and num_workers > 0,
+        )
+        if num_workers:
+            kill_at_exit(self)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of updates `start` to `stop` of an epoch; nothing is replayed.
+
+        One epoch at a time: starting another ends the one before.
+        """
+        stop = len(self) if stop is None else min(stop, len(self))
+        self._source.pieces = self.sampler.walk(epoch, start, stop)
+        self._received = 0
+        iterator = self._begin()
+        try:
+            while (fetched := self._next(iterator)) is not None:
+                yield MicroBatch(fetched.batch, fetched.piece)
+        finally:
+            if not self._loader.persistent_workers:
+                self.close()
+
+    def close(self) -> None:
+        """End the workers; those that hang are killed."""
+        iterator, workers = self._iterator, self._workers
+        self._iterator, self._workers = None, []
+        if workers and iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            kill(workers)
+
+    def _begin(self) -> Iterator[Fetched]:
+        if self._loader.num_workers == 0:
+            return iter(self._loader)
+        if self._workers:
+            self._iterator = iter(self._loader)
+        else:
+            self._start_workers()
+        assert self._iterator is not None
+        return self._iterator
+
+    def _start_workers(self) -> None:
+        try:
+            with shielded_start():
+                self._iterator = iter(self._loader)
+        except (TypeError, AttributeError, PicklingError) as error:
+            raise DataError(
+                f"the data set cannot be sent to worker processes ({reason(error)}): make it "
+                "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
+            ) from error
+        self._workers = list(self._iterator._workers)  # type: ignore[attr-defined]
+
+    def _next(self, iterator: Iterator[Fetched]) -> Fetched | None:
+        """Return the next piece's batch; its failure, and the loss of a worker, are raised here."""
+        try:
+            fetched = next(iterator, None)
+        except Exception as error:
+            if not self._workers:
+                raise
+            raise self._lost(error) from error
+        if fetched is None:
+            return None
+        self._received += 1
+        if fetched.failure is not None:
+            raise fetched.failure
+        self._note(fetched.skipped)
+        return fetched
+
+    def _note(self, skipped: tuple[Skipped, ...]) -> None:
+        known = {entry.index for entry in self.skipped}
+        for entry in skipped:
+            if entry.index not in known:
+                known.add(entry.index)
+                self.skipped.append(entry)
+                logger.warning("data.on_error=skip: left out %s", entry.reason)
+        if len(self.skipped) > self.max_skipped:
+            listed = "; ".join(entry.reason for entry in self.skipped[:3])
+            raise DataError(
+                f"{len(self.skipped)} samples could not be loaded, more than "
+                f"data.max_skipped={self.max_skipped}: {listed}"
+            )
+
+    def _lost(self, error: Exception) -> WorkerError:
+        """Explain which worker is gone or silent, kill the rest, and return what to raise."""
+        message = self._explain(error)
+        kill([worker for worker in self._workers if worker.is_alive()])
+        with contextlib.suppress(Exception):
+            self.close()
+        return WorkerError(message)
+
+    def _explain(self, error: Exception) -> str:
+        for number, worker in enumerate(self._workers):
+            if not worker.is_alive():
+                return obituary(number, worker, self._loading(number))
+        if "timed out" in str(error):
+            # torch deals the pieces of an epoch to its workers in turn.
+            number = self._received % len(self._workers)
+            return (
+                f"loader worker {number} gave no batch for {self.timeout:g} s (loader.timeout) "
+                f"at {self._loading(number)}; raise loader.timeout if it is only slow"
+            )
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        return f"the loader's workers failed: {last[0]}; {HINT}"
+
+    def _loading(self, worker: int) -> str:
+        index = int(self._watch[worker])
+        return "no sample yet" if index < 0 else self._fetcher.name(index)

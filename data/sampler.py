@@ -1,0 +1,151 @@
+"""Which samples make update t, and how they are cut for ranks and micro-batches (I1, I3)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+
+class Sliceable(Protocol):
+    """What an order returns: an int64 array, or something that computes slices of one."""
+
+    def __getitem__(self, part: slice, /) -> Indices:
+        """Return the sample indices of positions `part`."""
+
+
+class Order(Protocol):
+    """The order of an epoch's samples, as a pure function of its own seed and the epoch."""
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+
+    def __call__(self, epoch: int) -> Sliceable:
+        """Return the sample indices of an epoch in order."""
+
+
+class Updates(Protocol):
+    """The samples of each update: what `loader.batch_sampler` gives, or an order cut by size."""
+
+    def __len__(self) -> int:
+        """Return the number of updates in an epoch."""
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return the sample indices of one update over all ranks and micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One micro-batch of one rank: a slice of an update's samples.
+
+    A piece without samples of its own borrows the update's first one with `count` 0, so that its
+    rank takes part in every collective with weight zero.
+    """
+
+    indices: tuple[int, ...]  # never empty
+    count: int  # samples that count here
+    start: int  # position of the first one in the global batch
+    total: int  # samples of the global batch: all ranks and micro-batches
+    micro_batch: int
+    micro_batches: int
+    epoch: int
+    update: int
+
+
+class OrderedUpdates:
+    """Cut an order into updates of `batch_size` samples; the last may be short."""
+
+    def __init__(self, order: Order, batch_size: int, drop_last: bool = False) -> None:
+        if len(order) == 0:
+            raise DataError("the data set has no samples: see data.root and the split's settings")
+        if drop_last and len(order) < batch_size:
+            raise DataError(
+                f"loader.drop_last leaves no update: {len(order)} samples are fewer than "
+                f"loader.batch_size={batch_size}; lower it or set loader.drop_last=false"
+            )
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._epoch: int | None = None
+        self._view: Sliceable | None = None
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.order), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return the sample indices of one update; the epoch's order is computed once."""
+        if self._view is None or self._epoch != epoch:
+            self._epoch, self._view = epoch, self.order(epoch)
+        first = update * self.batch_size
+        return self._view[first : min(first + self.batch_size, len(self.order))]
+
+
+class UpdateSampler:
+    """Give each rank its micro-batches of every update, without ever replaying earlier ones.
+
+    The n samples of an update are cut as `numpy.array_split` cuts them into
+    `gradient_accumulation_steps * world_size` pieces; piece (m, r) is number m * world_size + r.
+    Only micro-batches whose rank-0 piece has samples exist: the same number on all ranks.
+    """
+
+    def __init__(
+        self,
+        order: Order | Updates,
+        *,
+        batch_size: int | None,
+        drop_last: bool = False,
+        gradient_accumulation_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.updates = _updates(order, batch_size, drop_last)
+        self.batch_size = batch_size
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+    def pieces(self, epoch: int, update: int) -> list[Piece]:
+        """Return this rank's micro-batches of an update, in execution order."""
+        indices = self.updates.samples(epoch, update).tolist()
+        total = len(indices)
+        parts = self.gradient_accumulation_steps * self.world_size
+        micro_batches = -(-min(total, parts) // self.world_size)
+        return [
+            _piece(indices, m * self.world_size + self.rank, parts, m, micro_batches, epoch, update)
+            for m in range(micro_batches)
+        ]
+
+    def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield this rank's pieces of updates `start` to `stop` of an epoch."""
+        for update in range(start, stop):
+            yield from self.pieces(epoch, update)
+
+
+def _updates(order: Order | Updates, batch_size: int | None, drop_last: bool) -> Updates:
+    if not callable(order):
+        return order
+    if batch_size is None:
+        raise DataError("loader.batch_size is needed unless loader.batch_sampler makes the batches")
+    return OrderedUpdates(order, batch_size, drop_last)
+
+
+def _piece(
+    indices: list[int], number: int, parts: int, m: int, count: int, epoch: int, update: int
+) -> Piece:
+    total = len(indices)
+    size, extra = divmod(total, parts)
+    first = number * size + min(number, extra)
+    last = first + size + (number < extra)
+    own = tuple(indices[first:last])
+    if own:
+        return Piece(own, len(own), first, total, m, count, epoch, update)
+    return Piece((indices[0],), 0, 0, total, m, count, epoch, update)

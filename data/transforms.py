@@ -1,0 +1,72 @@
+"""Per-sample transforms: a named, ordered pipeline, and the few steps torchvision lacks."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError, reason
+
+# Of torchvision's, those that do to a batch exactly what they do to each image, to the bit.
+_PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
+
+
+def acts_on_batches(transform: Any) -> bool:
+    """Tell whether a transform draws nothing and treats each image of a batch as if alone.
+
+    Own transforms say so by an attribute `acts_on_batches = True`.
+    """
+    own = getattr(transform, "acts_on_batches", None)
+    if own is not None:
+        return bool(own)
+    kind = type(transform)
+    known = kind.__module__.startswith("torchvision.transforms.v2.")
+    return known and kind.__name__ in _PER_PIXEL
+
+
+class Pipeline:
+    """Apply named steps in order; null steps are dropped; an error names the step."""
+
+    def __init__(self, steps: Mapping[str, Callable[[Any], Any] | None]) -> None:
+        self.steps = {name: step for name, step in steps.items() if step is not None}
+        self.acts_on_batches = all(acts_on_batches(step) for step in self.steps.values())
+
+    def __call__(self, sample: Any) -> Any:
+        for name, step in self.steps.items():
+            try:
+                sample = step(sample)
+            except (DataError, MemoryError):
+                raise
+            except Exception as error:
+                raise DataError(f"transform {name!r} failed: {reason(error)}") from error
+        return sample
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.steps!r})"
+
+
+class ToFloat:
+    """Turn uint8 images into float32 in [0, 1]; leave floating tensors as they are."""
+
+    acts_on_batches = True
+
+    def __call__(self, image: Tensor) -> Tensor:
+        if image.is_floating_point():
+            return image
+        return image.to(torch.float32).div_(torch.iinfo(image.dtype).max)
+
+
+class Standardize:
+    """Subtract the mean and divide by the standard deviation, channel by channel (C, H, W)."""
+
+    acts_on_batches = True
+
+    def __init__(self, mean: list[float], std: list[float]) -> None:
+        if len(mean) != len(std) or min(std) <= 0:
+            raise DataError(f"mean {mean} and std {std} must be as long, std positive")
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.std = torch.tensor(std).view(-1, 1, 1)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return (image - self.mean) / self.std
