@@ -1,0 +1,228 @@
+"""When learning rates move: after an applied update, an epoch, or a validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainer.errors import CheckpointError
+from trainer.lr_nodes import OWN, ScheduleError, build_track, takes_metric, target_nodes
+from trainer.lr_track import Interval, StandIn, Track
+from trainer.optimizer_state import type_name
+from trainer.optimizers import Optimizers
+
+__all__ = [
+    "OWN",
+    "LRSchedule",
+    "ScheduleError",
+    "build_lr_schedule",
+    "curve",
+    "target_nodes",
+]
+
+
+class LRSchedule:
+    """Move the learning rates of one or several optimizers, each along its own track."""
+
+    def __init__(
+        self,
+        tracks: Mapping[str, Track],
+        configured: Mapping[str, list[dict[str, Any]]] | None = None,
+    ) -> None:
+        self.tracks = dict(tracks)
+        self.updates = 0  # applied
+        self.epochs = 0
+        self._tracks = list(self.tracks.values())
+        self._configured = dict(configured or {})
+
+    @classmethod
+    def none(cls) -> LRSchedule:
+        """Return the schedule that leaves learning rates alone."""
+        return cls({})
+
+    @classmethod
+    def wrap(
+        cls, scheduler: Any = None, interval: Interval = "step", monitor: str | None = None
+    ) -> LRSchedule:
+        """Take a plain torch scheduler (or nothing, or a schedule).
+
+        `monitor` names the metric of one that follows a metric, such as ReduceLROnPlateau.
+        """
+        if isinstance(scheduler, LRSchedule):
+            return scheduler
+        if scheduler is None:
+            return cls.none()
+        if takes_metric(scheduler) and monitor is None:
+            raise ScheduleError(
+                f"{type(scheduler).__name__} follows a metric: name it with"
+                ' LRSchedule.wrap(scheduler, monitor="val/loss")'
+            )
+        return cls({"optimizer": Track(scheduler.optimizer, scheduler, interval, None, monitor)})
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The metrics that are watched."""
+        return tuple(dict.fromkeys(t.monitor for t in self._tracks if t.monitor is not None))
+
+    @property
+    def monitor(self) -> str | None:
+        """The first of `monitors`, if there is one."""
+        return next(iter(self.monitors), None)
+
+    def after_update(self) -> None:
+        """Follow an update that was applied; one that was skipped moves nothing (I10)."""
+        self.updates += 1
+        for track in self._tracks:
+            track.after_update()
+
+    def after_epoch(self) -> None:
+        """Follow the last update of an epoch."""
+        self.epochs += 1
+        for track in self._tracks:
+            track.after_epoch()
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Follow a validation; schedules that watch none of its metrics stay where they are."""
+        for track in self._tracks:
+            track.after_validation(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, positions and settings: plain values only."""
+        return {
+            "updates": self.updates,
+            "epochs": self.epochs,
+            "tracks": {name: track.state_dict() for name, track in self.tracks.items()},
+        }
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """List what is set up differently here than where `state` was saved."""
+        saved = state["tracks"]
+        found = [f"no schedule for {name!r} here" for name in saved.keys() - self.tracks.keys()]
+        for name, track in self.tracks.items():
+            if name not in saved:
+                found.append(f"no schedule for {name!r} in the checkpoint")
+            elif saved[name]["type"] != type_name(track.scheduler):
+                found.append(f"{type_name(track.scheduler)} here, {saved[name]['type']} before")
+            else:
+                found += _changes(track.settings, saved[name]["settings"])
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> None:
+        """Go to where `state` was saved; load the optimizers first.
+
+        Exactly, and with `CheckpointError` if anything is set up differently; or, with
+        `hyper_parameters=False`, by the present configuration: its curve at the same position.
+        """
+        try:
+            differences = self.differences(state) if hyper_parameters else []
+            if differences:
+                more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
+                raise CheckpointError(f"the lr_scheduler does not fit: {differences[0]}{more}")
+            updates, epochs = int(state["updates"]), int(state["epochs"])
+            for name, track in self.tracks.items():
+                if hyper_parameters:
+                    track.load_state_dict(state["tracks"][name])
+                else:
+                    self._catch_up(name, track, state["tracks"].get(name), updates, epochs)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
+        self.updates, self.epochs = updates, epochs
+
+    def _catch_up(
+        self, name: str, track: Track, saved: Any, updates: int, epochs: int
+    ) -> None:
+        nothing = {"type": "", "start": None}
+        track.catch_up(
+            saved or nothing, self._configured[name], lambda twin: _pass(twin, updates, epochs)
+        )
+
+
+def _changes(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    keys = [*here, *(key for key in there if key not in here)]
+    return [
+        f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
+        for key in keys
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _pass(track: Track, updates: int, epochs: int) -> None:
+    """Let `updates` and `epochs` go by, the epochs evenly among the updates."""
+    done = 0
+    for update in range(1, updates + 1):
+        track.after_update()
+        while done < epochs and update * epochs >= (done + 1) * updates:
+            track.after_epoch()
+            done += 1
+    for _ in range(epochs - done):
+        track.after_epoch()
+
+
+def build_lr_schedule(
+    node: Mapping[str, Any] | None,
+    optimizers: Optimizers,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    key: str = "lr_scheduler",
+) -> LRSchedule:
+    """Build a config's `lr_scheduler` over `optimizers`, of which some may bring their own.
+
+    In `node`, "${total_steps}" is filled with the scheduler's own horizon: what remains of the run
+    after the warm-up, in updates, or in epochs with `interval: epoch`.
+    """
+    tracks = {}
+    names: dict[str, list[str]] = {}
+    for group in optimizers.groups():
+        names.setdefault(group.optimizer_name, []).append(group.name)
+    for name, optimizer in optimizers.items():
+        own = optimizers.lr_schedulers.get(name)
+        chosen = own if own is not None else node
+        if chosen and chosen.get("_target_"):
+            where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
+            tracks[name] = build_track(
+                chosen, optimizer, names[name], total_steps, steps_per_epoch, where
+            )
+    return LRSchedule(tracks, optimizers.configured)
+
+
+def curve(
+    node: Mapping[str, Any] | None,
+    optimizers: Optimizers | Mapping[str, float],
+    total_steps: int,
+    steps_per_epoch: int | None,
+    points: int = 200,
+) -> dict[str, list[tuple[int, float]]]:
+    """Return (step, learning rate) of each group along the run: `points` of them, about.
+
+    Tried on stand-ins: nothing that is given is touched. A schedule that follows a metric is drawn
+    as if the metric never got worse.
+    """
+    stand_ins = _stand_ins(optimizers)
+    schedule = build_lr_schedule(node, stand_ins, total_steps, steps_per_epoch)
+    for optimizer in stand_ins.optimizers.values():
+        optimizer.step()
+    every = max(1, total_steps // points)
+    drawn: dict[str, list[tuple[int, float]]] = {name: [] for name in stand_ins.learning_rates()}
+    for step in range(total_steps):
+        if step % every == 0 or step == total_steps - 1:
+            for name, lr in stand_ins.learning_rates().items():
+                drawn[name].append((step, lr))
+        schedule.after_update()
+        if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
+            schedule.after_epoch()
+    return drawn
+
+
+def _stand_ins(optimizers: Optimizers | Mapping[str, float]) -> Optimizers:
+    if not isinstance(optimizers, Optimizers):
+        groups = [{"name": name, "lr": lr} for name, lr in optimizers.items()]
+        alone: Optimizer = StandIn(groups, {"lr": 0.0, "momentum": 0.0})
+        return Optimizers({"optimizer": alone}, {})
+    names = [group.name for group in optimizers.groups()]
+    copies = {}
+    for name, optimizer in optimizers.items():
+        configured = [{**group, "name": names.pop(0)} for group in optimizers.configured[name]]
+        copies[name] = StandIn(configured, optimizer.defaults)
+    return Optimizers(copies, {}, lr_schedulers=optimizers.lr_schedulers, keys=optimizers.keys)
