@@ -1,0 +1,229 @@
+"""Hold a composed configuration against the schema, and list everything that is wrong with it."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from conf.errors import ConfigError, Problem
+from conf.fields import REQUIRED, Rule, declared, default_of, is_open, rule_of
+from conf.schema import Config
+
+MISSING = "???"
+_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+_ANY = Rule("")
+
+
+def check(raw: dict[str, Any]) -> list[Problem]:
+    """List what is wrong with a resolved configuration; an empty list means nothing."""
+    found = list(_section(raw, Config, ""))
+    return found + [p for p in _everywhere(raw, "") if p.key not in {f.key for f in found}]
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """Turn a resolved configuration into the dataclasses; raises ConfigError with all mistakes."""
+    problems = check(raw)
+    if problems:
+        raise ConfigError(problems)
+    config: Config = _build(Config, raw)
+    return config
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of every key that has one, as plain containers."""
+    return _defaults(Config)
+
+
+def _defaults(schema: type) -> dict[str, Any]:
+    values = {name: default_of(one) for name, one in declared(schema).items()}
+    return {
+        name: _defaults(type(value)) if dataclasses.is_dataclass(value) else value
+        for name, value in values.items()
+        if value is not REQUIRED
+    }
+
+
+def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
+    if not isinstance(raw, dict):
+        yield Problem(key, f"expected a section of keys, got {shown(raw)}")
+        return
+    known = declared(schema)
+    hints = typing.get_type_hints(schema)
+    if not is_open(schema):
+        yield from (_unknown(_join(key, n), n, list(known), key) for n in raw if n not in known)
+    inner: list[Problem] = []
+    for name, one in known.items():
+        here = _join(key, name)
+        if name not in raw:
+            if default_of(one) is REQUIRED:
+                inner.append(_missing(here, rule_of(one)))
+        else:
+            inner += _value(raw[name], hints[name], rule_of(one), here)
+    yield from inner
+    if not inner and hasattr(schema, "conflicts"):
+        for name, message in _build(schema, raw).conflicts():
+            yield Problem(_join(key, name), message)
+
+
+def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
+    if value == MISSING:
+        yield _missing(key, rule)
+        return
+    section = _dataclass_in(annotation)
+    if section is not None and not (value is None and _takes(annotation, None)):
+        yield from _section(value, section, key)
+    elif not _takes(annotation, value):
+        hint = _type_hint(annotation, value)
+        yield Problem(key, f"expected {_expected(annotation, rule)}, got {shown(value)}", hint=hint)
+    elif (expected := rule.expects(value)) is not None:
+        yield Problem(key, f"expected {expected}, got {shown(value)}")
+    elif isinstance(value, dict):
+        yield from _open_node(value, annotation, rule, key)
+
+
+def _open_node(node: dict[str, Any], annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
+    members = _members(annotation)
+    if rule.node and any(_is_named(member) for member in members):
+        for name, child in node.items():
+            if child is not None:
+                yield from _open_node(child, dict[str, Any], rule, _join(key, name))
+    elif rule.node and "_target_" not in node:
+        yield Problem(_join(key, "_target_"), "missing: the path of a class or function")
+    if rule.words is not None:
+        yield from _section(node, rule.words, key)
+        for name, child in (node.get("optimizers") or {}).items():
+            if isinstance(child, dict):
+                yield from _section(child, rule.words, f"{key}.optimizers.{name}")
+
+
+def _everywhere(node: Any, key: str) -> Iterator[Problem]:
+    """Find values that no key may hold: what was left open, and NaN."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _everywhere(value, _join(key, str(name)))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _everywhere(value, _join(key, str(index)))
+    elif node == MISSING:
+        yield _missing(key, _ANY)
+    elif isinstance(node, float) and math.isnan(node):
+        yield Problem(key, "expected a number, got nan")
+
+
+def _missing(key: str, rule: Rule) -> Problem:
+    meaning = f" ({rule.doc})" if rule.doc else ""
+    return Problem(key, f"missing a value{meaning}", hint=f"give it as {key}=...")
+
+
+def _unknown(key: str, name: Any, known: list[str], section: str) -> Problem:
+    near = get_close_matches(str(name), known, n=1)
+    if near:
+        return Problem(key, "unknown key", hint=f"did you mean {_join(section, near[0])}?")
+    place = f"{section} has" if section else "there are"
+    return Problem(key, "unknown key", hint=f"{place} {', '.join(known)}")
+
+
+def _takes(annotation: Any, value: Any) -> bool:
+    """Tell whether a value is of a declared type; an integer passes as a float, a bool never."""
+    if annotation is Any:
+        return True
+    if annotation in (None, type(None)):
+        return value is None
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes(member, value) for member in args)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in args)
+    if origin is list:
+        return isinstance(value, list) and all(_takes(args[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _takes(args[0], name) and _takes(args[1], item) for name, item in value.items()
+        )
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is annotation
+
+
+def _expected(annotation: Any, rule: Rule) -> str:
+    parts: dict[str, None] = {}
+    for member in _members(annotation):
+        origin, args = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal:
+            parts.update(dict.fromkeys(str(choice) for choice in args))
+        elif origin is list:
+            parts[f"a list, each item {_expected(args[0], _ANY)}"] = None
+        elif origin is dict:
+            parts["a section of keys"] = None
+        elif member is type(None):
+            parts["null"] = None
+        else:
+            parts[_NAMES.get(member, str(member))] = None
+    text = " or ".join(parts) if len(parts) < 3 else f"one of {', '.join(parts)}"
+    limit = rule.expects(-math.inf) if rule.at_least is not None or rule.above is not None else None
+    return f"{text} ({limit.removeprefix('a number ')})" if limit else text
+
+
+def _type_hint(annotation: Any, value: Any) -> str | None:
+    members = _members(annotation)
+    if isinstance(value, bool) and bool not in members and not {int, float} & set(members):
+        return "YAML reads yes, no, on and off as true and false: quote the word"
+    if str in members and isinstance(value, int | float):
+        return "quote it if it is text: \"'...'\" on the command line"
+    if isinstance(value, str):
+        choices = [
+            c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m)
+        ]
+        near = get_close_matches(value, [str(choice) for choice in choices], n=1)
+        return f"did you mean {near[0]}?" if near else None
+    return None
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _dataclass_in(annotation: Any) -> type | None:
+    found = (m for m in _members(annotation) if dataclasses.is_dataclass(m))
+    return next((m for m in found if isinstance(m, type)), None)
+
+
+def _is_named(annotation: Any) -> bool:
+    """Tell whether a type is a dict of nodes, as opposed to one node."""
+    args = typing.get_args(annotation)
+    return typing.get_origin(annotation) is dict and args[1] is not Any
+
+
+def _build(schema: Any, raw: dict[str, Any]) -> Any:
+    known = declared(schema)
+    hints = typing.get_type_hints(schema)
+    values = {name: _built(hints[name], raw[name]) for name in known if name in raw}
+    if is_open(schema):
+        values["extra"] = {name: value for name, value in raw.items() if name not in known}
+    return schema(**values)
+
+
+def _built(annotation: Any, value: Any) -> Any:
+    section = _dataclass_in(annotation)
+    return value if section is None or value is None else _build(section, value)
+
+
+def _join(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def shown(value: Any) -> str:
+    """Spell a value of a configuration for a message, briefly and with its type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds: dict[type, str] = {dict: "section", list: "list", str: "text"}
+    kind = kinds.get(type(value))
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f"{text} ({kind})" if kind else text

@@ -1,0 +1,115 @@
+"""How a configuration key is declared: its default, what it means, what it may hold."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a rule's `check` returns: what was expected instead, or None where the value is fine.
+Check = Callable[[Any], str | None]
+REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The meaning and the limits of one key; limits apply to numbers."""
+
+    doc: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    infinite: bool = False  # whether .inf is a value
+    check: Check | None = None
+    node: bool = False  # a dict must have a `_target_`
+    words: type | None = None  # the keys of an open node that we know, and check where they occur
+    strategies: tuple[str, ...] = ()  # the strategies for which the key has an effect; (): all
+
+    def expects(self, value: object) -> str | None:
+        """Say what was expected instead of `value`, whose type is right; None if it is fine."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            limits = self._limits()
+            if not self._within(value):
+                return " and ".join(limits) or "a finite number"
+        return self.check(value) if self.check and value is not None else None
+
+    def _limits(self) -> list[str]:
+        pairs = ((">=", self.at_least), (">", self.above), ("<=", self.at_most))
+        return [f"a number {sign} {limit:g}" for sign, limit in pairs if limit is not None]
+
+    def _within(self, value: float) -> bool:
+        return (
+            not (isinstance(value, float) and math.isnan(value))
+            and (self.infinite or not (isinstance(value, float) and math.isinf(value)))
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+
+def option(default: Any, doc: str, **limits: Any) -> Any:
+    """Declare a key of a dataclass: a default (REQUIRED: none), its meaning and its limits."""
+    metadata = {"rule": Rule(doc, **limits)}
+    if default is REQUIRED:
+        return field(metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    if dataclasses.is_dataclass(default):
+        return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
+    return field(default=default, metadata=metadata)
+
+
+def rule_of(declared: "dataclasses.Field[Any]") -> Rule:
+    """Return the rule that a field was declared with."""
+    rule: Rule = declared.metadata["rule"]
+    return rule
+
+
+def declared(schema: type) -> Mapping[str, "dataclasses.Field[Any]"]:
+    """Return the keys that a schema declares, in order; `extra` gathers the undeclared ones."""
+    return {f.name: f for f in dataclasses.fields(schema) if f.name != "extra"}
+
+
+def is_open(schema: type) -> bool:
+    """Tell whether a section takes keys beyond those that its schema declares."""
+    return any(f.name == "extra" for f in dataclasses.fields(schema))
+
+
+def default_of(declared_field: "dataclasses.Field[Any]") -> Any:
+    """Return a fresh default of a field, or REQUIRED."""
+    if declared_field.default_factory is not dataclasses.MISSING:
+        return declared_field.default_factory()
+    if declared_field.default is dataclasses.MISSING:
+        return REQUIRED
+    return declared_field.default
+
+
+def plain_name(value: str) -> str | None:
+    """Require one component of a path: it names a folder under `runs/`."""
+    bad = "/" in value or "\\" in value or value in ("", ".", "..") or not value.isprintable()
+    if bad or len(value.encode()) > 100 or value != value.strip():
+        return "a plain folder name of at most 100 bytes, without / or .."
+    return None
+
+
+def plain_path(value: str) -> str | None:
+    """Require a path that the file system can hold."""
+    if not value.strip() or not value.isprintable() or len(value.encode()) > 4000:
+        return "the path of a file or folder"
+    return None
+
+
+def share(value: object) -> str | None:
+    """Require a count, or a fraction: a float in (0, 1]."""
+    if isinstance(value, float) and not 0 < value <= 1:
+        return "a number of batches (an integer), or a fraction in (0, 1]"
+    return None
+
+
+def duration(value: object) -> str | None:
+    """Require seconds, or hours, minutes and seconds as '1:30:00'."""
+    if isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+            return "seconds, or a quoted 'hours:minutes:seconds'"
+    return None

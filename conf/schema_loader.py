@@ -1,0 +1,97 @@
+# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, which is what belongs there
+"""The keys of `data`, `transforms` and `loader`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from conf.fields import option, plain_path
+
+Node = dict[str, Any]
+Named = dict[str, Node | None]
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Data sets, and what the rest of the configuration needs to know of them."""
+
+    num_classes: int | None = option(
+        None, "number of classes; null = counted in the training set", at_least=1
+    )
+    root: str | None = option(
+        None, "folder of the data, or where it is downloaded to", check=plain_path
+    )
+    train: Node | None = option(None, "training set", node=True)
+    val: Node | None = option(None, "validation set; null = none", node=True)
+    test: Node | None = option(None, "test set; null = none", node=True)
+    predict: Node | None = option(None, "samples without labels; null = none", node=True)
+    on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
+    max_skipped: int = option(100, "unreadable samples that `skip` puts up with", at_least=0)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class TransformsConfig:
+    """Named transforms, applied in the order in which they stand; null drops one."""
+
+    train: Named = option({}, "of each training sample, in the workers")
+    eval: Named = option({}, "of each sample of the other sets")
+    device: Named = option({}, "of whole training batches, on the device")
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalLoaderConfig:
+    """What differs for validation and test; null = as in training."""
+
+    num_workers: int | None = option(None, "worker processes", at_least=0)
+    pin_memory: bool | None = option(None, "copy batches to page-locked memory")
+    prefetch_factor: int | None = option(None, "batches each worker prepares ahead", at_least=1)
+    persistent_workers: bool | None = option(None, "keep the workers from one pass to the next")
+    timeout: float | None = option(None, "seconds to wait for a batch; 0 = for ever", at_least=0)
+    collate_fn: Node | None = option(None, "turns a list of samples into a batch", node=True)
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
+        None, "how workers are started"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class LoaderConfig:
+    """How samples become batches; the words are torch.utils.data.DataLoader's."""
+
+    batch_size: int = option(
+        128, "samples of one update, over all devices and micro-batches", at_least=1
+    )
+    eval_batch_size: int | None = option(
+        None, "samples of an evaluation batch on one device; null = batch_size", at_least=1
+    )
+    shuffle: bool = option(True, "a new order each epoch, given by the seed")
+    drop_last: bool = option(False, "leave out a last, shorter batch")
+    sampler: Node | None = option(None, "chooses and orders the samples", node=True)
+    batch_sampler: Node | None = option(None, "chooses whole batches", node=True)
+    collate_fn: Node | None = option(None, "turns a list of samples into a batch", node=True)
+    num_workers: int = option(0, "worker processes; 0 = load in the main one", at_least=0)
+    pin_memory: bool | None = option(
+        None, "copy batches to page-locked memory; null = when training on a GPU"
+    )
+    prefetch_factor: int | None = option(
+        None, "batches each worker prepares ahead; null = 2", at_least=1
+    )
+    persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
+    timeout: float = option(600.0, "seconds to wait for a worker's batch; 0 = for ever", at_least=0)
+    worker_init_fn: Node | None = option(None, "called in each worker, with its number", node=True)
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
+        None, "how workers are started; null = the system's way"
+    )
+    non_blocking: bool = option(True, "copy to the device while it computes")
+    prefetch_to_device: bool = option(
+        True, "copy the next batch on a side stream while a GPU computes"
+    )
+    eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Name the keys that exclude each other."""
+        if self.batch_sampler is not None and self.sampler is not None:
+            yield "batch_sampler", "excludes sampler: it chooses the samples itself"
+        if self.batch_sampler is not None and self.drop_last:
+            yield "batch_sampler", "excludes drop_last=true: it makes the batches itself"
