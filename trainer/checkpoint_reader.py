@@ -69,7 +69,7 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
 
 
 def _check_format(path: Path, version: Any) -> None:
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise CheckpointError(f"{path}: format {version!r} is no number")
     if version > FORMAT_VERSION:
         raise CheckpointError(

@@ -1,5 +1,6 @@
 """Name what a pickle would import, by reading its instructions and running none of them."""
 
+import _compat_pickle
 import io
 import pickletools
 import sys
@@ -23,19 +24,12 @@ _PLAIN = {
     "torch.serialization._get_layout",
 }
 _PLAIN_PREFIXES = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.storage.")
-_DATA_MODULES = {
-    "array",
-    "collections",
-    "datetime",
-    "decimal",
-    "enum",
-    "fractions",
-    "pathlib",
-    "types",
-    "uuid",
-    "zoneinfo",
-}
-_DATA_BUILTINS = {"frozenset", "slice", "range", "list", "dict", "tuple", "object", "type"}
+# Modules of the standard library whose classes (large initial) and types named here are data.
+_DATA_MODULES = {"argparse", "collections", "datetime", "decimal", "enum", "fractions", "pathlib"}
+_DATA_MODULES |= {"typing", "uuid", "zoneinfo"}
+_DATA_TYPES = {"array", "date", "datetime", "defaultdict", "deque", "time", "timedelta", "timezone"}
+_DATA_BUILTINS = {"dict", "frozenset", "list", "object", "range", "slice", "tuple", "type"}
+_NUMPY_DATA = {"_frombuffer", "_reconstruct", "bool", "bool_", "dtype", "ndarray", "scalar"}
 _STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "STRING", "BINSTRING"}
 _LARGEST = 1 << 28
 
@@ -49,18 +43,19 @@ def foreign_names(path: Path) -> list[str]:
 def is_code(name: str) -> bool:
     """Say whether an imported name is something to call rather than a kind of data.
 
-    Functions are written small and classes large by convention; in the standard library only a
-    few modules hold data types, and the rest counts as code whatever its spelling.
+    Functions are written small and classes large by convention; in the standard library, where a
+    class may well run a command, only a few modules hold data, and the rest counts as code.
     """
     module, _, attribute = name.rpartition(".")
     root = module.partition(".")[0]
-    if root in ("builtins", "__builtin__"):
+    like_class = attribute.lstrip("_")[:1].isupper()
+    if root == "builtins":
         return attribute not in _DATA_BUILTINS and not attribute.endswith(("Error", "Exception"))
-    if root in sys.stdlib_module_names or root in ("posix", "nt"):
-        return root not in _DATA_MODULES
     if root == "numpy":
-        return not module.endswith(("multiarray", "numeric", "numpy", "random._pickle"))
-    return not attribute.lstrip("_")[:1].isupper()
+        return not (attribute in _NUMPY_DATA or attribute[-1:].isdigit() or attribute[:2] == "__")
+    if root in sys.stdlib_module_names or root in ("posix", "nt"):
+        return root not in _DATA_MODULES or not (like_class or attribute in _DATA_TYPES)
+    return not like_class
 
 
 def _is_plain(name: str) -> bool:
@@ -103,7 +98,7 @@ def _imported_by_one(stream: io.BytesIO) -> Iterator[str]:
     for opcode, argument, _ in pickletools.genops(stream):
         name = opcode.name
         if name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".")
+            yield _modern(*str(argument).split(" ", 1))
         elif name == "STACK_GLOBAL":
             yield ".".join(strings[-2:])
         elif name in _STRINGS:
@@ -114,3 +109,9 @@ def _imported_by_one(stream: io.BytesIO) -> Iterator[str]:
             memo[int(str(argument))] = strings[-1] if strings else ""
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             strings.append(memo.get(int(str(argument)), ""))
+
+
+def _modern(module: str, name: str) -> str:
+    """Translate a name of Python 2, which pickles up to protocol 2 use, as unpickling does."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
