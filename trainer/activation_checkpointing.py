@@ -55,7 +55,7 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
             return plain(x)
         for start in bounds[:-1]:
             run = functools.partial(_run, layers[start : start + size])
-            x = checkpoint(run, x, use_reentrant=False, context_fn=_contexts(model))
+            x = checkpoint(run, x, use_reentrant=False, context_fn=_contexts(model))  # type: ignore[no-untyped-call]
         return _run(layers[bounds[-1] :], x)  # its activations are needed at once
 
     model.forward = forward  # type: ignore[method-assign]

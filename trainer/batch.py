@@ -47,6 +47,7 @@ class BatchSource(Protocol):
     def __len__(self) -> int: ...
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from its update `start` on."""
+
     def close(self) -> None:
         """Release worker processes."""
 
@@ -74,7 +75,9 @@ def first_tensor(batch: Any) -> Tensor | None:
     return None
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
+def to_device(
+    batch: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool
+) -> Any:
     """Move a batch; floating-point tensors become `dtype`, images (N, C, H, W) channels last."""
 
     def move(t: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.state import TrainState
@@ -38,17 +40,19 @@ class ProcessGroup(Strategy):
         """Meet the other processes; keys of an attempt before a restart are not seen."""
         super().setup()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
+        store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
         dist.init_process_group(
             self.backend,
-            store=dist.PrefixStore(f"regimen/attempt-{attempt}", store),
+            store=PrefixStore(f"regimen/attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
         # What the hosts tell each other never waits for a device.
-        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        control = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        self._control = control
 
     @property
     def gradient_scale(self) -> float:
@@ -116,7 +120,7 @@ class DDP(ProcessGroup):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model; where asked, BatchNorm takes its statistics over all processes."""
         if self._sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return super().prepare(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -129,7 +133,7 @@ class DDP(ProcessGroup):
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Exchange gradients in an update's last micro-batch only."""
-        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator,no-any-return]
+        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]
 
 
 def _register_hook(wrapped: DistributedDataParallel, name: str) -> None:
@@ -139,5 +143,7 @@ def _register_hook(wrapped: DistributedDataParallel, name: str) -> None:
         state = powerSGD_hook.PowerSGDState(process_group=None)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[name]
+        hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[
+            name
+        ]
         wrapped.register_comm_hook(None, hook)

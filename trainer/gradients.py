@@ -30,7 +30,9 @@ def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: of all ranks
 
 
-def clip(clipping: Clipping, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor) -> None:
+def clip(
+    clipping: Clipping, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
+) -> None:
     """Bound the gradients; `norm` is theirs, taken before."""
     if clipping.norm is not None:
         if clipping.per_group:

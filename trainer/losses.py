@@ -39,7 +39,9 @@ class Losses:
         named = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
         terms = {n: m if isinstance(m, Term) else Term(m) for n, m in named.items()}
         plain = isinstance(loss, nn.Module) and not isinstance(loss, Term)
-        simple = plain and _reduction(terms["loss"].loss) != "sum" and not _counted(terms["loss"].loss)
+        simple = (
+            plain and _reduction(terms["loss"].loss) != "sum" and not _counted(terms["loss"].loss)
+        )
         return cls(terms, loss if simple and isinstance(loss, nn.Module) else None)
 
     @property
@@ -56,7 +58,9 @@ class Losses:
         """Return these denominators' parts for a batch of labels."""
         return {name: _count(self.terms[name].loss, target) for name in self.count_names}
 
-    def __call__(self, output: Any, target: Any) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
+    def __call__(
+        self, output: Any, target: Any
+    ) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
         """Return the loss, or its weighted terms by name, and the denominators."""
         if self.single is not None:
             return self.single(output, target), {}
@@ -82,9 +86,9 @@ def _counted(loss: nn.Module) -> bool:
 def _count(loss: nn.Module, target: Tensor) -> Tensor:
     assert isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return torch.tensor(float(target.numel() // target.shape[1]), device=target.device)
+        return torch.tensor(target.numel() // target.shape[1], device=target.device)
     valid = target != loss.ignore_index
     if loss.weight is None:
-        return valid.sum().to(torch.get_default_dtype())
+        return valid.sum()
     weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
     return (weights * valid).sum()

@@ -19,7 +19,7 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}
 
@@ -44,7 +44,7 @@ class Sums:
             self._sums[name].add_(total, alpha=scale)
             self._counts[name] = self._counts[name] + count
         else:
-            self._sums[name] = total.to(self._dtype, copy=True).mul_(scale)
+            self._sums[name] = total.to(self.dtype, copy=True).mul_(scale)
             self._counts[name] = count
 
     def add_output(
@@ -60,7 +60,9 @@ class Sums:
             self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples, finite)
         else:
             for name, term in output.loss.items():
-                self._add_term(f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples, finite)
+                self._add_term(
+                    f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples, finite
+                )
         real = 1 if samples else 0
         for name, (total, count) in output.sums.items():
             self.add(name, total.detach(), count * real, real, finite)
@@ -81,10 +83,14 @@ class Sums:
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        counts = [torch.as_tensor(self._counts[n], dtype=self._dtype, device=self._device) for n in names]
+        counts = [
+            torch.as_tensor(self._counts[n], dtype=self.dtype, device=self._device) for n in names
+        ]
         table = reduce(torch.stack([*(self._sums[n] for n in names), *counts])).tolist()
         pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
-        return add_up_terms({name: total / count if count else total for name, total, count in pairs})
+        return add_up_terms(
+            {name: total / count if count else total for name, total, count in pairs}
+        )
 
     def reset(self) -> None:
         """Forget everything added."""

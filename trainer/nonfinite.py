@@ -120,7 +120,9 @@ def explain(
         return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
     gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
     name = f"of {gradients}" if gradients else "norm"
-    return Finding(2, f"the gradient {name} is not finite, {where}{shown if indices else ''}: {advice}")
+    return Finding(
+        2, f"the gradient {name} is not finite, {where}{shown if indices else ''}: {advice}"
+    )
 
 
 def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:

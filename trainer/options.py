@@ -26,7 +26,9 @@ class TrainerOptions:
     channels_last: bool = False
 
 
-def horizon(max_epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> int | None:
+def horizon(
+    max_epochs: int | None, max_steps: int | None, steps_per_epoch: int | None
+) -> int | None:
     """Return the number of updates of a run; None if only the time ends it."""
     ends = [max_steps] if max_steps is not None else []
     if max_epochs is not None and steps_per_epoch is not None:

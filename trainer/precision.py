@@ -31,9 +31,7 @@ class Precision:
         self.dtype = _PARAMETERS.get(name)  # of parameters and inputs; None: as they are
         self._autocast = _AUTOCAST.get(name)
         self._device_type = device_type
-        self.scaler = torch.amp.GradScaler(
-            device_type, enabled=name == "fp16", **(scaler or {})
-        )
+        self.scaler = torch.amp.GradScaler(device_type, enabled=name == "fp16", **(scaler or {}))
 
     @property
     def scales(self) -> bool:

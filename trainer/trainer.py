@@ -26,7 +26,6 @@ from trainer.task import Task
 from trainer.timer import Timer
 from trainer.update import Updater
 
-
 T = TypeVar("T")
 
 
@@ -82,6 +81,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()
         self.resumed = False
+        self._is_set_up = False
         self.waiting = False  # for data: a signal may break it off
         self._compiled = compiled or self.model
         self._wrapped = self.strategy.wrap(self._compiled)
@@ -131,13 +131,13 @@ class Trainer:
     def fit(self) -> None:
         """Train until the horizon, or until a stop is requested.
 
-            setup, resume (`trainer.snapshot.restore`), on_fit_start
-            each epoch:             on_epoch_start
-                each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
-                                    -> scheduler -> zero, on_update_end
-                    boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
-                after the last one: on_epoch_end, before its boundary
-            on_fit_end | on_exception, and teardown always
+        setup, resume (`trainer.snapshot.restore`), on_fit_start
+        each epoch:             on_epoch_start
+            each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
+                                -> scheduler -> zero, on_update_end
+                boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
+            after the last one: on_epoch_end, before its boundary
+        on_fit_end | on_exception, and teardown always
         """
         try:
             self._begin()
@@ -249,7 +249,9 @@ class Trainer:
         o, s = self.options, self.state
         if self.val_loader is None or s.global_step <= s.validated_at:
             return False
-        by_epoch = o.validate_every_n_epochs and not s.position and not s.epoch % o.validate_every_n_epochs
+        by_epoch = (
+            o.validate_every_n_epochs and not s.position and not s.epoch % o.validate_every_n_epochs
+        )
         by_step = o.validate_every_n_steps and not s.global_step % o.validate_every_n_steps
         return bool(by_epoch or by_step or self.done)
 

@@ -79,7 +79,7 @@ class Updater:
             for m in micro_batches
         ]
         self._guard.remember()
-        return all([self._take_turn(turn, micro_batches, batches) for turn in self._turns])
+        return all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
 
     def _take_turn(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
@@ -122,13 +122,11 @@ class Updater:
             return self._task.turn_step(self._wrapped, batch, turn.name)
         return self._task.training_step(self._wrapped, batch)
 
-    def _totals(
-        self, micro_batches: Sequence[MicroBatch], batches: list[Any]
-    ) -> dict[str, Tensor]:
+    def _totals(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> dict[str, Tensor]:
         """Return the update's denominators that depend on the data, over all devices."""
         totals = {}
         for name in self._task.count_names:
-            total = torch.zeros((), device=self._strategy.device)
+            total = torch.zeros((), dtype=self.sums.dtype, device=self._strategy.device)
             for micro_batch, batch in zip(micro_batches, batches, strict=True):
                 if micro_batch.piece.count:
                     total = total + self._task.counts(batch)[name]
@@ -149,7 +147,8 @@ class Updater:
             elif count is SUM:
                 terms.append(term.sum() * scale)
             elif isinstance(count, Tensor):
-                terms.append(term.mean() * (count * scale / totals[name]))
+                part = count.to(self.sums.dtype) * scale / totals[name]
+                terms.append(term.mean() * part.to(term.dtype))
             else:
                 terms.append(term.mean() * share)
         return _add(terms)

@@ -64,7 +64,7 @@ class Classification(Task):
             logits: Tensor = model(inputs)
             return logits
         crops: Tensor = model(inputs.flatten(0, 1))
-        return crops.unflatten(0, inputs.shape[:2]).mean(1)
+        return crops.view(*inputs.shape[:2], -1).mean(1)
 
     def _output(self, logits: Tensor, labels: Tensor) -> StepOutput:
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:

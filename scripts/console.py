@@ -1,0 +1,79 @@
+"""What a command says and how it ends: log lines, the one `error:` line, the exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+logger = logging.getLogger("regimen")
+
+
+class StoppedEarlyError(BaseException):
+    """A signal came before there was anything to save."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = {signal.SIGINT: 130}.get(signal.Signals(number), 143)
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} before the first update: there was nothing to save")
+
+
+def guarded(command: Callable[[], int]) -> NoReturn:
+    """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop_early)
+    try:
+        code = command()
+    except BaseException as error:
+        code = report(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def report(error: BaseException) -> int:
+    """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    code = exit_code(error)
+    if code == 1:
+        traceback.print_exception(error, file=sys.stderr)
+    first, *rest = describe(error).splitlines() or [""]
+    print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
+    return code
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the code that an exception stands for; 1 for one that nobody expected."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, MemoryError):
+        return 8
+    code = getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's text, or its type's name where it has none."""
+    text = str(error).strip()
+    if exit_code(error) != 1:
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Show log lines as they are: everything, or warnings only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setLevel(logging.INFO if verbose else logging.WARNING)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:
+    raise StoppedEarlyError(number)

@@ -1,0 +1,215 @@
+"""From a configuration to a trainer, in reading order: with its helpers, all that sees `conf`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from conf.reserved import fill
+from conf.schema import Config, TrainerConfig
+from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
+from trainer.build_data import Data, build_data, count, eval_loader, train_loader
+from trainer.callback import Callback
+from trainer.distributed import DDP, is_rank
+from trainer.errors import ModelError
+from trainer.gradients import Clipping
+from trainer.instantiate import instantiate
+from trainer.lr_schedule import build_lr_schedule
+from trainer.optimizers import Optimizers, build_optimizers
+from trainer.options import TrainerOptions, horizon
+from trainer.precision import Precision
+from trainer.seed import seed_everything, set_switches
+from trainer.strategy import DataParallel, Strategy
+from trainer.task import Task
+from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Everything a command needs once a configuration is built."""
+
+    config: Config
+    data: Data
+    trainer: Trainer
+    test_loader: Any  # None where the data have no test split
+    switches: dict[str, bool]
+    checkpointed: list[str]  # modules whose activations are computed again
+
+
+def build_strategy(config: Config) -> Strategy:
+    """Choose where to compute."""
+    options = config.strategy
+    device = _device(config)
+    if options.name == "dp":
+        return DataParallel(options.device_ids, options.output_device, options.dim)
+    if options.name == "ddp" or is_rank():
+        return DDP(
+            None if options.backend == "auto" else options.backend,
+            options.timeout,
+            options.sync_batchnorm,
+            options.comm_hook,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+            broadcast_buffers=options.broadcast_buffers,
+        )
+    return Strategy(device)
+
+
+def _device(config: Config) -> torch.device | None:
+    options = config.strategy
+    first = options.devices[0] if isinstance(options.devices, list) else None
+    if options.accelerator == "auto" and first is None:
+        return None
+    kind = options.accelerator if options.accelerator != "auto" else "cuda"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
+    if not available[kind]:
+        raise ModelError(
+            f"strategy.accelerator={kind}: this machine has none; auto takes what it has"
+        )
+    return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
+
+
+def build(config: Config, strategy: Strategy) -> Experiment:
+    """Build what `config` describes, from the data to the trainer; nothing is written.
+
+    Raises the known errors of each room: DataError, ConfigError, ModelError and so on.
+    """
+    options = config.trainer
+    switches = set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    seed_everything(config.seed)
+    data = build_data(config)
+    loader = train_loader(config, data.sets["train"], strategy)
+    validated = data.sets["train"] if options.overfit_batches is not None else data.sets["val"]
+    val_loader = None if validated is None else eval_loader(config, validated, strategy)
+    test_loader = data.sets["test"] and eval_loader(config, data.sets["test"], strategy)
+    trainer_options = _options(options, len(loader), len(val_loader) if val_loader else 0)
+    if trainer_options.limit_val_batches == 0:
+        val_loader = None
+    steps = trainer_options.limit_train_batches or len(loader)
+    total = horizon(options.max_epochs, options.max_steps, steps)
+    lengths = {"steps_per_epoch": steps} | ({"total_steps": total} if total is not None else {})
+
+    precision = Precision(options.precision, strategy.device.type)
+    model = build_model(config, data.num_classes, strategy, precision)
+    checkpointed = _checkpoint_activations(model, options)
+    optimizers = _build_optimizers(model, fill(config.optimizer, lengths), strategy)
+    schedule = build_lr_schedule(config.lr_scheduler, optimizers, total, steps)
+    trainer = Trainer(
+        model,
+        build_task(config, data.num_classes),
+        optimizers,
+        loader,
+        val_loader,
+        schedule,
+        strategy,
+        precision,
+        build_callbacks(fill(config.callbacks, lengths)),
+        trainer_options,
+        compiled=_compile(model, options.compile),
+    )
+    # Dropout masks differ between processes; the weights, drawn above, do not.
+    seed_everything(config.seed, strategy.rank)
+    return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+
+
+def build_model(
+    config: Config, num_classes: int | None, strategy: Strategy, precision: Precision
+) -> nn.Module:
+    """Build the model on its device, in its number format."""
+    model = instantiate(with_classes(config.model, num_classes), _key_="model")
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model._target_ makes no torch.nn.Module: {type(model).__name__}")
+    if config.trainer.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return strategy.prepare(precision.convert(model))
+
+
+def build_task(config: Config, num_classes: int | None) -> Task:
+    """Build the task."""
+    task = instantiate(with_classes(config.task, num_classes), _key_="task")
+    if not isinstance(task, Task):
+        raise ModelError(f"task._target_ makes no trainer.task.Task: {type(task).__name__}")
+    return task
+
+
+def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callback]:
+    """Build the callbacks in the order of the configuration."""
+    return {
+        name: instantiate(node, _key_=f"callbacks.{name}") for name, node in nodes.items() if node
+    }
+
+
+def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    """Return `node` with every `num_classes: null` filled with what the data have."""
+    filled: dict[str, Any] = copy.deepcopy(node)
+    pending: list[Any] = [filled]
+    while pending:
+        child = pending.pop()
+        if isinstance(child, dict) and child.get("num_classes", 0) is None:
+            child["num_classes"] = num_classes
+        pending += (
+            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
+        )
+    return filled
+
+
+def _build_optimizers(model: nn.Module, node: dict[str, Any], strategy: Strategy) -> Optimizers:
+    return build_optimizers(model, node)
+
+
+def _options(options: TrainerConfig, updates: int, val_batches: int) -> TrainerOptions:
+    limit, limit_val = options.limit_train_batches, options.limit_val_batches
+    return TrainerOptions(
+        max_epochs=options.max_epochs,
+        max_steps=options.max_steps,
+        max_time=seconds(options.max_time),
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        clipping=Clipping(
+            options.clip_grad_norm,
+            options.clip_grad_norm_type,
+            options.clip_grad_per_group,
+            options.clip_grad_value,
+        ),
+        on_nonfinite="stop" if options.error_if_nonfinite else options.on_nonfinite,
+        max_skipped_in_a_row=options.max_skipped_in_a_row,
+        log_every_n_steps=options.log_every_n_steps,
+        validate_every_n_epochs=options.validate_every_n_epochs,
+        validate_every_n_steps=options.validate_every_n_steps,
+        limit_train_batches=None if limit is None else count(limit, updates),
+        limit_val_batches=None if limit_val is None else count(limit_val, val_batches),
+        sanity_batches=options.validate_at_start,
+        channels_last=options.channels_last,
+    )
+
+
+def seconds(time: float | str | None) -> float | None:
+    """Return a duration, given as seconds or as `hours:minutes:seconds`, in seconds."""
+    if not isinstance(time, str):
+        return time
+    total = 0.0
+    for part in time.split(":"):
+        total = total * 60 + float(part)
+    return total
+
+
+def _checkpoint_activations(model: nn.Module, options: TrainerConfig) -> list[str]:
+    if options.activation_checkpointing_segments is not None:
+        checkpoint_segments(model, options.activation_checkpointing_segments)
+    return checkpoint_modules(model, options.activation_checkpointing or [])
+
+
+def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:
+    if choice is False:
+        return model
+    return torch.compile(model, **(choice if isinstance(choice, dict) else {}))  # type: ignore
