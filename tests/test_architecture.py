@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 
-# What each package may import of the six. Only `trainer/build.py` and its parts, which turn a config
-# into objects, see both sides.
+# What each package may import of the six. Only `trainer/build.py` and its parts, which turn a
+# config into objects, see both sides.
 ALLOWED = {
     "conf": {"conf"},
     "data": {"data"},
@@ -70,9 +70,10 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             yield module, getattr(node, "lineno", 0)
 
 
-def public(module: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
+def documented(module: ast.Module) -> list[ast.Module | ast.FunctionDef | ast.ClassDef]:
+    """Return the module, and its functions and classes that others may use."""
     things = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return [thing for thing in things if not thing.name.startswith("_")]
+    return [module, *(thing for thing in things if not thing.name.startswith("_"))]
 
 
 def test_there_is_something_to_check() -> None:
@@ -136,7 +137,7 @@ def test_every_module_and_public_thing_says_what_it_does() -> None:
     silent = [
         f"{named(path)}: {getattr(thing, 'name', 'module')}"
         for path in sources()
-        for thing in [module := tree(path), *public(module)]
+        for thing in documented(tree(path))
         if not ast.get_docstring(thing)
     ]
     assert silent == []
