@@ -34,10 +34,8 @@ def replacing(path: Path, *, need: int | None = None) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        # Measured before the remains are removed: they are what filled the disk.
-        failure = storage_error(path, error, need=need)
-        _discard(temporary)
-        raise failure from error
+        _discard(temporary)  # before the free space is measured: it is what filled the disk
+        raise storage_error(path, error, need=need) from error
     except BaseException:
         _discard(temporary)
         raise

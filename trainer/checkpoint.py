@@ -21,6 +21,7 @@ from trainer.checkpoint_reader import (
     model_only,
     read_checkpoint,
 )
+from trainer.checkpoint_repair import repair
 from trainer.errors import CheckpointError, StorageError
 from trainer.hashing import HashingFile
 from trainer.storage import free_bytes, megabytes, storage_error
@@ -119,6 +120,8 @@ class CheckpointStore:
         """
         index = Index.read(self.folder)
         whole = [entry.step for entry in index.existing(self.folder)]
+        if len(whole) < 2:
+            return []
         named = {entry.step for entry in index.names.values()}
         kept = {*keep, *whole[-2:], *named, self.resumed_from}
         removed = [path for step, path in self._step_files() if step not in kept and _remove(path)]
@@ -129,8 +132,13 @@ class CheckpointStore:
         return removed
 
     def clean(self) -> list[Path]:
-        """Remove what writers that were killed left behind."""
-        return remove_orphans(self.folder)
+        """Remove and repair what a writer that was killed left; for the process that holds the run.
+
+        Returns the removed files.
+        """
+        removed = remove_orphans(self.folder)
+        repair(self.folder, self._step_files())
+        return removed
 
     def path_of(self, step: int) -> Path:
         """Return where the checkpoint of `step` is, or would be."""
