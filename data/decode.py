@@ -33,7 +33,7 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
 
 
 def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
-    if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path):
+    if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:
             return image
@@ -47,10 +47,10 @@ def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
         raise DataError(f"cannot decode {path}: {text}") from error
 
 
-def _is_plain_jpeg(data: bytes, path: Path | str) -> bool:
-    """Tell whether the header promises 1 or 3 components and a bearable size.
+def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
+    """Tell whether the header promises a bearable size, and components both decoders agree on.
 
-    Four components (CMYK) are left to Pillow, which knows Adobe's inverted ones.
+    Left to Pillow: CMYK, of which it knows Adobe's inverted form, and the grey of colour files.
     """
     position = 2
     while position + 9 < len(data) and data[position] == 0xFF:
@@ -59,7 +59,7 @@ def _is_plain_jpeg(data: bytes, path: Path | str) -> bool:
             height = int.from_bytes(data[position + 5 : position + 7])
             width = int.from_bytes(data[position + 7 : position + 9])
             _check_size(width, height, path)
-            return data[position + 9] in (1, 3)
+            return data[position + 9] in (1, channels)
         position += 2 + int.from_bytes(data[position + 2 : position + 4])
     return False
 

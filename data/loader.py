@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -20,6 +21,9 @@ from data.sampler import Piece, UpdateSampler
 from data.workers import HINT, WorkerInit, kill, kill_at_exit, obituary, shielded_start
 
 logger = logging.getLogger(__name__)
+
+# Seconds between looks at the workers: so soon is a dead one found, whatever loader.timeout is.
+_LOOK = 1.0
 
 
 @dataclass(slots=True)
@@ -47,8 +51,9 @@ def _as_is(fetched: Fetched) -> Fetched:
 class Loader:
     """Load the micro-batches of one rank.
 
-    The arguments are torch's DataLoader's. Those about workers are ignored without workers, and
-    `in_order=False` and `generator` are not offered: the order is the sampler's, a pure function.
+    The arguments are torch's DataLoader's (`timeout` in seconds, 0 = without end). Those about
+    workers are ignored without workers; `in_order=False` and `generator` are not offered: the
+    order is the sampler's, a pure function.
 
     on_error: "raise" a DataError; "replace" a broken sample by another that (seed, index) name;
     or "drop" it, for evaluation. More than `max_skipped` different ones are a DataError anyway.
@@ -83,20 +88,18 @@ class Loader:
         self._workers: list[BaseProcess] = []
         self._iterator: Iterator[Fetched] | None = None
         self._received = 0
-        self._loader: DataLoader[Fetched] = DataLoader(
-            self._fetcher,  # type: ignore[arg-type]
-            batch_sampler=self._source,  # type: ignore[arg-type]
-            collate_fn=_as_is,  # type: ignore[arg-type]
-            num_workers=num_workers,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-            timeout=self.timeout,
-            worker_init_fn=WorkerInit(worker_init_fn),
-            multiprocessing_context=multiprocessing_context if num_workers else None,
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+            "timeout": _LOOK if num_workers else 0.0,
+            "worker_init_fn": WorkerInit(worker_init_fn),
+            "multiprocessing_context": multiprocessing_context if num_workers else None,
             # A generator of its own: without one, each epoch would draw from the training's.
-            generator=torch.Generator().manual_seed(key(seed, LOADER)),
-            prefetch_factor=prefetch_factor if num_workers else None,
-            persistent_workers=persistent_workers and num_workers > 0,
-        )
+            "generator": torch.Generator().manual_seed(key(seed, LOADER)),
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "persistent_workers": persistent_workers and num_workers > 0,
+        }
+        self._loader = self._torch_loader()
         if num_workers:
             kill_at_exit(self)
 
@@ -116,46 +119,54 @@ class Loader:
             while (fetched := self._next(iterator)) is not None:
                 yield MicroBatch(fetched.batch, fetched.piece)
         finally:
-            if not self._loader.persistent_workers:
+            if self._iterator is iterator and not self._options["persistent_workers"]:
                 self.close()
 
-    def close(self) -> None:
-        """End the workers; those that hang are killed."""
+    def close(self, patient: bool = True) -> None:
+        """End the workers; those that hang (or all, without patience) are killed."""
         iterator, workers = self._iterator, self._workers
         self._iterator, self._workers = None, []
+        if not patient:
+            kill(workers)
         if workers and iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
             kill(workers)
 
+    def _torch_loader(self) -> DataLoader[Fetched]:
+        return DataLoader(
+            self._fetcher,  # type: ignore[arg-type]
+            batch_sampler=self._source,  # type: ignore[arg-type]
+            collate_fn=_as_is,  # type: ignore[arg-type]
+            **self._options,
+        )
+
     def _begin(self) -> Iterator[Fetched]:
-        if self._loader.num_workers == 0:
+        if self._options["num_workers"] == 0:
             return iter(self._loader)
         if self._workers:
-            self._iterator = iter(self._loader)
-        else:
-            self._start_workers()
-        assert self._iterator is not None
-        return self._iterator
-
-    def _start_workers(self) -> None:
-        try:
-            with shielded_start():
+            # Workers that are busy, or hang, after an epoch that was left early: take new ones.
+            with contextlib.suppress(RuntimeError):
                 self._iterator = iter(self._loader)
+                return self._iterator
+            self.close(patient=False)
+        return self._start_workers()
+
+    def _start_workers(self) -> Iterator[Fetched]:
+        try:
+            self._loader = self._torch_loader()
+            with shielded_start():
+                iterator = iter(self._loader)
         except (TypeError, AttributeError, PicklingError) as error:
             raise DataError(
                 f"the data set cannot be sent to worker processes ({reason(error)}): make it "
                 "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
             ) from error
-        self._workers = list(self._iterator._workers)  # type: ignore[attr-defined]
+        self._iterator, self._workers = iterator, list(iterator._workers)  # type: ignore[attr-defined]
+        return iterator
 
     def _next(self, iterator: Iterator[Fetched]) -> Fetched | None:
         """Return the next piece's batch; its failure, and the loss of a worker, are raised here."""
-        try:
-            fetched = next(iterator, None)
-        except Exception as error:
-            if not self._workers:
-                raise
-            raise self._lost(error) from error
+        fetched = self._wait(iterator)
         if fetched is None:
             return None
         self._received += 1
@@ -163,6 +174,19 @@ class Loader:
             raise fetched.failure
         self._note(fetched.skipped)
         return fetched
+
+    def _wait(self, iterator: Iterator[Fetched]) -> Fetched | None:
+        since = time.monotonic()
+        while True:
+            try:
+                return next(iterator, None)
+            except Exception as error:
+                if not self._workers:
+                    raise
+                waited = time.monotonic() - since
+                late = self.timeout and waited >= self.timeout
+                if late or "timed out" not in str(error):
+                    raise self._lost(error) from error
 
     def _note(self, skipped: tuple[Skipped, ...]) -> None:
         known = {entry.index for entry in self.skipped}
@@ -181,9 +205,8 @@ class Loader:
     def _lost(self, error: Exception) -> WorkerError:
         """Explain which worker is gone or silent, kill the rest, and return what to raise."""
         message = self._explain(error)
-        kill([worker for worker in self._workers if worker.is_alive()])
         with contextlib.suppress(Exception):
-            self.close()
+            self.close(patient=False)
         return WorkerError(message)
 
     def _explain(self, error: Exception) -> str:

@@ -1,0 +1,156 @@
+"""Image files of every kind: right pixels, or an error that names the file."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import data.decode
+from data.decode import read_image
+from data.errors import DataError
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp", "a.gif", "a.webp", "a.tif", "a.ppm"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_are_pillows(tmp_path: Path, write_image: Any, name: str, channels: int) -> None:
+    path = write_image(tmp_path / name)
+    with Image.open(path) as opened:
+        expected = np.asarray(opened.convert({1: "L", 3: "RGB"}[channels]))
+    image = read_image(path, channels)
+    assert (image.shape, image.dtype) == ((channels, 10, 12), torch.uint8)
+    assert np.array_equal(image.permute(1, 2, 0).squeeze().numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        pytest.param("CMYK", "a.jpg", id="cmyk"),
+        pytest.param("L", "a.jpg", id="grey-jpeg"),
+        pytest.param("P", "a.png", id="palette"),
+        pytest.param("RGBA", "a.png", id="alpha"),
+        pytest.param("LA", "a.png", id="grey-alpha"),
+        pytest.param("1", "a.png", id="bits"),
+    ],
+)
+def test_odd_modes_become_rgb(tmp_path: Path, write_image: Any, mode: str, name: str) -> None:
+    path = write_image(tmp_path / name, mode=mode)
+    with Image.open(path) as opened:
+        expected = np.asarray(opened.convert("RGB"))
+    assert np.array_equal(read_image(path).permute(1, 2, 0).numpy(), expected)
+
+
+def test_sixteen_bit_greys_are_scaled_not_cut(tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    image = read_image(tmp_path / "deep.png", channels=1)
+    assert np.array_equal(image[0].numpy(), (values >> 8).astype(np.uint8))
+
+
+@pytest.mark.parametrize("pillow_only", [False, True])
+def test_exif_orientation_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pillow_only: bool
+) -> None:
+    if pillow_only:
+        monkeypatch.setattr(data.decode, "_torchvision_decoder", lambda: None)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    gradient = np.linspace(0, 255, 16 * 32).astype(np.uint8).reshape(16, 32)
+    Image.fromarray(gradient).convert("RGB").save(tmp_path / "turned.jpg", exif=exif)
+    image = read_image(tmp_path / "turned.jpg")
+    assert image.shape == (3, 32, 16)
+    assert image[0, 0, -1] < image[0, 0, 0]
+
+
+def test_one_pixel_and_odd_names(tmp_path: Path, write_image: Any) -> None:
+    path = write_image(tmp_path / "ein Bild ü\u00df \U0001f600.jpg", size=(1, 1))
+    assert read_image(path).shape == (3, 1, 1)
+
+
+def _jpeg() -> bytes:
+    stream = io.BytesIO()
+    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(stream, "jpeg")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        pytest.param(b"", "empty", id="empty"),
+        pytest.param(_jpeg()[: len(_jpeg()) // 2], "truncated", id="half"),
+        pytest.param(_jpeg()[:-1], "truncated", id="last-byte"),
+        pytest.param(_jpeg()[:20], "cannot decode", id="header-only"),
+        pytest.param(b"\xff\xd8\xff", "no image format", id="three-bytes"),
+        pytest.param(b"<html>404</html>", "no image format", id="html"),
+        pytest.param(b"\x89PNG\r\n\x1a\n1234", "cannot decode", id="png-head"),
+    ],
+)
+def test_broken_file_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=text) as caught:
+        read_image(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _outcome(path: Path) -> str:
+    try:
+        return str(read_image(path).dtype)
+    except DataError as error:
+        return str(error)
+
+
+def test_every_truncation_and_flipped_bit_is_an_image_or_a_data_error(tmp_path: Path) -> None:
+    whole, draw = _jpeg(), np.random.RandomState(1)
+    path = tmp_path / "x.jpg"
+    outcomes = []
+    for _ in range(150):
+        content = bytearray(whole[: draw.randint(1, len(whole))])
+        content[draw.randint(len(content))] ^= 1 << draw.randint(8)
+        path.write_bytes(content)
+        outcomes.append(_outcome(path))
+    assert all(text == "torch.uint8" or str(path) in text for text in outcomes)
+    assert sum(str(path) in text for text in outcomes) > 100
+
+
+@pytest.mark.parametrize("kind", ["missing", "dangling", "folder"])
+def test_unreadable_path_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "gone.jpg"
+    if kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    if kind == "folder":
+        path.mkdir()
+    with pytest.raises(DataError, match=r"cannot read .*gone\.jpg"):
+        read_image(path)
+
+
+@pytest.mark.parametrize("name", ["bomb.jpg", "bomb.png"])
+def test_bomb_is_refused_by_its_header(
+    tmp_path: Path, write_image: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write_image(tmp_path / name)
+    monkeypatch.setattr(data.decode, "MAX_PIXELS", 100)
+    with pytest.raises(DataError, match=r"refused to decode .*bomb.*12 x 10 pixels"):
+        read_image(path)
+
+
+def test_real_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    jpeg = bytearray(_jpeg())
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = (20000).to_bytes(2, "big") * 2
+    (tmp_path / "bomb.jpg").write_bytes(jpeg)
+    with pytest.raises(DataError, match="20000 x 20000"):
+        read_image(tmp_path / "bomb.jpg")
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_without_a_known_range_are_refused(tmp_path: Path, mode: str) -> None:
+    kind = np.float32 if mode == "F" else np.int32
+    Image.fromarray(np.full((4, 4), 100000, kind)).save(tmp_path / "odd.tif")
+    with pytest.raises(DataError, match="no known range"):
+        read_image(tmp_path / "odd.tif")
