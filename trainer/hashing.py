@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-_LARGE = 1 << 20  # bytes; below that a second thread costs more than it saves
+_LARGE = 1 << 17  # bytes; below that a second thread costs more than it saves
 
 
 class HashingFile:
