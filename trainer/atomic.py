@@ -127,10 +127,10 @@ def _is_orphan(path: Path) -> bool:
 
 
 def _discard(path: Path) -> None:
+    if not os.path.lexists(path):  # a read-only file system would not say so
+        return
     try:
         os.unlink(path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
         _log.warning("cannot remove %s: %s", path, error.strerror)
 

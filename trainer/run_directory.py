@@ -35,8 +35,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = RunLock(path)
+        self.path = path.absolute()  # user code may change the working folder
+        self._lock = RunLock(self.path)
 
     @classmethod
     def create(

@@ -1,6 +1,5 @@
 """The lock that makes a run directory belong to one process, and ends with that process."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -8,17 +7,16 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from weakref import WeakSet
 
 from trainer.storage import storage_error
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds a lock whose owner is dead or unknown is waited for
 _log = logging.getLogger(__name__)
-_held: "WeakSet[RunLock]" = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,7 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+            _held.remove(self)
 
     def _try(self) -> bool:
         try:
@@ -77,7 +76,7 @@ class RunLock:
             os.close(descriptor)
             return False
         self._descriptor = descriptor
-        _close_in_children(self)
+        _keep_from_children(self)
         self._sign()
         return True
 
@@ -142,18 +141,18 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _close_in_children(lock: RunLock) -> None:
-    """Keep forked workers from inheriting the lock: they can outlive a killed run by seconds."""
-    if not _registered:
+def _keep_from_children(lock: RunLock) -> None:
+    """Have forked workers close their copy of the lock: they can outlive a killed run."""
+    if not _at_fork:
         os.register_at_fork(after_in_child=_release_all)
-        _registered.append(True)
-    _held.add(lock)
+        _at_fork.append(_release_all)
+    _held.append(lock)
 
 
-_registered: list[bool] = []
+_held: list[RunLock] = []
+_at_fork: list[Callable[[], None]] = []  # registered once, and only by a process that locks
 
 
 def _release_all() -> None:
-    for lock in list(_held):
-        with contextlib.suppress(OSError):
-            lock.release()
+    while _held:
+        _held[-1].release()
