@@ -9,6 +9,7 @@ import torch
 from trainer.archive import DamagedCheckpointError, digest, read_archive
 from trainer.checkpoint_index import Index
 from trainer.errors import CheckpointError
+from trainer.safetensors_file import read_safetensors
 
 FORMAT_VERSION = 1
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
@@ -35,7 +36,7 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
         path = _weights_in(path)
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return read_safetensors(path)
     payload = read_archive(path)
     if isinstance(payload, dict) and "format_version" in payload:
         payload = read_checkpoint(path)
@@ -115,14 +116,3 @@ def _weights(path: Path, payload: Any) -> dict[str, torch.Tensor]:
             if all(isinstance(value, torch.Tensor) for value in weights.values()):
                 return weights
     raise CheckpointError(f"{path}: holds no weights: a dict of tensors is expected")
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        from safetensors.torch import load  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise CheckpointError(f"{path}: reading it needs the package safetensors") from error
-    try:
-        return dict(load(path.read_bytes()))
-    except Exception as error:
-        raise DamagedCheckpointError(f"{path}: a damaged file, or no safetensors") from error
