@@ -11,11 +11,12 @@ from models.errors import ModelError
 def from_layers(
     layers: Sequence[nn.Module] | Mapping[str, nn.Module | None],
     input_shape: Sequence[int],
+    num_classes: int | None = None,
 ) -> nn.Sequential:
     """Chain `layers` and try them on zeros of `input_shape` (one sample, without its batch).
 
     Layers given as a mapping keep their names; one that is None is left out. Lazy layers take
-    their sizes from the trace.
+    their sizes from the trace. `num_classes` adds a linear layer `head` of that many outputs.
     """
     named = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     model = nn.Sequential()
@@ -24,6 +25,8 @@ def from_layers(
             model.add_module(str(name), layer)
     if not len(model):
         raise ModelError("model.layers is empty")
+    if num_classes is not None:
+        model.add_module("head", nn.LazyLinear(num_classes))
     trace(model, input_shape)
     return model
 

@@ -28,6 +28,12 @@ def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers() -> None:
     assert model.head.weight.shape == (3, 10)
 
 
+def test_a_head_of_the_classes_is_added() -> None:
+    model = from_layers([nn.Flatten()], [2, 3], num_classes=4)
+    assert isinstance(model.head, nn.Linear)
+    assert (model.head.in_features, model.head.out_features) == (6, 4)
+
+
 def test_the_trace_leaves_statistics_modes_and_chance_alone() -> None:
     model = nn.Sequential(*layers())
     model[5].eval()
