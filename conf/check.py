@@ -4,7 +4,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -30,20 +30,6 @@ def parse(raw: dict[str, Any]) -> Config:
         raise ConfigError(problems)
     config: Config = _build(Config, raw)
     return config
-
-
-def defaults() -> dict[str, Any]:
-    """Return the defaults of every key that has one, as plain containers."""
-    return _defaults(Config)
-
-
-def _defaults(schema: type) -> dict[str, Any]:
-    values = {name: default_of(one) for name, one in declared(schema).items()}
-    return {
-        name: _defaults(type(value)) if dataclasses.is_dataclass(value) else value
-        for name, value in values.items()
-        if value is not REQUIRED
-    }
 
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
@@ -73,6 +59,11 @@ def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Proble
         yield _missing(key, rule)
         return
     section = _dataclass_in(annotation)
+    named = next((m for m in _members(annotation) if _is_named(m)), None)
+    if isinstance(value, dict) and named is not None and rule.words is None:
+        for name, child in value.items():
+            yield from _value(child, typing.get_args(named)[1], rule, _join(key, name))
+        return
     if section is not None and not (value is None and _takes(annotation, None)):
         yield from _section(value, section, key)
     elif not _takes(annotation, value):
@@ -81,16 +72,11 @@ def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Proble
     elif (expected := rule.expects(value)) is not None:
         yield Problem(key, f"expected {expected}, got {shown(value)}")
     elif isinstance(value, dict):
-        yield from _open_node(value, annotation, rule, key)
+        yield from _open_node(value, rule, key)
 
 
-def _open_node(node: dict[str, Any], annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
-    members = _members(annotation)
-    if rule.node and any(_is_named(member) for member in members):
-        for name, child in node.items():
-            if child is not None:
-                yield from _open_node(child, dict[str, Any], rule, _join(key, name))
-    elif rule.node and "_target_" not in node:
+def _open_node(node: dict[str, Any], rule: Rule, key: str) -> Iterator[Problem]:
+    if rule.node and "_target_" not in node:
         yield Problem(_join(key, "_target_"), "missing: the path of a class or function")
     if rule.words is not None:
         yield from _section(node, rule.words, key)
@@ -119,9 +105,9 @@ def _missing(key: str, rule: Rule) -> Problem:
 
 
 def _unknown(key: str, name: Any, known: list[str], section: str) -> Problem:
-    near = get_close_matches(str(name), known, n=1)
+    near = nearest(str(name), known)
     if near:
-        return Problem(key, "unknown key", hint=f"did you mean {_join(section, near[0])}?")
+        return Problem(key, "unknown key", hint=f"did you mean {_join(section, near)}?")
     place = f"{section} has" if section else "there are"
     return Problem(key, "unknown key", hint=f"{place} {', '.join(known)}")
 
@@ -177,8 +163,8 @@ def _type_hint(annotation: Any, value: Any) -> str | None:
         choices = [
             c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m)
         ]
-        near = get_close_matches(value, [str(choice) for choice in choices], n=1)
-        return f"did you mean {near[0]}?" if near else None
+        near = nearest(value, [str(choice) for choice in choices])
+        return f"did you mean {near}?" if near else None
     return None
 
 
@@ -214,6 +200,12 @@ def _built(annotation: Any, value: Any) -> Any:
 
 def _join(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelt one was most likely meant for."""
+    # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
+    return next(iter(get_close_matches(name[:100], list(names), n=1)), None)
 
 
 def shown(value: Any) -> str:

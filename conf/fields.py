@@ -35,7 +35,7 @@ class Rule:
 
     def _limits(self) -> list[str]:
         pairs = ((">=", self.at_least), (">", self.above), ("<=", self.at_most))
-        return [f"a number {sign} {limit:g}" for sign, limit in pairs if limit is not None]
+        return [f"a number {sign} {limit}" for sign, limit in pairs if limit is not None]
 
     def _within(self, value: float) -> bool:
         return (

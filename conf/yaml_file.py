@@ -35,6 +35,7 @@ class Document:
 
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    package: str | None = None  # what `# @package` among its first comments says
     readable: bool = True  # False: its values must not be read
 
 
@@ -52,13 +53,24 @@ def examine(path: Path, name: str) -> Document:
     try:
         _limit_depth(text)
         root = yaml.compose(text, Loader=_LOADER)
-        return _walk(root, name) if root is not None else Document()
+        document = _walk(root, name) if root is not None else Document()
+        document.package = _package(text)
+        return document
     except _TooMuchError as error:
         return _unreadable(str(error), name)
     except yaml.YAMLError as error:
         return _unreadable(*_syntax(error, text, name))
     except (RecursionError, ValueError) as error:
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
+
+
+def _package(text: str) -> str | None:
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if found := re.fullmatch(r"#\s*@package\s+(\S+)\s*", line):
+            return found[1]
+    return None
 
 
 class _TooMuchError(Exception):

@@ -1,0 +1,103 @@
+"""The command line: the options that Hydra's users know, and ours."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from conf.errors import ConfigError, Problem
+
+PRIMARY = "train"
+MAX_OVERRIDE = 20_000  # characters; the parser's time grows faster than its input
+MAX_BRACKETS = 20  # open at once
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A command line, taken apart."""
+
+    overrides: tuple[str, ...] = ()
+    multirun: bool = False
+    config_name: str = PRIMARY
+    config_path: str | None = None
+    config_dirs: tuple[str, ...] = ()
+    allow_targets: tuple[str, ...] = ()
+    help: bool = False
+    hydra_help: bool = False
+    version: bool = False
+    shell_completion: bool = False
+    cfg: str | None = None
+    resolve: bool = False
+    package: str | None = None
+    info: str | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([Problem("command line", message, hint="see --help")])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of every command that takes overrides."""
+    it = _Parser(prog="train", add_help=False, allow_abbrev=False)
+    flag = {"action": "store_true"}
+    it.add_argument("overrides", nargs="*", help="key=value, group=choice, +key=value, ~key")
+    it.add_argument("--help", "-h", help="groups, experiments and options", **flag)  # type: ignore[arg-type]
+    it.add_argument("--version", help="versions of Regimen and Hydra", **flag)  # type: ignore[arg-type]
+    it.add_argument("--multirun", "-m", help="one job for each combination of values", **flag)  # type: ignore[arg-type]
+    it.add_argument("--run", "-r", help="one job; the default", **flag)  # type: ignore[arg-type]
+    it.add_argument(
+        "--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing"
+    )
+    it.add_argument("--resolve", help="with --cfg: interpolations replaced", **flag)  # type: ignore[arg-type]
+    it.add_argument("--package", "-p", help="with --cfg: only this part, such as optimizer")
+    it.add_argument(
+        "--config-dir", "-cd", action="append", help="a further folder of configs, found first"
+    )
+    it.add_argument("--config-name", "-cn", help=f"the primary config (default: {PRIMARY})")
+    it.add_argument("--config-path", "-cp", help="the folder of configs instead of Regimen's")
+    it.add_argument(
+        "--allow-target", action="append", help="a further package that _target_ may name"
+    )
+    it.add_argument("--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes")
+    it.add_argument("--hydra-help", help="Hydra's own help", **flag)  # type: ignore[arg-type]
+    it.add_argument("--shell-completion", "-sc", help="install=bash, uninstall=bash", **flag)  # type: ignore[arg-type]
+    return it
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Take a command line apart; raises ConfigError."""
+    problems = [p for text in argv if (p := _oversized(text)) is not None]
+    if problems:
+        raise ConfigError(problems)
+    got = parser().parse_intermixed_args(list(argv))
+    return Arguments(
+        overrides=tuple(got.overrides),
+        multirun=got.multirun,
+        config_name=got.config_name or PRIMARY,
+        config_path=got.config_path,
+        config_dirs=tuple(got.config_dir or ()),
+        allow_targets=tuple(got.allow_target or ()),
+        help=got.help,
+        hydra_help=got.hydra_help,
+        version=got.version,
+        shell_completion=got.shell_completion,
+        cfg=got.cfg,
+        resolve=got.resolve,
+        package=got.package,
+        info=got.info,
+    )
+
+
+def _oversized(text: str) -> Problem | None:
+    if len(text) > MAX_OVERRIDE:
+        return Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")
+    key = text.partition("=")[0]
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    if deepest > MAX_BRACKETS or key.count(".") > MAX_BRACKETS:
+        return Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
+    return None

@@ -1,0 +1,106 @@
+"""Answer what asks for information instead of a run: --help, --cfg, --info and their like."""
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from conf.errors import ConfigError
+from scripts.arguments import Arguments, parser
+from scripts.compose import CONF, answer_by_hydra, config_text
+
+_WIDTH = 96
+_USAGE = """\
+Train PyTorch models from YAML.
+
+  train experiment=NAME [group=choice ...] [key=value ...]    train
+  train -m experiment=NAME optimizer.lr=0.1,0.01              a job for each value, then a table
+  train experiment=NAME dry_run=true                          the plan: checked, nothing trained
+  train --cfg job experiment=NAME [--resolve] [-p KEY]        the composed configuration
+  train --config-dir DIR experiment=MINE                      with configs of your own
+"""
+_GRAMMAR = """\
+  key=value   sets a key (optimizer.lr=0.1); text with , = or spaces in quotes: name="'a, b'"
+  group=x     picks conf/group/x.yaml; 'callbacks=[default,ema]' picks several
+  +key=value  adds an argument to a node; ~key removes one; +group=x adds a group
+  key=a,b     with -m: a job for each; also range(1,4), choice(a,b), glob(*)
+"""
+
+
+def answer(arguments: Arguments) -> bool:
+    """Print what was asked for and return True; return False where a run was asked for."""
+    if arguments.help:
+        print(help_text(arguments))
+    elif arguments.version:
+        print(f"Regimen {metadata.version('regimen')} (Hydra {metadata.version('hydra-core')})")
+    elif arguments.cfg == "job":
+        _print_config(arguments)
+    elif arguments.cfg or arguments.info or arguments.hydra_help or arguments.shell_completion:
+        answer_by_hydra(arguments)
+    else:
+        return False
+    return True
+
+
+def help_text(arguments: Arguments) -> str:
+    """Return the help: usage, experiments, groups with their choices, options."""
+    folders = [Path(d) for d in arguments.config_dirs] + [Path(arguments.config_path or CONF)]
+    groups = _groups(folders)
+    experiments = groups.pop("experiment", {})
+    width = max((len(name) for name in experiments), default=0)
+    parts = [_USAGE, "Experiments (experiment=...):"]
+    parts += [f"  {name:<{width}}  {_description(path)}" for name, path in experiments.items()]
+    parts += ["", "Groups (group=choice):"]
+    parts += [_listed(group, list(choices)) for group, choices in groups.items()]
+    parts += ["", "Overrides:", _GRAMMAR, _options()]
+    return "\n".join(parts)
+
+
+def _print_config(arguments: Arguments) -> None:
+    text, problems = config_text(arguments)
+    sys.stdout.write(text)
+    if problems:
+        sys.stdout.flush()  # the configuration before its mistakes, wherever both go
+        raise ConfigError(problems)
+
+
+def _groups(folders: list[Path]) -> dict[str, dict[str, Path]]:
+    """Return the choices of each group with their files; the first folder that has one wins."""
+    groups: dict[str, dict[str, Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if group != ".":
+                groups.setdefault(group, {}).setdefault(path.stem, path)
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def _description(path: Path) -> str:
+    """Return the first comment of a file that is neither its command nor for Hydra."""
+    return next(_remarks(path), "")
+
+
+def _remarks(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            return
+        text = line.lstrip("# ").strip()
+        if text and not text.startswith(("train ", "torchrun ", "python ", "@package")):
+            yield text
+
+
+def _listed(group: str, choices: list[str]) -> str:
+    return textwrap.fill(
+        ", ".join(choices), _WIDTH, initial_indent=f"  {group}: ", subsequent_indent="      "
+    )
+
+
+def _options() -> str:
+    lines = parser().format_help().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("options"))
+    return "\n".join(["Options:", *lines[start + 1 :]])

@@ -1,0 +1,95 @@
+"""Where each key of a composed configuration was written."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from conf.errors import Problem
+from conf.yaml_file import Document, examine
+
+
+@dataclass(slots=True)
+class Notes:
+    """What was found while files were read: each file once, and its problems."""
+
+    documents: dict[Path, Document] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def read(self, path: Path) -> Document:
+        """Examine a file, unless that was done before."""
+        if path not in self.documents:
+            document = examine(path, shown_path(path))
+            self.documents[path] = document
+            self.problems += document.problems
+        return self.documents[path]
+
+    @property
+    def readable(self) -> bool:
+        """Tell whether every file could be read."""
+        return all(document.readable for document in self.documents.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A file, and the key under which its content stands in the configuration."""
+
+    path: Path
+    package: str
+
+
+@dataclass(slots=True)
+class Origins:
+    """The files of a composition, in the order in which they were merged, and the overrides."""
+
+    notes: Notes
+    files: list[Placed] = field(default_factory=list)
+    overrides: dict[str, str] = field(default_factory=dict)  # key -> as it was typed
+
+    def of(self, key: str) -> str | None:
+        """Return where a key was last set: the command line, or file:line; None if nowhere."""
+        for name in _upwards(key):
+            if name in self.overrides:
+                return f"command line: {self.overrides[name]}"
+        below = next((o for k, o in self.overrides.items() if k.startswith(key + ".")), None)
+        if below is not None:
+            return f"command line: {below}"
+        return next((found for name in _upwards(key) if (found := self._file(name))), None)
+
+    def _file(self, key: str) -> str | None:
+        for placed in reversed(self.files):
+            lines = self.notes.read(placed.path).lines
+            own = _below(key, placed.package)
+            if own in lines:
+                return f"{shown_path(placed.path)}:{lines[own]}"
+            if own == "" and placed.package:
+                return shown_path(placed.path)
+        return None
+
+    def locate(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems with their files filled in."""
+        return [p if p.file else replace(p, file=self.of(p.key)) for p in problems]
+
+
+def _upwards(key: str) -> Iterator[str]:
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def _below(key: str, package: str) -> str | None:
+    """Return the part of `key` below `package`: '' for the package itself, None if outside."""
+    if not package:
+        return key
+    if key == package:
+        return ""
+    return key.removeprefix(package + ".") if key.startswith(package + ".") else None
+
+
+def shown_path(path: Path) -> str:
+    """Spell a path for a message: relative where that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):
+        return str(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,64 @@
+"""Small passes over composed trees and names, shared by the steps of a composition."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import Problem
+from conf.reserved import RESERVED
+
+_NAMES = "|".join(RESERVED)
+_RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
+_INTERPOLATION = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
+
+
+def escape_reserved(node: Any) -> Any:
+    """Escape the reserved interpolations, so that they come through resolution as they are."""
+    if isinstance(node, dict):
+        return {key: escape_reserved(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [escape_reserved(value) for value in node]
+    return _RESERVED.sub(r"\\${\1}", node) if isinstance(node, str) else node
+
+
+def unfinished(node: Any, incomplete: bool, key: str = "") -> Iterator[str]:
+    """Yield the keys of values that are not final: an interpolation, or `???` if that is fine."""
+    if isinstance(node, dict | list):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from unfinished(child, incomplete, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, str) and (_INTERPOLATION.search(node) or (incomplete and node == "???")):
+        yield key
+
+
+def resolution_problems(
+    node: Any, errors: tuple[type[Exception], ...], key: str
+) -> Iterator[Problem]:
+    """Access each leaf of an OmegaConf tree by itself and report those that fail.
+
+    A reference to a value that is missing is passed over: the missing value is the mistake.
+    """
+    for name in node if isinstance(node, Mapping) else range(len(node)):
+        here = f"{key}.{name}" if key else str(name)
+        try:
+            child = node[name]
+        except errors as error:
+            if "MissingMandatory" not in f"{type(error).__name__} {error}":
+                yield Problem(here, first_lines(error))
+            continue
+        if isinstance(child, Mapping | Sequence) and not isinstance(child, str | bytes):
+            yield from resolution_problems(child, errors, here)
+
+
+def first_lines(error: BaseException) -> str:
+    """Return an exception's message as one line, without Hydra's search path and links."""
+    lines = [line.strip() for line in str(error).split("Config search path:")[0].splitlines()]
+    kept = [x for x in lines if x and not x.startswith(("full_key:", "object_type=", "See http"))]
+    return " ".join(kept)[:600] or type(error).__name__
+
+
+def inside(config_path: str) -> bool:
+    """Tell whether a config's path stays in the folder that it is looked for in."""
+    plain = not os.path.isabs(config_path) and ".." not in Path(config_path).parts
+    return plain and "\0" not in config_path
