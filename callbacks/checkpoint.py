@@ -1,0 +1,202 @@
+"""When to save, what to keep, and which checkpoint is the best; `trainer/checkpoint.py` writes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from callbacks.errors import CallbackError
+from callbacks.monitor import AUTO, Monitor
+from callbacks.weights_file import write_weights
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import StorageError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """A checkpoint and its value of the monitored metric."""
+
+    step: int
+    value: float
+
+
+class Checkpoint(Callback):
+    """Save between two updates: every so often, and at the end, whatever ended the run.
+
+    `every_n_epochs`, `every_n_steps`: either, both or, with None, neither. `monitor` and `mode`
+    choose `best.pt` among the saved: its value must come from the very update that is saved; of
+    equal values the earlier wins and NaN never does. With `monitor` None, or without the validation
+    set that it needs, the newest is the best. `save_top_k`: how many of the best to keep (-1: every
+    checkpoint, 0: no best); the newest two are kept anyway. `save_last`: also name the newest
+    `last.pt`. `save_weights`: also write the best's weights, those that were evaluated, to
+    `best.safetensors`.
+
+    A save that fails is a warning, tried again when values are next logged; at the end it is an
+    error. Earlier checkpoints stay as they are.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int | None = 1,
+        every_n_steps: int | None = None,
+        save_top_k: int = 1,
+        monitor: str | None = AUTO,
+        mode: str = AUTO,
+        save_last: bool = True,
+        save_weights: bool = False,
+    ) -> None:
+        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+            if value is not None and value < 1:
+                raise CallbackError(f"{key}={value}: choose at least 1, or null for never")
+        if save_top_k < -1:
+            raise CallbackError(f"save_top_k={save_top_k}: choose -1 (all) or more")
+        self._every_n_epochs = every_n_epochs
+        self._every_n_steps = every_n_steps
+        self._save_top_k = save_top_k
+        self._monitor = Monitor(monitor, mode)
+        self._save_last = save_last
+        self._save_weights = save_weights
+        self._store: CheckpointStore | None = None
+        self._values: dict[str, float] = {}  # logged at the update `_values_at`
+        self._values_at = -1
+        self._ranking: list[Saved] = []  # the best first
+        self._saved: dict[str, Any] = {}  # the counters of the last save
+        self._failures = 0  # in a row
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric's name; None if there is none, or until the task is known."""
+        return None if self._monitor.name == AUTO else self._monitor.name
+
+    @property
+    def best(self) -> Saved | None:
+        """The best checkpoint; None if there is none, or nothing to judge it by."""
+        return self._ranking[0] if self._ranking and self.monitor else None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Find the folder and the metric."""
+        self._monitor.resolve(trainer)
+        if self._monitor.on_validation and trainer.val_loader is None:
+            _log.info("no validation set: the newest checkpoint counts as the best")
+            self._monitor = Monitor(None)
+        if trainer.run_dir is not None:
+            self._store = CheckpointStore(trainer.run_dir / "checkpoints")
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Protect the checkpoint that this run goes on from."""
+        step = trainer.state.global_step
+        if trainer.resumed and self._store is not None and self._store.path_of(step).exists():
+            self._saved = trainer.state.state_dict()
+            self._store.resumed_from = step
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Remember the values that belong to this update."""
+        if self._values_at != trainer.state.updates:
+            self._values_at, self._values = trainer.state.updates, {}
+        self._values |= scalars
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Save if it is time to."""
+        state = trainer.state
+        again = self._failures and state.logged_at == state.global_step
+        if not again and not self._due(trainer):
+            return
+        try:
+            self.save_now(trainer)
+        except StorageError as error:
+            self._failures += 1
+            # A disk that stays full must not fill the log: the 1st, 2nd, 4th, 8th... are told.
+            if self._failures & (self._failures - 1) == 0:
+                _log.warning("no checkpoint at step %d: %s", state.global_step, error)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Save where the run ended. Raises StorageError."""
+        self.save_now(trainer)
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Save, unless this very state is saved already or nothing is trained yet.
+
+        Between two updates only; a collective of all processes. Raises StorageError on all.
+        """
+        trainer.updater.learn_of_skipped()  # or the counters saved would be a GPU's guesses
+        counters = trainer.state.state_dict()
+        if self._store is None or not trainer.state.updates or counters == self._saved:
+            return
+        started = time.monotonic()
+        before = self._ranking
+        self._ranking = self._ranked(trainer)
+        failure = self._write(trainer, self._store)
+        if failure is not None:
+            self._ranking = before
+            raise StorageError(failure)
+        self._saved, self._failures = counters, 0
+        trainer.timer.pause += time.monotonic() - started
+
+    def _due(self, trainer: Trainer) -> bool:
+        state = trainer.state
+        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
+        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
+        applied = state.global_step and not state.skipped_in_a_row
+        return bool((by_step and applied) or (by_epoch and not state.position))
+
+    def _ranked(self, trainer: Trainer) -> list[Saved]:
+        """Return the ranking with this state in it."""
+        step = trainer.state.global_step
+        known = {saved.step: saved.value for saved in self._ranking}
+        value = self._fresh(trainer).get(self.monitor, math.nan) if self.monitor else float(step)
+        if not math.isnan(value):
+            known[step] = value
+        # sorted() is stable: of equal values the earlier stays ahead.
+        entries = [Saved(*entry) for entry in sorted(known.items())]
+        ranked = sorted(entries, key=lambda saved: self._monitor.rank(saved.value))
+        return ranked[: max(self._save_top_k, 1)] if self._save_top_k else []
+
+    def _fresh(self, trainer: Trainer) -> dict[str, float]:
+        """Return the values that belong to the state as it is."""
+        return self._values if self._values_at == trainer.state.updates else {}
+
+    def _write(self, trainer: Trainer, store: CheckpointStore) -> str | None:
+        """Write on the main process; return what failed there to all."""
+        payload = snapshot.take(trainer)
+        step = trainer.state.global_step
+        is_best = bool(self._ranking) and self._ranking[0].step == step
+        names = ["last"] * self._save_last + ["best"] * is_best
+        failure = None
+        if trainer.is_main:
+            try:
+                store.save(payload, step=step, metrics=self._fresh(trainer), names=names)
+                if self._save_top_k >= 0:
+                    store.prune([saved.step for saved in self._ranking])
+            except StorageError as error:
+                failure = str(error)
+        failure = trainer.strategy.broadcast(failure)
+        if failure is None and is_best and self._save_weights:
+            self._write_weights(trainer, store.folder)
+        return failure
+
+    def _write_weights(self, trainer: Trainer, folder: Path) -> None:
+        with trainer.evaluation_weights():
+            weights = trainer.strategy.model_state(trainer.model)
+            if trainer.is_main:
+                try:
+                    write_weights(folder / "best.safetensors", weights)
+                except StorageError as error:
+                    _log.warning("%s", error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ranking, the state being saved included."""
+        return {"ranking": [list(saved) for saved in self._ranking]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the ranking."""
+        self._ranking = [Saved(int(step), float(value)) for step, value in state["ranking"]]

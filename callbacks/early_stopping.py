@@ -1,0 +1,105 @@
+"""End a run that no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from callbacks.errors import CallbackError
+from callbacks.monitor import AUTO, Monitor
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Stop after `patience` validations in a row without a better `monitor`.
+
+    `patience`: None never stops for that. `min_delta`: what a better value must be better by.
+    `min_epochs`: no stop before so many epochs; what happened in them counts all the same.
+    `check_finite`: stop as soon as the metric is NaN or infinite. A metric that no validation
+    gives (`train/loss`) is looked at after every epoch.
+    """
+
+    def __init__(
+        self,
+        monitor: str = AUTO,
+        mode: str = AUTO,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        min_epochs: int = 0,
+        check_finite: bool = True,
+    ) -> None:
+        if patience is not None and patience < 1:
+            raise CallbackError(f"patience={patience}: choose at least 1, or null for no stopping")
+        if not min_delta >= 0:
+            raise CallbackError(f"min_delta={min_delta}: choose 0 or more")
+        self._monitor = Monitor(monitor, mode)
+        self._patience = patience
+        self._min_delta = min_delta
+        self._min_epochs = min_epochs
+        self._check_finite = check_finite
+        self.best: float | None = None
+        self.waited = 0  # validations since the best one
+        self._looked_at = 0  # step; a boundary that a signal broke off comes again
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric's name; None until the task is known, where it is left to that."""
+        return None if self._monitor.name == AUTO else self._monitor.name
+
+    def setup(self, trainer: Trainer) -> None:
+        """Refuse to wait for a metric that cannot come."""
+        self._monitor.resolve(trainer)
+        if self._patience and self._monitor.on_validation and trainer.val_loader is None:
+            raise CallbackError(
+                f"callbacks.{self.name}.monitor={self.monitor}: there is no validation set; "
+                f"monitor train/loss, or drop it with '~callbacks.{self.name}'"
+            )
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Repeat a verdict that was saved but not carried out any more."""
+        self._judge(trainer)
+
+    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Look at a validation."""
+        if self._monitor.on_validation:
+            self._look(trainer)
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Look at an epoch."""
+        state = trainer.state
+        at_end = not state.position and state.global_step > self._looked_at
+        if at_end and not self._monitor.on_validation:
+            self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> None:
+        self._looked_at = trainer.state.global_step
+        value = self._monitor.value(trainer.metrics)
+        if self._check_finite and not math.isfinite(value):
+            trainer.state.request_stop(f"{self.monitor} is {value}")
+        if self._monitor.better(value, self.best, self._min_delta):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self._judge(trainer)
+
+    def _judge(self, trainer: Trainer) -> None:
+        if self._patience is None or self.waited < self._patience:
+            return
+        if trainer.state.epoch >= self._min_epochs:
+            best = "never a number" if self.best is None else f"best {self.best:.6g}"
+            trainer.state.request_stop(
+                f"{self.monitor} has not improved in {self.waited} validations ({best})"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {"best": self.best, "waited": self.waited, "looked_at": self._looked_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on waiting."""
+        self.best, self.waited = state["best"], state["waited"]
+        self._looked_at = state["looked_at"]

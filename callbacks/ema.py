@@ -1,0 +1,88 @@
+"""An exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from callbacks.averaging import WeightAverage
+from callbacks.errors import CallbackError
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class EMA(Callback):
+    """Keep `average = decay * average + (1 - decay) * weights`, after every applied update.
+
+    `warmup`: the decay of step n is at most (1 + n) / (10 + n), so that a short run is not judged
+    by its first weights. `use_buffers`: average BatchNorm's statistics too, instead of copying
+    them. `use_for_evaluation`: validation and test, and so the choice of the best checkpoint, see
+    the average; training never does. A checkpoint holds both: `model` and `ema`.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        warmup: bool = True,
+        update_every: int = 1,
+        use_buffers: bool = True,
+        use_for_evaluation: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise CallbackError(f"decay={decay}: choose at least 0 and less than 1")
+        if update_every < 1:
+            raise CallbackError(f"update_every={update_every}: choose at least 1")
+        self._decay = decay
+        self._warmup = warmup
+        self._update_every = update_every
+        self._use_for_evaluation = use_for_evaluation
+        self._average = WeightAverage(use_buffers)
+        self._skipped: Tensor | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Begin at the model's weights, or go on."""
+        self._average.begin(trainer.model)
+        self._skipped = skipped_on_device(trainer)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Average, unless the update was skipped."""
+        state, before = trainer.state, self._skipped
+        self._skipped = skipped_on_device(trainer)
+        if state.skipped_in_a_row or state.global_step % self._update_every:
+            return
+        weight = 1 - self.decay(state.global_step)
+        if before is None or self._skipped is None:
+            self._average.update(weight)
+        else:
+            self._average.update((self._skipped == before) * weight)
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Follow the device's count of skipped updates: a log boundary may have reset it."""
+        self._skipped = skipped_on_device(trainer)
+
+    def decay(self, step: int) -> float:
+        """Return the decay of the update that made `step`."""
+        return min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
+
+    def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Return the context in which the model has the average's weights."""
+        return self._average.exchanged(trainer.model) if self._use_for_evaluation else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, in the form of the model's state."""
+        return {"model": self._average.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over an average."""
+        self._average.load_state_dict(state["model"])
+
+
+def skipped_on_device(trainer: Trainer) -> Tensor | None:
+    """Return a copy of the count of updates that a GPU left out; None where the host knows."""
+    count: Tensor = trainer.updater._guard.skipped
+    return count.clone() if count.device.type != "cpu" else None

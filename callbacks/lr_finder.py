@@ -1,0 +1,121 @@
+"""The learning rate range test: which rate makes the loss fall fastest, which lets it explode."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from callbacks.errors import CallbackError
+from trainer.atomic import write_json
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+REPORT = "lr_finder.json"
+_log = logging.getLogger(__name__)
+
+
+class LRFinder(Callback):
+    """Raise the learning rate from `min_lr` to `max_lr` over `updates`, then end the run.
+
+    It also ends where the smoothed loss exceeds `stop_factor` times its best. `lr_finder.json` in
+    the run directory holds the curve and a suggestion: the rate at the steepest descent. Groups
+    keep the ratios of their rates; the largest is the one reported. The schedule is overruled.
+
+    Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-6,
+        max_lr: float = 1.0,
+        updates: int = 100,
+        stop_factor: float = 4.0,
+        smoothing: float = 0.8,
+    ) -> None:
+        if not 0 < min_lr < max_lr:
+            raise CallbackError(f"min_lr={min_lr}, max_lr={max_lr}: choose 0 < min_lr < max_lr")
+        if updates < 2 or not 0 <= smoothing < 1 or stop_factor <= 1:
+            raise CallbackError("choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1")
+        self._min_lr = min_lr
+        self._max_lr = max_lr
+        self._updates = updates
+        self._stop_factor = stop_factor
+        self._smoothing = smoothing
+        self._ratios: list[float] = []
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def setup(self, trainer: Trainer) -> None:
+        """Ask for the loss of every update."""
+        if trainer.options.log_every_n_steps != 1:
+            raise CallbackError(f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Begin at the smallest rate."""
+        rates = list(trainer.learning_rates().values())
+        self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
+        self._set(trainer)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Set the rate of the next update, after the schedule has set its own."""
+        self._set(trainer)
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Note the loss of an update and the rate that made it."""
+        if "train/loss" not in scalars:
+            return
+        self.rates.append(self.rate(trainer.state.updates - 1))
+        self.losses.append(scalars["train/loss"])
+        smooth = smoothed(self.losses, self._smoothing)
+        exploded = not smooth[-1] <= self._stop_factor * min(smooth)
+        if exploded or trainer.state.updates >= self._updates:
+            trainer.state.request_stop("the learning rate range test is done")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Report."""
+        self._report(trainer)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Report what there is: the last rates may well have been too large."""
+        self._report(trainer)
+
+    def rate(self, update: int) -> float:
+        """Return the rate of an update, counted from 0."""
+        share = min(1.0, update / (self._updates - 1))
+        return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
+
+    def suggestion(self) -> float | None:
+        """Return the rate where the smoothed loss falls fastest; None where it never falls."""
+        smooth = smoothed(self.losses, self._smoothing)
+        slopes = [later - former for former, later in pairwise(smooth)]
+        best = min(range(len(slopes)), key=slopes.__getitem__, default=None)
+        return None if best is None or not slopes[best] < 0 else self.rates[best]
+
+    def _set(self, trainer: Trainer) -> None:
+        rate = self.rate(trainer.state.updates)
+        for group, ratio in zip(trainer.optimizers.groups(), self._ratios, strict=True):
+            group.options["lr"] = rate * ratio
+
+    def _report(self, trainer: Trainer) -> None:
+        if trainer.run_dir is None or not trainer.is_main:
+            return
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        content = {"suggestion": self.suggestion(), "lr": self.rates, "loss": losses}
+        write_json(trainer.run_dir / REPORT, content)
+        found = "nothing: the loss never fell" if self.suggestion() is None else self.suggestion()
+        _log.info("learning rate range test: suggests %s (%s)", found, trainer.run_dir / REPORT)
+
+
+def smoothed(values: list[float], smoothing: float) -> list[float]:
+    """Return the moving averages of the values, corrected for their start."""
+    average, weight, result = 0.0, 0.0, []
+    for value in values:
+        average = smoothing * average + (1 - smoothing) * value
+        weight = smoothing * weight + 1 - smoothing
+        result.append(average / weight)
+    return result

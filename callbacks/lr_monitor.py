@@ -1,0 +1,18 @@
+"""Log the learning rate of every parameter group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class LRMonitor(Callback):
+    """Add `lr/<group>` to every log line: the rate that the next update will use."""
+
+    def scalars(self, trainer: Trainer) -> dict[str, float]:
+        """Return the learning rates; they are on the host anyway."""
+        return {f"lr/{group}": lr for group, lr in trainer.learning_rates().items()}

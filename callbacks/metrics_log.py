@@ -1,0 +1,80 @@
+"""Write every logged value to `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.atomic import AppendLog
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog(Callback):
+    """Append `{"step": .., "epoch": .., "train/loss": ..}`, one object a line.
+
+    Several lines may share a step; a (step, key) pair is written once, the first time. `epoch`
+    counts completed epochs. JSON knows no NaN and no infinity: they become null. A resumed run
+    cuts what was written after its checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._log: AppendLog | None = None
+        self._offset = 0
+        self._step = -1
+        self._keys: set[str] = set()  # written at that step
+
+    def setup(self, trainer: Trainer) -> None:
+        """Open the file. Raises StorageError where there can be none."""
+        if trainer.run_dir is not None and trainer.is_main:
+            self._path = trainer.run_dir / FILE
+            self._log = AppendLog(self._path)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Forget the lines that the run before wrote after its last checkpoint."""
+        if self._log is not None:
+            self._log.truncate(self._offset)
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Append a line."""
+        if self._path is None:
+            return
+        if self._log is None:  # a test follows the training
+            self._log = AppendLog(self._path)
+        state = trainer.state
+        if state.global_step != self._step:
+            self._step, self._keys = state.global_step, set()
+        fresh = {key: value for key, value in scalars.items() if key not in self._keys}
+        self._keys |= fresh.keys()
+        if fresh:
+            self._log.write(line(state.global_step, state.epoch, fresh))
+
+    def teardown(self, trainer: Trainer) -> None:
+        """Close the file; a later line opens it again."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how long the file is, and what its last step has."""
+        offset = self._log.offset() if self._log is not None else 0
+        return {"offset": offset, "step": self._step, "keys": sorted(self._keys)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what has been written."""
+        self._offset = state["offset"]
+        self._step, self._keys = state["step"], set(state["keys"])
+
+
+def line(step: int, epoch: int, values: Mapping[str, float]) -> str:
+    """Return one line of the file."""
+    numbers = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    return json.dumps({"step": step, "epoch": epoch, **numbers}, allow_nan=False)

@@ -1,0 +1,55 @@
+"""Log what the model is made of, before its training begins."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer import rng
+from trainer.batch import map_tensors
+from trainer.callback import Callback
+from trainer.model_summary import render, summarize
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class ModelSummary(Callback):
+    """Log the modules down to `depth` with shapes, parameters and FLOPs.
+
+    The shapes are those of two training samples; drawing them changes no random state.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self._depth = depth
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Log the table; a resumed run's is in its log already."""
+        if not trainer.is_main or trainer.resumed:
+            return
+        summary = summarize(
+            trainer.model,
+            example(trainer),
+            self._depth,
+            lambda model, batch: _predict(trainer, model, batch),
+            trainer.precision.autocast,
+        )
+        _log.info("%s", render(summary))
+
+
+def example(trainer: Trainer) -> Any:
+    """Return a training batch of two samples."""
+    state = rng.capture()
+    micro_batch = next(iter(trainer.train_loader.epoch(trainer.state.epoch)))
+    trainer.train_loader.close()
+    rng.restore(state)
+    two = map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)
+    return trainer.to_device(two)
+
+
+def _predict(trainer: Trainer, model: nn.Module, batch: Any) -> Any:
+    return trainer.task.prediction_step(model, batch)

@@ -1,0 +1,85 @@
+"""Profile some updates with torch's profiler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import profiler
+
+from trainer.atomic import write_text
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+TRACES, TABLE = "profile", "profile.txt"
+_log = logging.getLogger(__name__)
+
+
+class Profiler(Callback):
+    """Record `active` updates, after `wait` that are left out and `warmup` that are thrown away.
+
+    Each recording is a trace in the run directory's `tensorboard/profile/`, for TensorBoard's
+    profile plugin or https://ui.perfetto.dev; `profile.txt` lists the costliest operators.
+    """
+
+    def __init__(
+        self,
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 5,
+        repeat: int = 1,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        self._schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self._record_shapes = record_shapes
+        self._profile_memory = profile_memory
+        self._with_stack = with_stack
+        self._profile: profiler.profile | None = None
+        self._folder = Path()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Begin to wait."""
+        if trainer.run_dir is None or not trainer.is_main:
+            return
+        self._folder = trainer.run_dir
+        self._profile = profiler.profile(
+            activities=_activities(),
+            schedule=self._schedule,
+            on_trace_ready=self._write,
+            record_shapes=self._record_shapes,
+            profile_memory=self._profile_memory,
+            with_stack=self._with_stack,
+        )
+        self._profile.start()
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Count an update."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def teardown(self, trainer: Trainer) -> None:
+        """End the recording; one that is not complete is not written."""
+        if self._profile is not None:
+            self._profile.on_trace_ready = None
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, profile: profiler.profile) -> None:
+        traces = self._folder / "tensorboard" / TRACES
+        traces.mkdir(parents=True, exist_ok=True)
+        profiler.tensorboard_trace_handler(str(traces))(profile)
+        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=key, row_limit=40)
+        write_text(self._folder / TABLE, table + "\n")
+        _log.info("profile: %s, traces in %s", self._folder / TABLE, traces)
+
+
+def _activities() -> list[profiler.ProfilerActivity]:
+    kinds = [profiler.ProfilerActivity.CPU]
+    return [*kinds, profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else kinds

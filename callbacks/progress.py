@@ -1,0 +1,168 @@
+"""Show how far a run is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from tqdm import tqdm
+
+from callbacks.errors import CallbackError
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    # No watching thread: forking loader workers from a process with threads is asking for trouble.
+    monitor_interval: ClassVar[int] = 0
+
+
+class Progress(Callback):
+    """Show epoch, rate, time left and the last logged values; a line closes every epoch.
+
+    `bar`: true, false, or None for a bar where stderr is a terminal. Without one, a line at most
+    every `every_seconds` says how far the epoch is. Shown are the last values of train/loss and of
+    the validation; between two log lines nothing is read from the device.
+    """
+
+    def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
+        if not every_seconds > 0:
+            raise CallbackError(f"every_seconds={every_seconds}: choose more than 0")
+        self._wants_bar = bar
+        self._every_seconds = every_seconds
+        self._shown = False
+        self._bar: _Bar | None = None
+        self._values: dict[str, float] = {}
+        self._begun = self._told = 0.0  # time: the epoch's start, the last line
+        self._position = 0  # in the epoch, when this process began it
+        self._consoles: list[logging.Handler] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Choose the form."""
+        self._shown = trainer.is_main
+        self._values = {k: v for k, v in trainer.metrics.items() if _is_shown(k)}
+        self._wants_bar = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
+        if self._shown and self._wants_bar:
+            self._consoles = _console_handlers()
+            for handler in self._consoles:
+                handler.addFilter(self._make_room)
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Begin a bar."""
+        self._begun = self._told = time.monotonic()
+        self._position = trainer.state.position
+        if self._shown and self._wants_bar:
+            self._bar = _Bar(
+                desc=_epoch(trainer, trainer.state.epoch + 1),
+                total=trainer.steps_per_epoch,
+                initial=trainer.state.position,
+                unit=" steps",
+                leave=False,
+                dynamic_ncols=True,
+                miniters=1,  # tqdm's own choice would freeze the bar when the steps get slower
+                mininterval=0.2,
+            )
+            self._bar.set_postfix_str(_text(self._values), refresh=False)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Advance."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Show values."""
+        self._values |= {k: v for k, v in scalars.items() if _is_shown(k)}
+        if self._bar is not None:
+            self._bar.set_postfix_str(_text(self._values), refresh=False)
+        elif self._shown and trainer.state.position:
+            self._tell(trainer)
+
+    def on_validation_start(self, trainer: Trainer) -> None:
+        """Say what the run is doing."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{_text(self._values)}, validating")
+
+    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Say that it trains again."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_text(self._values), refresh=False)
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Close an epoch, once its validation is done."""
+        if not trainer.state.position:
+            self._close(trainer, trainer.state.epoch)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Close an epoch that a horizon in steps, or a signal, cut short."""
+        if trainer.state.position:
+            self._close(trainer, trainer.state.epoch + 1)
+
+    def teardown(self, trainer: Trainer) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        for handler in self._consoles:
+            handler.removeFilter(self._make_room)
+        self._consoles = []
+
+    def _close(self, trainer: Trainer, epoch: int) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._shown:
+            seconds = time.monotonic() - self._begun
+            step = trainer.state.global_step
+            _say(f"{_epoch(trainer, epoch)}, step {step}: {_text(self._values)} ({seconds:.1f} s)")
+
+    def _tell(self, trainer: Trainer) -> None:
+        now, state = time.monotonic(), trainer.state
+        if now - self._told < self._every_seconds:
+            return
+        self._told = now
+        rate = (state.position - self._position) / (now - self._begun)
+        total = trainer.steps_per_epoch
+        left = f", {_Bar.format_interval((total - state.position) / rate)} left" if total else ""
+        where = f"{_epoch(trainer, state.epoch + 1)}, {state.position}/{total or '?'}"
+        _say(f"{where}: {_text(self._values)} ({rate:.3g} steps/s{left})")
+
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        """Take the bar off the line that a log record is about to be written to."""
+        if self._bar is not None:
+            self._bar.clear()
+        return True
+
+
+def _console_handlers() -> list[logging.Handler]:
+    """Return the handlers that write log lines to the terminal."""
+    streams = (sys.stderr, sys.stdout)
+    handlers = logging.getLogger().handlers
+    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
+
+
+def _say(line: str) -> None:
+    """Log a line, or print it where no one has set up logging."""
+    if logging.getLogger().handlers:
+        _log.info("%s", line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _is_shown(key: str) -> bool:
+    return key == "train/loss" or key.startswith("val/")
+
+
+def _epoch(trainer: Trainer, epoch: int) -> str:
+    last = trainer.options.max_epochs
+    return f"epoch {epoch}/{last}" if last is not None else f"epoch {epoch}"
+
+
+def _text(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:.4g}" for key, value in values.items())

@@ -1,0 +1,117 @@
+"""Fine-tune in stages: parameters that begin to train after some epochs or steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from callbacks.errors import CallbackError
+from trainer.callback import Callback
+from trainer.state import TrainState
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+_KEYS = {"pattern", "epoch", "step"}
+
+
+class Unfreeze(Callback):
+    """Freeze parameters at the start and let them train from an epoch or a step on.
+
+    `stages`: by name, `{pattern: "layer4.*", epoch: 2}` or `{pattern: .., step: 500}`; neither
+    means never. `pattern` is a glob over full parameter names; the first stage that matches a
+    parameter decides, and what none matches trains from the start. BatchNorm whose parameters are
+    frozen stays in evaluation: its statistics, too, are the pretrained ones.
+
+    What is frozen follows from epoch and step, so a resumed run needs no state. Parameters stay in
+    their optimizer's group: without a gradient they are passed over, weight decay included.
+    """
+
+    def __init__(self, stages: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, stage in stages.items():
+            unknown = stage.keys() - _KEYS
+            if unknown or "pattern" not in stage or {"epoch", "step"} <= stage.keys():
+                raise CallbackError(
+                    f"stages.{name}={dict(stage)}: give pattern, and epoch or step or neither"
+                )
+        self._stages = {name: stage for name, stage in stages.items() if stage is not None}
+        self._members: dict[str, list[nn.Parameter]] = {}
+        self._frozen: set[str] = set()  # names of stages
+
+    def setup(self, trainer: Trainer) -> None:
+        """Find each stage's parameters, and freeze them."""
+        self._members = {name: [] for name in self._stages}
+        for parameter_name, parameter in trainer.model.named_parameters():
+            for name, stage in self._stages.items():
+                if fnmatchcase(parameter_name, stage["pattern"]):
+                    self._members[name].append(parameter)
+                    break
+        for name, members in self._members.items():
+            if not members:
+                raise CallbackError(
+                    f"callbacks.{self.name}.stages.{name}.pattern={self._stages[name]['pattern']}: "
+                    "matches no parameter that an earlier stage leaves over"
+                )
+            if not all(member.requires_grad for member in members):
+                raise CallbackError(
+                    f"callbacks.{self.name}.stages.{name}: the model was built with some of these "
+                    "parameters frozen, so that no optimizer has them"
+                )
+        self._frozen = set(self._stages)
+        self._set(self._frozen, trains=False)
+        if trainer.strategy.world_size > 1:
+            _log.info("callbacks.%s needs strategy.find_unused_parameters=true", self.name)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Freeze what is frozen now."""
+        self._follow(trainer)
+        self._settle_norms(trainer.model)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Look whether a stage's step has come."""
+        if self._frozen:
+            self._follow(trainer)
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Look whether a stage's epoch has come."""
+        self._follow(trainer)
+
+    def _follow(self, trainer: Trainer) -> None:
+        begun = {name for name in self._frozen if started(self._stages[name], trainer.state)}
+        if not begun:
+            return
+        self._frozen -= begun
+        self._set(begun, trains=True)
+        self._settle_norms(trainer.model)
+        _log.info(
+            "epoch %d, step %d: %s trains from here on",
+            trainer.state.epoch,
+            trainer.state.global_step,
+            ", ".join(sorted(begun)),
+        )
+
+    def _set(self, stages: set[str], trains: bool) -> None:
+        for name in stages:
+            for parameter in self._members[name]:
+                parameter.requires_grad_(trains)
+                parameter.grad = None
+
+    def _settle_norms(self, model: nn.Module) -> None:
+        members = {id(p) for ps in self._members.values() for p in ps}
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if isinstance(module, _NormBase) and any(id(p) in members for p in own):
+                module.train(any(p.requires_grad for p in own))
+
+
+def started(stage: Mapping[str, Any], state: TrainState) -> bool:
+    """Whether the parameters of a stage train at this point of the run."""
+    if "step" in stage:
+        return bool(state.global_step >= stage["step"])
+    return "epoch" in stage and bool(state.epoch >= stage["epoch"])
