@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from trainer.errors import CheckpointError
-from trainer.lr_nodes import OWN, ScheduleError, build_track, takes_metric, target_nodes
-from trainer.lr_track import Interval, StandIn, Track
-from trainer.optimizer_state import type_name
+from trainer.lr_curve import jump
+from trainer.lr_horizon import Interval, ScheduleError
+from trainer.lr_nodes import build_track, takes_metric, target_nodes
+from trainer.lr_track import StandIn, Track
 from trainer.optimizers import Optimizers
 
+logger = logging.getLogger("regimen")
+
 __all__ = [
-    "OWN",
     "LRSchedule",
     "ScheduleError",
     "build_lr_schedule",
@@ -99,56 +102,39 @@ class LRSchedule:
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """List what is set up differently here than where `state` was saved."""
         saved = state["tracks"]
-        found = [f"no schedule for {name!r} here" for name in saved.keys() - self.tracks.keys()]
+        found = [f"{name!r} has no schedule here" for name in saved.keys() - self.tracks.keys()]
         for name, track in self.tracks.items():
-            if name not in saved:
-                found.append(f"no schedule for {name!r} in the checkpoint")
-            elif saved[name]["type"] != type_name(track.scheduler):
-                found.append(f"{type_name(track.scheduler)} here, {saved[name]['type']} before")
-            else:
-                found += _changes(track.settings, saved[name]["settings"])
+            known = name in saved
+            found += track.differences(saved[name]) if known else [f"{name!r} had no schedule"]
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> None:
         """Go to where `state` was saved; load the optimizers first.
 
         Exactly, and with `CheckpointError` if anything is set up differently; or, with
-        `hyper_parameters=False`, by the present configuration: its curve at the same position.
+        `hyper_parameters=False`, by the present configuration: to the same position of its curve.
         """
         try:
+            updates, epochs, saved = int(state["updates"]), int(state["epochs"]), state["tracks"]
             differences = self.differences(state) if hyper_parameters else []
             if differences:
                 more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
                 raise CheckpointError(f"the lr_scheduler does not fit: {differences[0]}{more}")
-            updates, epochs = int(state["updates"]), int(state["epochs"])
             for name, track in self.tracks.items():
                 if hyper_parameters:
-                    track.load_state_dict(state["tracks"][name])
+                    track.load_state_dict(saved[name])
                 else:
-                    self._catch_up(name, track, state["tracks"].get(name), updates, epochs)
-        except (KeyError, TypeError, AttributeError) as error:
+                    track.catch_up(
+                        saved.get(name),
+                        self._configured.get(name, []),
+                        lambda other: _pass_by(other, updates, epochs),
+                    )
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
 
-    def _catch_up(
-        self, name: str, track: Track, saved: Any, updates: int, epochs: int
-    ) -> None:
-        nothing = {"type": "", "start": None}
-        track.catch_up(
-            saved or nothing, self._configured[name], lambda twin: _pass(twin, updates, epochs)
-        )
 
-
-def _changes(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    keys = [*here, *(key for key in there if key not in here)]
-    return [
-        f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
-        for key in keys
-        if here.get(key) != there.get(key)
-    ]
-
-
-def _pass(track: Track, updates: int, epochs: int) -> None:
+def _pass_by(track: Track, updates: int, epochs: int) -> None:
     """Let `updates` and `epochs` go by, the epochs evenly among the updates."""
     done = 0
     for update in range(1, updates + 1):
@@ -170,17 +156,34 @@ def build_lr_schedule(
     """Build a config's `lr_scheduler` over `optimizers`, of which some may bring their own.
 
     In `node`, "${total_steps}" is filled with the scheduler's own horizon: what remains of the run
-    after the warm-up, in updates, or in epochs with `interval: epoch`.
+    after the warm-up, in updates, or in epochs with `interval: epoch`. Raises `ScheduleError`.
     """
-    tracks = {}
-    names: dict[str, list[str]] = {}
+    schedule = _build(node, optimizers, total_steps, steps_per_epoch, key)
+    for track in schedule.tracks.values():
+        ramp = track.warmup.updates(steps_per_epoch)
+        if total_steps is not None and ramp >= total_steps:
+            logger.warning(
+                "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
+            )
+    return schedule
+
+
+def _build(
+    node: Mapping[str, Any] | None,
+    optimizers: Optimizers,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    key: str,
+) -> LRSchedule:
+    names: dict[str, list[str]] = {name: [] for name in optimizers.optimizers}
     for group in optimizers.groups():
-        names.setdefault(group.optimizer_name, []).append(group.name)
+        names[group.optimizer_name].append(group.name)
+    tracks = {}
     for name, optimizer in optimizers.items():
         own = optimizers.lr_schedulers.get(name)
-        chosen = own if own is not None else node
-        if chosen and chosen.get("_target_"):
-            where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
+        chosen = node if own is None else own
+        where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
+        if chosen:
             tracks[name] = build_track(
                 chosen, optimizer, names[name], total_steps, steps_per_epoch, where
             )
@@ -194,25 +197,50 @@ def curve(
     steps_per_epoch: int | None,
     points: int = 200,
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return (step, learning rate) of each group along the run: `points` of them, about.
+    """Return (step, learning rate) of each group at about `points` steps of the run.
 
     Tried on stand-ins: nothing that is given is touched. A schedule that follows a metric is drawn
-    as if the metric never got worse.
+    as if the metric always got better. Schedulers without a formula (ChainedScheduler, a user's
+    own) are walked through, which takes some microseconds a step.
     """
-    stand_ins = _stand_ins(optimizers)
-    schedule = build_lr_schedule(node, stand_ins, total_steps, steps_per_epoch)
-    for optimizer in stand_ins.optimizers.values():
-        optimizer.step()
-    every = max(1, total_steps // points)
-    drawn: dict[str, list[tuple[int, float]]] = {name: [] for name in stand_ins.learning_rates()}
-    for step in range(total_steps):
-        if step % every == 0 or step == total_steps - 1:
-            for name, lr in stand_ins.learning_rates().items():
-                drawn[name].append((step, lr))
+    steps = sorted({*range(0, total_steps, max(1, total_steps // points)), max(0, total_steps - 1)})
+
+    def build() -> tuple[LRSchedule, Optimizers]:
+        stand_ins = _stand_ins(optimizers)
+        schedule = _build(node, stand_ins, total_steps, steps_per_epoch, "lr_scheduler")
+        for optimizer in stand_ins.optimizers.values():
+            optimizer.step()  # schedulers warn if they come first
+        return schedule, stand_ins
+
+    rates = _jumped(*build(), steps, steps_per_epoch) or _walked(*build(), steps, steps_per_epoch)
+    return {name: [(s, at[name]) for s, at in zip(steps, rates, strict=True)] for name in rates[0]}
+
+
+_Rates = list[dict[str, float]]  # of each group, at each of some steps
+
+
+def _jumped(
+    schedule: LRSchedule, optimizers: Optimizers, steps: Sequence[int], steps_per_epoch: int | None
+) -> _Rates:
+    rates = []
+    for step in steps:
+        if not all(jump(track, step, steps_per_epoch) for track in schedule.tracks.values()):
+            return []
+        rates.append(optimizers.learning_rates())
+    return rates
+
+
+def _walked(
+    schedule: LRSchedule, optimizers: Optimizers, steps: Sequence[int], steps_per_epoch: int | None
+) -> _Rates:
+    rates = [optimizers.learning_rates()]
+    for step in range(1, steps[-1] + 1):
         schedule.after_update()
-        if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
+        if steps_per_epoch and step % steps_per_epoch == 0:
             schedule.after_epoch()
-    return drawn
+        if step == steps[len(rates)]:
+            rates.append(optimizers.learning_rates())
+    return rates
 
 
 def _stand_ins(optimizers: Optimizers | Mapping[str, float]) -> Optimizers:

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import ItemsView, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.instantiate import instantiate
-from trainer.optimizer_state import (
-    Group,
-    hyper_parameters,
-    needs_closure,
-    pack,
-    unpack,
-)
-from trainer.param_groups import (
-    DEFAULT,
-    Claim,
-    ParamGroup,
-    ParamGroupError,
-    complain,
-    divide,
-    parse_rules,
-    some,
-)
-from trainer.param_selectors import candidates, nearest, parse_selector
+from trainer.lr_nodes import target_nodes as schedule_nodes
+from trainer.optimizer_nodes import SINGLE, build, claims, sections
+from trainer.optimizer_state import Group, hyper_parameters, needs_closure, pack, unpack
+from trainer.param_groups import complain, divide, some
+from trainer.param_rules import DEFAULT
+from trainer.param_selectors import Candidate, candidates
 
-__all__ = ["Group", "GroupRow", "Optimizers", "build_optimizers", "needs_closure", "target_nodes"]
-
-SINGLE = "optimizer"  # the name of an optimizer that is alone
-_OWN = ("param_groups", "params", "lr_scheduler")  # keys of a node that are not the target's
+__all__ = [
+    "Group",
+    "GroupRow",
+    "Optimizers",
+    "build_optimizers",
+    "needs_closure",
+    "target_nodes",
+]
 
 
 class GroupRow(NamedTuple):
@@ -88,23 +77,11 @@ class Optimizers:
             return optimizer
         optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
         found = candidates(model)
-        names: dict[Tensor, str] = {c.tensor: c.name for c in found}
         taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
-        counts: dict[Tensor, int] = {}
-        for parameter in taken:
-            counts[parameter] = counts.get(parameter, 0) + 1
-        missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
-        double = [names[p] for p, n in counts.items() if n > 1 and p in names]
-        problems = []
-        if any(p not in names for p in taken):
-            problems.append("the optimizer has parameters that are not the model's")
-        if missing:
-            problems.append(f"no optimizer has {some(missing)}: add or freeze (requires_grad) them")
-        if double:
-            problems.append(f"two optimizers have {some(double)}")
-        complain(problems)
-        frozen = {c.name: c.tensor for c in found if c.tensor not in counts}
-        return cls(optimizers, names, frozen)
+        complain(_membership_problems(found, taken))
+        names: dict[Tensor, str] = {c.tensor: c.name for c in found}
+        members = set(taken)
+        return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
 
     def items(self) -> ItemsView[str, Optimizer]:
         """Return the names and the torch optimizers."""
@@ -131,6 +108,11 @@ class Optimizers:
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 yield from group["params"]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all groups with their names in the model."""
+        for parameter in self.parameters():
+            yield self.names[parameter], parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters."""
@@ -179,168 +161,59 @@ class Optimizers:
         )
 
 
+def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[str]:
+    """Compare the parameters of a model with those that plain optimizers have (I8)."""
+    names: dict[Tensor, str] = {c.tensor: c.name for c in found}
+    counts = Counter(taken)
+    missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
+    double = [names[p] for p, count in counts.items() if count > 1 and p in names]
+    problems = []
+    if any(p not in names for p in counts):
+        problems.append("the optimizer has parameters that are not the model's")
+    if missing:
+        problems.append(
+            f"no optimizer has {some(missing)}: add them, or freeze them with requires_grad_(False)"
+        )
+    if double:
+        problems.append(f"two groups have {some(double)}")
+    return problems
+
+
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """An optimizer of the config: what its target gets, and which parameters it takes."""
-
-    name: str
-    key: str
-    target: dict[str, Any]
-    own: Mapping[str, Any]
-
-
 def target_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:
-    """Return, by config key, the nodes whose targets are called with `params` and nothing else.
+    """Return, by config key, the nodes whose targets get one positional argument from us.
 
-    Keys of ours (`param_groups`, ...) are stripped and shared hyper-parameters filled in, so that
-    what is left can be bound against the target's signature.
+    Keys of ours (`param_groups`, ...) are left out and shared hyper-parameters filled in, so that
+    the nodes can be held against the signatures of their targets. Schedules of single optimizers
+    are among them.
     """
-    return {section.key: section.target for section in _sections(node, key, [])}
-
-
-def _sections(node: Mapping[str, Any], key: str, problems: list[str]) -> list[_Section]:
-    if "optimizers" not in node:
-        return [_section(SINGLE, key, node)]
-    several = node["optimizers"]
-    if not isinstance(several, Mapping):
-        problems.append(f"{key}.optimizers must be a dict of optimizers, not {several!r}")
-        return []
-    shared = {k: v for k, v in node.items() if k not in ("optimizers", *_OWN)}
-    found = []
-    for name, child in several.items():
-        child_key = f"{key}.optimizers.{name}"
-        if isinstance(child, Mapping):
-            found.append(_section(str(name), child_key, {**shared, **child}))
-        elif child is not None:
-            problems.append(f"{child_key} must be a node with a _target_, not {child!r}")
-    if not found:
-        problems.append(f"{key}.optimizers names no optimizer")
-    return found
-
-
-def _section(name: str, key: str, node: Mapping[str, Any]) -> _Section:
-    target = {k: v for k, v in node.items() if k not in _OWN}
-    return _Section(name, key, target, {k: node.get(k) for k in _OWN})
+    found = sections(node, key, [])
+    nodes = {s.key: s.target for s in found if "_target_" in s.target}
+    for section in found:
+        nodes |= schedule_nodes(section.own["lr_scheduler"], f"{section.key}.lr_scheduler")
+    return nodes
 
 
 def build_optimizers(
-    model: nn.Module, node: Mapping[str, Any], key: str = "optimizer"
+    model: nn.Module, node: Mapping[str, Any], key: str = "optimizer", prefer_fused: bool = False
 ) -> Optimizers:
     """Build the optimizers of a config's `optimizer` node over `model`.
 
-    Freezes the parameters that a rule freezes. Raises `ParamGroupError` with all that is wrong.
+    Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
+    the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
     """
     problems: list[str] = []
-    sections = _sections(node, key, problems)
-    claims = _claims(sections, node, key, problems)
-    problems += [f"{s.key} has no _target_" for s in sections if "_target_" not in s.target]
+    found = sections(node, key, problems)
+    claimed = claims(found, node, key, problems)
     complain(problems)
-    division = divide(model, claims)
-    optimizers = {s.name: _build(s, division.groups[s.name]) for s in sections}
+    division = divide(model, claimed)
     return Optimizers(
-        optimizers,
+        {s.name: build(s, division.groups[s.name], prefer_fused) for s in found},
         {c.tensor: c.name for c in candidates(model)},
         division.frozen,
-        {s.name: s.own["lr_scheduler"] for s in sections if s.own["lr_scheduler"] is not None},
-        {s.name: s.key for s in sections},
+        {s.name: s.own["lr_scheduler"] for s in found if s.own["lr_scheduler"] is not None},
+        {s.name: s.key for s in found},
     )
-
-
-def _claims(
-    sections: list[_Section], node: Mapping[str, Any], key: str, problems: list[str]
-) -> dict[str, Claim]:
-    shared = []
-    if "optimizers" in node:
-        shared = parse_rules(node.get("param_groups"), f"{key}.param_groups", problems)
-    claims = {}
-    for section in sections:
-        chosen = section.own["params"]
-        rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups", problems)
-        claims[section.name] = Claim(
-            section.key,
-            [*rules, *shared],
-            None if chosen is None else parse_selector(chosen, f"{section.key}.params", problems),
-            by_rules=bool(rules) and section is not sections[-1],
-        )
-    return claims
-
-
-def _build(section: _Section, groups: list[ParamGroup]) -> Optimizer:
-    # The defaults of a signature are known for certain only from an instance.
-    defaults = _construct(section, [nn.Parameter(torch.zeros(1, 1))]).defaults
-    problems: list[str] = []
-    resolved = [
-        {
-            "params": list(group.parameters.values()),
-            "name": group.name,
-            **_resolve(group, defaults, problems),
-        }
-        for group in groups
-    ]
-    complain(problems)
-    return _construct(section, resolved)
-
-
-def _construct(section: _Section, params: list[Any]) -> Optimizer:
-    try:
-        built = instantiate(section.target, params, _key_=section.key)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if hasattr(error, "exit_code"):
-            raise
-        raise ParamGroupError(f"{section.key}: {error}") from error
-    if not isinstance(built, Optimizer):
-        raise ParamGroupError(f"{section.key}._target_ makes no torch.optim.Optimizer: {built!r}")
-    return built
-
-
-def _resolve(
-    group: ParamGroup, defaults: Mapping[str, Any], problems: list[str]
-) -> dict[str, Any]:
-    """Return the hyper-parameters of a group that differ from its optimizer's."""
-    resolved: dict[str, Any] = {}
-    for name, value in group.overrides.items():
-        stem = name.removesuffix("_scale")
-        if name in defaults:
-            resolved[name] = _checked(f"{group.key}.{name}", value, defaults[name], problems)
-        elif stem not in defaults or stem == name:
-            known = [*defaults, "lr_scale"]
-            problems.append(
-                f"{group.key}.{name} is no hyper-parameter of the optimizer, which has"
-                f" {', '.join(defaults)}{nearest(name, known)}"
-            )
-        elif stem in group.overrides:
-            problems.append(f"{group.key} gives both {stem} and {name}: one of them decides")
-        elif not _is_number(value) or not _is_number(defaults[stem]):
-            problems.append(f"{group.key}.{name} must be a number, not {value!r}")
-        else:
-            resolved[stem] = defaults[stem] * _checked(f"{group.key}.{name}", value, 1.0, problems)
-    if group.lr_factor != 1.0:
-        resolved["lr"] = resolved.get("lr", defaults["lr"]) * group.lr_factor
-    return resolved
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _checked(key: str, value: Any, default: Any, problems: list[str]) -> Any:
-    """Return a value of the same kind as `default`; torch does not look at those of groups."""
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            problems.append(f"{key} must be true or false, not {value!r}")
-    elif _is_number(default):
-        if not _is_number(value) or not math.isfinite(value):
-            problems.append(f"{key} must be a number, not {value!r}")
-            return default
-        if value < 0 <= default:
-            problems.append(f"{key} must be 0 or more, not {value!r}")
-    elif isinstance(default, tuple | list):
-        if not isinstance(value, tuple | list) or len(value) != len(default):
-            problems.append(f"{key} must be a list of {len(default)}, not {value!r}")
-            return default
-        return tuple(value)
-    return value

@@ -2,113 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from trainer.param_selectors import (
-    SELECTORS,
-    Candidate,
-    Selector,
-    candidates,
-    parse_selector,
-    patterns,
-)
-
-DEFAULT = "default"  # the group of the parameters that no rule accepts
-_OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
+from trainer.param_layers import Layers
+from trainer.param_rules import DEFAULT, Rule, parse_rules
+from trainer.param_selectors import Candidate, Selector, candidates
 
 
 class ParamGroupError(ValueError):
-    """An optimizer's section of the config that cannot be used; one line for each problem."""
+    """An optimizer's section of the config that cannot be used: one problem, or several."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n  ".join([f"{len(self.args)} problems:", *map(str, self.args)])
 
 
 def complain(problems: Sequence[str]) -> None:
     """Raise all `problems` as one error, if there are any."""
-    if len(problems) == 1:
-        raise ParamGroupError(problems[0])
     if problems:
-        raise ParamGroupError("\n  ".join([f"{len(problems)} problems:", *problems]))
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A named selector, and what its parameters get: hyper-parameters, or no training at all."""
-
-    name: str
-    key: str  # where it stands in the config
-    selector: Selector
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    frozen: bool = False
-    layer_decay: float | None = None
-    layers: tuple[re.Pattern[str], ...] = ()
-
-
-def parse_rules(rules: Any, key: str, problems: list[str]) -> list[Rule]:
-    """Read a named dict (a null entry is dropped) or a list of rules; note what is wrong."""
-    parsed = []
-    for name, node in _named(rules, key, problems):
-        if not isinstance(node, Mapping):
-            problems.append(f"{key}.{name} must be a rule such as {{match: bias$}}, not {node!r}")
-        elif name == DEFAULT or not re.fullmatch(r"[\w\-./]+", name):
-            problems.append(
-                f"{key}.{name}: a rule's name is made of letters, digits and ._-/, and is not"
-                f" {DEFAULT!r}, the group of all parameters without a rule"
-            )
-        else:
-            parsed.append(_parse_rule(name, node, f"{key}.{name}", problems))
-    return parsed
-
-
-def _named(rules: Any, key: str, problems: list[str]) -> list[tuple[str, Any]]:
-    if rules is None:
-        return []
-    if isinstance(rules, Mapping):
-        return [(str(name), node) for name, node in rules.items() if node is not None]
-    if isinstance(rules, Sequence) and not isinstance(rules, str):
-        named = [
-            (str(node.get("name", f"rule_{i}")) if isinstance(node, Mapping) else f"rule_{i}", node)
-            for i, node in enumerate(rules)
-        ]
-        if len(dict(named)) < len(named):
-            problems.append(f"{key} gives the same name to two rules")
-        return named
-    problems.append(f"{key} must be a dict or a list of rules, not {rules!r}")
-    return []
-
-
-def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[str]) -> Rule:
-    if not any(word in node for word in SELECTORS):
-        problems.append(f"{key} selects nothing: give it {', '.join(SELECTORS[:-1])} or except")
-    frozen = node.get("frozen", False)
-    if not isinstance(frozen, bool):
-        problems.append(f"{key}.frozen must be true or false, not {frozen!r}")
-    return Rule(
-        name,
-        key,
-        parse_selector({word: node[word] for word in SELECTORS if word in node}, key, problems),
-        {word: value for word, value in node.items() if word not in _OWN},
-        frozen is True,
-        _parse_layer_decay(node, key, problems),
-        patterns(node.get("layers"), f"{key}.layers", problems),
-    )
-
-
-def _parse_layer_decay(node: Mapping[str, Any], key: str, problems: list[str]) -> float | None:
-    decay = node.get("layer_decay")
-    if (decay is None) != (node.get("layers") is None):
-        problems.append(f"{key} needs both layer_decay and layers, or neither")
-    if decay is None:
-        return None
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-        problems.append(f"{key}.layer_decay must be a number in (0, 1], not {decay!r}")
-        return None
-    return float(decay)
+        raise ParamGroupError(*problems)
 
 
 @dataclass(slots=True)
@@ -129,13 +48,13 @@ class Claim:
     key: str
     rules: Sequence[Rule]
     selector: Selector | None = None
-    by_rules: bool = False  # without a selector: what its rules accept, instead of all that is left
+    only: Sequence[Rule] = ()  # without a selector: what these accept, instead of all that is left
 
     def takes(self, candidate: Candidate) -> bool:
         """Tell whether the optimizer is to train a parameter."""
         if self.selector is not None:
             return self.selector.accepts(candidate)
-        return not self.by_rules or self.rule_of(candidate) is not None
+        return not self.only or any(rule.selector.accepts(candidate) for rule in self.only)
 
     def rule_of(self, candidate: Candidate) -> Rule | None:
         """Return the first rule that accepts a parameter."""
@@ -172,61 +91,86 @@ def divide(model: nn.Module, claims: Mapping[str, Claim]) -> Division:
     """
     found = candidates(model)
     problems: list[str] = []
-    layers = _Layers(found, problems)
-    groups: dict[tuple[str, int, int], ParamGroup] = {}
+    layers = Layers(found, problems)
+    groups: dict[_Slot, ParamGroup] = {}
     frozen: dict[str, nn.Parameter] = {}
     used: set[str] = set()
     homeless: list[str] = []
     for candidate in found:
         owner = next((name for name, claim in claims.items() if claim.takes(candidate)), None)
         rule = None if owner is None else claims[owner].rule_of(candidate)
-        used.update({rule.key} if rule else ())
+        if rule is not None:
+            used.add(rule.key)
         if not candidate.tensor.requires_grad or (rule is not None and rule.frozen):
             frozen[candidate.name] = candidate.tensor
         elif owner is None:
             homeless.append(candidate.name)
         else:
-            depth = layers.depth(candidate, rule)
-            place = (owner, _rank(claims[owner].rules, rule), depth)
-            if place not in groups:
+            slot = _slot(owner, claims[owner], rule, candidate, layers)
+            if slot not in groups:
                 prefix = owner if len(claims) > 1 else ""
-                groups[place] = _new_group(prefix, claims[owner], rule, depth, layers)
-            groups[place].parameters[candidate.name] = candidate.tensor
-    problems += _unused(claims, used, found)
-    if homeless:
-        problems.append(f"optimizer.optimizers: none takes {some(homeless)}")
+                groups[slot] = _new_group(prefix, claims[owner], rule, slot, layers)
+            groups[slot].parameters[candidate.name] = candidate.tensor
     ordered = {
-        name: [groups[place] for place in sorted(groups, key=lambda p: p[1:]) if place[0] == name]
-        for name in claims
+        name: [groups[slot] for slot in sorted(groups) if slot.owner == name] for name in claims
     }
-    problems += [
-        f"{claims[name].key} is left without a trainable parameter"
-        for name, members in ordered.items()
-        if not members
-    ]
-    complain(problems)
+    complain([*problems, *_objections(claims, ordered, used, homeless, found)])
     for tensor in frozen.values():
         tensor.requires_grad_(False)
     return Division(ordered, frozen)
 
 
-def _rank(rules: Sequence[Rule], rule: Rule | None) -> int:
-    return len(rules) if rule is None else list(rules).index(rule)
+class _Slot(NamedTuple):
+    """A group's place: its optimizer, its rule's rank (the last is none), its layer."""
+
+    owner: str
+    rank: int
+    depth: int
+
+
+def _slot(
+    owner: str, claim: Claim, rule: Rule | None, candidate: Candidate, layers: Layers
+) -> _Slot:
+    if rule is None:
+        return _Slot(owner, len(claim.rules), 0)
+    rank = next(i for i, other in enumerate(claim.rules) if other is rule)
+    depth = layers.depth(candidate, rule.layers, rule.key) if rule.layer_decay is not None else 0
+    return _Slot(owner, rank, depth)
 
 
 def _new_group(
-    prefix: str, claim: Claim, rule: Rule | None, depth: int, layers: _Layers
+    prefix: str, claim: Claim, rule: Rule | None, slot: _Slot, layers: Layers
 ) -> ParamGroup:
     if rule is None:
         return ParamGroup(prefix or DEFAULT, claim.key, {})
-    parts = [prefix, rule.name, str(depth) if rule.layer_decay is not None else ""]
+    parts = [prefix, rule.name, *([] if rule.layer_decay is None else [str(slot.depth)])]
     name = ".".join(part for part in parts if part)
-    return ParamGroup(name, rule.key, rule.overrides, layers.factor(rule, depth))
+    # 1 for the last layer, less towards the input.
+    below = 0 if rule.layer_decay is None else layers.count(rule.layers) - 1 - slot.depth
+    return ParamGroup(name, rule.key, rule.overrides, (rule.layer_decay or 1.0) ** below)
+
+
+def _objections(
+    claims: Mapping[str, Claim],
+    groups: Mapping[str, Sequence[ParamGroup]],
+    used: set[str],
+    homeless: Sequence[str],
+    found: Sequence[Candidate],
+) -> Iterator[str]:
+    yield from _unused(claims, used, found)
+    if homeless:
+        yield f"optimizer.optimizers: none of them takes {some(homeless)}"
+    for name, members in groups.items():
+        if not members:
+            yield f"{claims[name].key} is left without a trainable parameter"
+    names = [group.name for members in groups.values() for group in members]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"two parameter groups would be called {name!r}: rename a rule"
 
 
 def _unused(
     claims: Mapping[str, Claim], used: set[str], found: Sequence[Candidate]
-) -> Iterable[str]:
+) -> Iterator[str]:
     rules = {rule.key: rule for claim in claims.values() for rule in claim.rules}
     for key, rule in rules.items():
         if key in used:
@@ -242,47 +186,3 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     """List the first of `names`, and how many more there are."""
     more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-class _Layers:
-    """Number the layers of a model by lists of patterns, from the input on.
-
-    A pattern with a capture group (`blocks\\.(\\d+)`) stands for as many layers as it finds
-    different numbers.
-    """
-
-    def __init__(self, found: Sequence[Candidate], problems: list[str]) -> None:
-        self._found = found
-        self._problems = problems
-        self._depths: dict[tuple[re.Pattern[str], ...], dict[tuple[int, int], int]] = {}
-
-    def depth(self, candidate: Candidate, rule: Rule | None) -> int:
-        """Return the layer that a parameter lies in, 0 for rules without layers."""
-        if rule is None or rule.layer_decay is None:
-            return 0
-        place = _place(candidate, rule.layers)
-        if place is None:
-            self._problems.append(f"{rule.key}.layers says nothing of {candidate.name}")
-            return 0
-        return self._numbering(rule.layers)[place]
-
-    def factor(self, rule: Rule, depth: int) -> float:
-        """Return the layer's share of the learning rate: 1 for the last, less towards the input."""
-        if rule.layer_decay is None:
-            return 1.0
-        return float(rule.layer_decay ** (len(self._numbering(rule.layers)) - 1 - depth))
-
-    def _numbering(self, layers: tuple[re.Pattern[str], ...]) -> dict[tuple[int, int], int]:
-        if layers not in self._depths:
-            places = {place for c in self._found if (place := _place(c, layers)) is not None}
-            self._depths[layers] = {place: i for i, place in enumerate(sorted(places))}
-        return self._depths[layers]
-
-
-def _place(candidate: Candidate, layers: Sequence[re.Pattern[str]]) -> tuple[int, int] | None:
-    for i, pattern in enumerate(layers):
-        found = pattern.search(candidate.name)
-        if found:
-            number = found.group(1) if pattern.groups else None
-            return i, int(number) if number and number.isdigit() else 0
-    return None

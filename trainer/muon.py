@@ -1,0 +1,91 @@
+"""torch's Muon for matrices and convolution kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class Muon(torch.optim.Muon):
+    """Train matrices as torch's Muon does, and a kernel (out, in, ...) as the matrix (out, rest).
+
+    Takes the arguments of `torch.optim.Muon`, which refuses anything but matrices. State has the
+    shape of the parameter. Raises ValueError for vectors and scalars.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
+    ) -> None:
+        # torch looks at the shapes when it is constructed, not when a group is added.
+        super().__init__(
+            [nn.Parameter(torch.zeros(1, 1))],
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
+        self.param_groups.clear()
+        params = list(params)
+        for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
+            self.add_param_group(group)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim < 2:
+                    raise ValueError(
+                        f"Muon trains matrices and kernels, not shape {tuple(p.shape)}"
+                    )
+
+    def _init_group(
+        self,
+        group: MutableMapping[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        muon_momentum_bufs: list[Tensor],
+    ) -> bool:
+        for p in group["params"]:
+            if p.grad is not None:
+                self._lay_out(p)
+        tensors: tuple[list[Tensor], ...] = ([], [], [])
+        has_complex = super()._init_group(group, *tensors)
+        for p, grad, momentum in zip(*tensors, strict=True):
+            order, shape = _layout(p), (p.shape[0], -1)
+            # Views: what is written to these two reaches the parameter and its state.
+            params_with_grad.append(p.permute(order).view(shape))
+            muon_momentum_bufs.append(momentum.permute(order).view(shape))
+            grads.append(grad.permute(order).reshape(shape))
+        return has_complex
+
+    def _lay_out(self, parameter: Tensor) -> None:
+        """Keep the momentum in the parameter's order in memory, whatever the gradient's is."""
+        state = self.state[parameter]
+        momentum = state.get("momentum_buffer")
+        if momentum is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        elif momentum.stride() != parameter.stride():  # loaded from a run with another format
+            state["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+
+
+def _layout(parameter: Tensor) -> list[int]:
+    """Return the dimensions in their order in memory, the first kept in front.
+
+    Only in that order is a `channels_last` kernel a matrix without being copied; the update does
+    not depend on the order of a matrix's columns.
+    """
+    strides = parameter.stride()
+    return [0, *sorted(range(1, parameter.ndim), key=lambda d: -strides[d])]
