@@ -4,6 +4,8 @@ Overrides are applied openly, and the result is then held against the schema, so
 of a command line are reported together. Nothing here imports torch.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,6 @@ from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
@@ -46,6 +47,7 @@ from scripts.trees import (
 from trainer.instantiate import allow, refused_targets
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+MAX_JOBS = 10_000  # of a sweep
 _SCHEME = "examined"
 _UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 _HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
@@ -61,6 +63,16 @@ class Composed:
     choices: dict[str, Any]  # what was picked for each group
     origins: Origins
     arguments: Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """An override of one job of a sweep."""
+
+    text: str  # as it stands on the job's command line
+    key: str
+    value: str
+    varies: bool  # between the jobs
 
 
 class ExaminedSource(FileConfigSource):
@@ -128,18 +140,15 @@ def compose(argv: Sequence[str] | Arguments) -> Composed:
         return _Composition(hydra, arguments).checked()
 
 
-def split_jobs(arguments: Arguments) -> list[list[str]]:
-    """Return the overrides of each job of a sweep; raises ConfigError."""
+def split_jobs(arguments: Arguments) -> list[list[Swept]]:
+    """Return the overrides of each job of a sweep, every combination once; raises ConfigError."""
     with _opened(arguments) as hydra:
         composition = _Composition(hydra, arguments)
-        parsed = composition.parse(sweep=True)
-        if composition.problems:
-            raise ConfigError(composition.problems)
-        try:
-            jobs: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
-        except Exception as error:
-            raise ConfigError(first_lines(error)) from error
-        return jobs
+        lists = [composition.values_of(override) for override in composition.parse(sweep=True)]
+        composition.stop_if_wrong()
+    if math.prod(len(values) for values in lists) > MAX_JOBS:
+        raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
+    return [list(combination) for combination in itertools.product(*lists)]
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
@@ -257,6 +266,22 @@ class _Composition:
         else:
             return True
         return False
+
+    def values_of(self, override: Override) -> list[Swept]:
+        """Return one override for each value that a sweep gives a key."""
+        key, text = override.get_key_element(), override.input_line or ""
+        name = override.key_or_group
+        if not override.is_sweep_override():
+            return [Swept(text, name, text.partition("=")[2], False)]
+        if not override.is_discrete_sweep():
+            self._complain(name, "an interval has no end of values", "search it: -m sweep=optuna")
+            return []
+        try:
+            values = [str(value) for value in override.sweep_string_iterator()]
+        except Exception as error:
+            self._complain(name, first_lines(error))
+            return []
+        return [Swept(f"{key}={value}", name, value, True) for value in values]
 
     def _sorted(self, overrides: list[Override]) -> tuple[list[str], list[Override]]:
         """Separate choices of groups, as text for Hydra, from values."""

@@ -1,0 +1,84 @@
+"""The table that a sweep ends with, on the screen and as `leaderboard.csv`."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.sweep_job import Outcome
+from trainer.atomic import write_text
+
+FILE = "leaderboard.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Monitor:
+    """The metric that jobs are compared by."""
+
+    name: str
+    mode: str
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Monitor":
+        """Return what the checkpoint callback watches; without one, the validation's loss."""
+        checkpoint = config["callbacks"].get("checkpoint") or {}
+        if checkpoint.get("monitor"):
+            return cls(str(checkpoint["monitor"]), str(checkpoint.get("mode", "min")))
+        return cls("val/loss", "min")
+
+    def value(self, job: Outcome) -> float | None:
+        """Return a job's best value, or its last where the best was not recorded."""
+        found = job.results.get(f"best/{self.name}", job.results.get(self.name))
+        return found if isinstance(found, int | float) else None
+
+    def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
+        """Return jobs from the best to the worst; those without a value come last."""
+        sign = -1 if self.mode == "max" else 1
+
+        def place(job: Outcome) -> tuple[bool, bool, float, int]:
+            value = self.value(job)
+            return job.failed, value is None, sign * (value or 0.0), job.number
+
+        return sorted(jobs, key=place)
+
+
+def write_csv(folder: Path, jobs: Sequence[Outcome], monitor: Monitor) -> None:
+    """Write all jobs, ranked, with every override that was given."""
+    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["job", "status", *keys, monitor.name, "seconds", "run_dir"])
+    for job in monitor.ranked(jobs):
+        value = monitor.value(job)
+        seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
+        overrides = [job.overrides.get(key, "") for key in keys]
+        measured = "" if value is None else repr(value)
+        writer.writerow([job.number, job.state, *overrides, measured, seconds, job.run_dir])
+    write_text(folder / FILE, text.getvalue())
+
+
+def show(folder: Path, jobs: Sequence[Outcome], monitor: Monitor, varied: Sequence[str]) -> None:
+    """Print the ranked table, and why jobs failed."""
+    # rich is slow to import, and only a sweep's end needs it
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"sweep {folder}", title_justify="left", highlight=False)
+    for name in ("job", "status", *varied, monitor.name, "seconds"):
+        table.add_column(escape(name), overflow="fold")
+    for job in monitor.ranked(jobs):
+        value = monitor.value(job)
+        cells = [str(job.number), job.state, *(job.overrides.get(key, "") for key in varied)]
+        cells.append("" if value is None else f"{value:.4f}")
+        cells.append("" if job.seconds is None else f"{job.seconds:.1f}")
+        table.add_row(*map(escape, cells))
+    console = Console(soft_wrap=False)
+    console.print(table)
+    for job in jobs:
+        if job.failed:
+            reason = job.reason or "see its output above"
+            console.print(f"job {job.number} {job.state} (exit {job.code}): {escape(reason)}")
+    console.print(f"leaderboard: {escape(str(folder / FILE))}", soft_wrap=True)
