@@ -7,25 +7,51 @@ from typing import Any
 import torch
 
 from trainer.archive import DamagedCheckpointError, digest, read_archive
-from trainer.checkpoint_index import Index
+from trainer.checkpoint_index import INDEX, Index
 from trainer.errors import CheckpointError
 from trainer.safetensors_file import read_safetensors
 
 FORMAT_VERSION = 1
+_ATTEMPTS = 5
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the checkpoint in `path`, on the CPU. Raises CheckpointError.
 
-    Damage is told last, so that a file somebody made is answered for what it holds.
+    A living run may be replacing it meanwhile: then it is read again.
     """
+    for _ in range(_ATTEMPTS - 1):
+        before = _identity(path)
+        try:
+            return _read(path)
+        except DamagedCheckpointError:
+            if _identity(path) == before:
+                raise
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Damage is told last, so that a file somebody made is answered for what it holds."""
     payload = read_archive(path)
     if not isinstance(payload, dict) or "format_version" not in payload:
         raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
     _check_format(path, payload["format_version"])
     _check_digest(path)
     return payload
+
+
+def _identity(path: Path) -> list[tuple[int, int] | None]:
+    """Return what changes when the file or the index beside it is replaced."""
+    found: list[tuple[int, int] | None] = []
+    for file in (path, path.parent / INDEX):
+        try:
+            facts = file.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((facts.st_ino, facts.st_mtime_ns))
+    return found
 
 
 def model_only(path: Path) -> dict[str, torch.Tensor]:

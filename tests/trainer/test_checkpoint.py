@@ -474,3 +474,25 @@ def test_what_was_written_is_not_read_again(store, monkeypatch):
     monkeypatch.setattr("builtins.open", recorded)
     path = store.save(payload(size=10), step=1)
     assert str(path) not in opened
+
+
+def save_forever(folder):
+    store = CheckpointStore(folder)
+    for step in range(2, 100_000):
+        store.save(payload(step, size=10), step=step, names=("last", "best"))
+        store.prune([])
+
+
+def test_a_reader_beside_a_living_run_sees_whole_ones(store):
+    store.save(payload(1.0, size=10), step=1, names=("last", "best"))
+    writer = multiprocessing.get_context("fork").Process(target=save_forever, args=(store.folder,))
+    writer.start()
+    seen = set()
+    try:
+        for _ in range(100):
+            for name in ("last", "best"):
+                seen.add(float(store.load(store.folder / f"{name}.pt")["model"]["weight"][0]))
+    finally:
+        writer.kill()
+        writer.join()
+    assert len(seen) > 2
