@@ -16,7 +16,8 @@ class Problem:
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file else ""
         hint = f"; {self.hint}" if self.hint else ""
-        text = f"{self.key}: {self.message}" if self.key else self.message
+        message = self.message.rstrip(".") if self.hint else self.message
+        text = f"{self.key}: {message}" if self.key else message
         return one_line(f"{text}{hint}{where}")
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
@@ -27,8 +29,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.check import check, nearest
@@ -37,6 +38,7 @@ from conf.errors import ConfigError, Problem
 from conf.interpolation import interpolation_problems
 from scripts.arguments import Arguments, parse_arguments
 from scripts.origins import Notes, Origins, Placed, shown_path
+from scripts.overrides import NO_HYDRA, Overrides, Swept
 from scripts.trees import (
     escape_reserved,
     first_lines,
@@ -50,8 +52,8 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 MAX_JOBS = 10_000  # of a sweep
 _SCHEME = "examined"
 _UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
-_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
-_INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
+# What Hydra raises about input that it cannot use; its asserts among them.
+_HYDRA_FAILS = (*_UNRESOLVED, HydraException, AssertionError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,6 @@ class Composed:
     choices: dict[str, Any]  # what was picked for each group
     origins: Origins
     arguments: Arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """An override of one job of a sweep."""
-
-    text: str  # as it stands on the job's command line
-    key: str
-    value: str
-    varies: bool  # between the jobs
 
 
 class ExaminedSource(FileConfigSource):
@@ -123,12 +115,12 @@ class ExaminedSource(FileConfigSource):
     def _refuse_hydra(self, result: ConfigResult, path: Path) -> None:
         package = result.header.get("package") or ""
         if package == "hydra" or package.startswith("hydra.") or "hydra" in result.config:
-            self.note("hydra", _HYDRA, path)
+            self.note("hydra", NO_HYDRA, path)
             result.config = OmegaConf.create()
         defaults = OmegaConf.to_container(result.config).get("defaults")  # type: ignore[union-attr]
         for entry in defaults if isinstance(defaults, list) else []:
             if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry), entry))):
-                self.note("defaults", f"{entry}: {_HYDRA}", path)
+                self.note("defaults", f"{entry}: {NO_HYDRA}", path)
                 result.config = OmegaConf.create()
 
 
@@ -144,7 +136,9 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, every combination once; raises ConfigError."""
     with _opened(arguments) as hydra:
         composition = _Composition(hydra, arguments)
-        lists = [composition.values_of(override) for override in composition.parse(sweep=True)]
+        lists = [
+            composition.overrides.values_of(override) for override in composition.parse(sweep=True)
+        ]
         composition.stop_if_wrong()
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
@@ -199,9 +193,11 @@ class _Composition:
         assert isinstance(hydra.config_loader, ConfigLoaderImpl)
         self.loader = hydra.config_loader
         self.arguments = arguments
+        self.repository = CachingConfigRepository(self.loader.repository)
         self.notes = Notes()
-        self.problems: list[Problem] = []
-        for source in self.loader.get_sources():
+        self.overrides = Overrides(self.repository)
+        self.problems = self.overrides.problems
+        for source in [*self.loader.get_sources(), *self.repository.get_sources()]:
             if isinstance(source, ExaminedSource):
                 source.notes = self.notes
         self.origins = Origins(self.notes)
@@ -222,8 +218,8 @@ class _Composition:
 
     def unresolved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the composed tree with its interpolations, and the groups' choices."""
-        groups, values = self._sorted(self.parse())
-        cfg, choices = self._load(groups)
+        picked, values = self.overrides.sort(self.parse(), self._known_groups)
+        cfg, choices = self._load(picked)
         for override in values:
             self._apply(override, cfg)
         if not self.notes.readable:
@@ -242,122 +238,55 @@ class _Composition:
             raise ConfigError(problems)
 
     def parse(self, sweep: bool = False) -> list[Override]:
-        """Parse the overrides one by one, so that one mistake does not hide the next."""
+        """Parse the overrides of the command line."""
         parser = OverridesParser.create(self.loader)
-        parsed = []
-        for text in self.arguments.overrides:
-            try:
-                override = parser.parse_overrides([text])[0]
-            except Exception as error:
-                self._complain(text, f"not an override: {first_lines(error)}")
-                continue
-            if self._allowed(override, text, sweep):
-                parsed.append(override)
-        return parsed
-
-    def _allowed(self, override: Override, text: str, sweep: bool) -> bool:
-        key = override.key_or_group
-        if re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
-            instead = _INSTEAD.get(key.removeprefix("hydra."))
-            self._complain(key, _HYDRA, hint=f"use {instead}" if instead else None)
-        elif override.is_sweep_override() and not sweep:
-            hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
-            self._complain(key, f"several values in {text!r}", hint=hint)
-        else:
-            return True
-        return False
-
-    def values_of(self, override: Override) -> list[Swept]:
-        """Return one override for each value that a sweep gives a key."""
-        key, text = override.get_key_element(), override.input_line or ""
-        name = override.key_or_group
-        if not override.is_sweep_override():
-            return [Swept(text, name, text.partition("=")[2], False)]
-        if not override.is_discrete_sweep():
-            self._complain(name, "an interval has no end of values", "search it: -m sweep=optuna")
-            return []
-        try:
-            values = [str(value) for value in override.sweep_string_iterator()]
-        except Exception as error:
-            self._complain(name, first_lines(error))
-            return []
-        return [Swept(f"{key}={value}", name, value, True) for value in values]
-
-    def _sorted(self, overrides: list[Override]) -> tuple[list[str], list[Override]]:
-        """Separate choices of groups, as text for Hydra, from values."""
-        groups, values = [], []
-        for override in overrides:
-            value = override.value()
-            if isinstance(value, dict) or not self._is_group(override.key_or_group):
-                values.append(override)
-            elif (text := self._choice(override, value)) is not None:
-                groups.append(text)
-        return groups, values
-
-    def _is_group(self, key: str) -> bool:
-        exists: bool = self.loader.repository.group_exists(key)
-        return exists
-
-    def _choice(self, override: Override, value: Any) -> str | None:
-        """Return the override of a group as Hydra is to see it; None where it was refused."""
-        group = override.key_or_group
-        element = override.get_key_element().lstrip("+~")
-        if override.is_delete() or value is None:
-            return f"~{element}"
-        options = self.loader.repository.get_group_options(group)
-        for name in value if isinstance(value, list) else [value]:
-            path = f"{group}/{name}"
-            if not isinstance(name, str) or not self.loader.repository.config_exists(path):
-                near = nearest(str(name), options)
-                hint = f"did you mean {near}? " if near else ""
-                self._complain(
-                    group, f"there is no {group}={name}", f"{hint}choose of {', '.join(options)}"
-                )
-                return None
-        appended = override.is_add() and element not in self._known_groups()
-        assert override.input_line is not None
-        return ("+" if appended else "") + override.input_line.lstrip("+")
+        texts = self.arguments.overrides
+        return self.overrides.parse(texts, lambda text: parser.parse_overrides([text])[0], sweep)
 
     def _known_groups(self) -> set[str]:
-        name = self.arguments.config_name
-        return set(self.loader.compute_defaults_list(name, [], RunMode.RUN).overrides.known_choices)
+        return set(self._listed([]).overrides.known_choices)
 
-    def _load(self, groups: list[str]) -> tuple[DictConfig, dict[str, Any]]:
-        name = self.arguments.config_name
+    def _listed(self, choices: list[str]) -> DefaultsList:
+        return create_defaults_list(
+            repo=self.repository,
+            config_name=self.arguments.config_name,
+            overrides_list=OverridesParser.create().parse_overrides(choices),
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+
+    def _load(self, choices: list[str]) -> tuple[DictConfig, dict[str, Any]]:
+        """Merge the files that the choices name, without the tree of Hydra's own settings."""
         try:
-            cfg = self.loader.load_configuration(name, groups, RunMode.RUN)
-            listed = self.loader.compute_defaults_list(name, groups, RunMode.RUN)
-        except Exception as error:
+            listed = self._listed(choices)
+            cfg = self.loader._compose_config_from_defaults_list(listed.defaults, self.repository)
+        except _HYDRA_FAILS as error:
             if self.notes.readable:
-                near = nearest(name, self._primaries()) if "primary config" in str(error) else None
-                hint = f"did you mean {near}?" if near else None
-                self.problems.append(Problem("", first_lines(error), hint=hint))
+                self.problems.append(Problem("", first_lines(error), hint=self._meant(error)))
             self.stop_if_wrong()
             raise
-        choices = {k: v for k, v in cfg.hydra.runtime.choices.items() if not k.startswith("hydra/")}
         self.origins.files = [p for d in listed.defaults if (p := self._placed(d)) is not None]
-        with open_dict(cfg):
-            del cfg["hydra"]
-        OmegaConf.set_struct(cfg, False)
-        return cfg, choices
+        return cfg, dict(listed.overrides.known_choices)
+
+    def _meant(self, error: Exception) -> str | None:
+        if "primary config" not in str(error):
+            return None
+        near = nearest(self.arguments.config_name, self.repository.get_group_options(""))
+        return f"did you mean {near}?" if near else None
 
     def _placed(self, default: ResultDefault) -> Placed | None:
         path = default.config_path or ""
-        source = next((s for s in self.loader.get_sources() if s.is_config(path)), None)
+        source = next((s for s in self.repository.get_sources() if s.is_config(path)), None)
         if isinstance(source, ExaminedSource):
             return Placed(source.file(path), default.package or "")
         return None
-
-    def _primaries(self) -> list[str]:
-        options: list[str] = self.loader.repository.get_group_options("")
-        return options
 
     def _apply(self, override: Override, cfg: DictConfig) -> None:
         assert override.input_line is not None
         try:
             ConfigLoaderImpl._apply_overrides_to_config([_opened_up(override)], cfg)
-        except Exception as error:
-            self._complain(override.key_or_group, first_lines(error.__cause__ or error))
+        except _HYDRA_FAILS as error:
+            self.overrides.complain(override.key_or_group, first_lines(error.__cause__ or error))
         self.origins.overrides[override.key_or_group] = override.input_line
 
     def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -372,9 +301,6 @@ class _Composition:
         except _UNRESOLVED:
             self.problems += resolution_problems(cfg, _UNRESOLVED, "")
             return raw
-
-    def _complain(self, key: str, message: str, hint: str | None = None) -> None:
-        self.problems.append(Problem(key, message, "command line", hint))
 
 
 def _opened_up(override: Override) -> Override:

@@ -3,55 +3,52 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from callbacks.monitor import AUTO, Monitor
 from scripts.sweep_job import Outcome
 from trainer.atomic import write_text
 
 FILE = "leaderboard.csv"
+_BEST = "best/"
 
 
-@dataclass(frozen=True, slots=True)
-class Monitor:
-    """The metric that jobs are compared by."""
+class Ranking:
+    """Compare jobs by the metric that their checkpoints are chosen by."""
 
-    name: str
-    mode: str
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "Monitor":
-        """Return what the checkpoint callback watches; without one, the validation's loss."""
+    def __init__(self, config: dict[str, Any], jobs: Sequence[Outcome]) -> None:
         checkpoint = config["callbacks"].get("checkpoint") or {}
-        if checkpoint.get("monitor"):
-            return cls(str(checkpoint["monitor"]), str(checkpoint.get("mode", "min")))
-        return cls("val/loss", "min")
+        name, mode = checkpoint.get("monitor"), checkpoint.get("mode", AUTO)
+        if name in (None, AUTO):  # the task decided
+            name = next((k for job in jobs for k in job.results if k.startswith(_BEST)), "val/loss")
+        self.name = str(name).removeprefix(_BEST)
+        self._monitor = Monitor(self.name, mode)
 
     def value(self, job: Outcome) -> float | None:
         """Return a job's best value, or its last where the best was not recorded."""
-        found = job.results.get(f"best/{self.name}", job.results.get(self.name))
+        found = job.results.get(_BEST + self.name, job.results.get(self.name))
         return found if isinstance(found, int | float) else None
 
     def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
-        """Return jobs from the best to the worst; those without a value come last."""
-        sign = -1 if self.mode == "max" else 1
+        """Return jobs from the best to the worst; those that failed come last."""
 
         def place(job: Outcome) -> tuple[bool, bool, float, int]:
             value = self.value(job)
-            return job.failed, value is None, sign * (value or 0.0), job.number
+            rank = 0.0 if value is None else self._monitor.rank(value)
+            return job.failed, value is None, rank, job.number
 
         return sorted(jobs, key=place)
 
 
-def write_csv(folder: Path, jobs: Sequence[Outcome], monitor: Monitor) -> None:
+def write_csv(folder: Path, jobs: Sequence[Outcome], ranking: Ranking) -> None:
     """Write all jobs, ranked, with every override that was given."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", "status", *keys, monitor.name, "seconds", "run_dir"])
-    for job in monitor.ranked(jobs):
-        value = monitor.value(job)
+    writer.writerow(["job", "status", *keys, ranking.name, "seconds", "run_dir"])
+    for job in ranking.ranked(jobs):
+        value = ranking.value(job)
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
         overrides = [job.overrides.get(key, "") for key in keys]
         measured = "" if value is None else repr(value)
@@ -59,18 +56,18 @@ def write_csv(folder: Path, jobs: Sequence[Outcome], monitor: Monitor) -> None:
     write_text(folder / FILE, text.getvalue())
 
 
-def show(folder: Path, jobs: Sequence[Outcome], monitor: Monitor, varied: Sequence[str]) -> None:
+def show(folder: Path, jobs: Sequence[Outcome], ranking: Ranking, varied: Sequence[str]) -> None:
     """Print the ranked table, and why jobs failed."""
-    # rich is slow to import, and only a sweep's end needs it
+    # rich is slow to import, and only the end of a sweep needs it
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=f"sweep {folder}", title_justify="left", highlight=False)
-    for name in ("job", "status", *varied, monitor.name, "seconds"):
+    for name in ("job", "status", *varied, ranking.name, "seconds"):
         table.add_column(escape(name), overflow="fold")
-    for job in monitor.ranked(jobs):
-        value = monitor.value(job)
+    for job in ranking.ranked(jobs):
+        value = ranking.value(job)
         cells = [str(job.number), job.state, *(job.overrides.get(key, "") for key in varied)]
         cells.append("" if value is None else f"{value:.4f}")
         cells.append("" if job.seconds is None else f"{job.seconds:.1f}")

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
-from scripts.arguments import Arguments
-from scripts.compose import Swept, compose, split_jobs
-from scripts.leaderboard import FILE, Monitor, show, write_csv
+from scripts.arguments import PRIMARY, Arguments
+from scripts.compose import compose, split_jobs
+from scripts.leaderboard import FILE, Ranking, show, write_csv
+from scripts.overrides import Swept
 from scripts.sweep_job import Outcome, Stop, command, run_job
 from trainer.run_directory import holds_run, name_folder, reserve, timestamp
 
@@ -23,7 +24,6 @@ def sweep(arguments: Arguments) -> int:
     jobs = split_jobs(arguments)
     configs = _checked(arguments, jobs)
     folder = _folder(configs[0])
-    monitor = Monitor.of(configs[0])
     outcomes = [_outcome(folder, number, job) for number, job in enumerate(jobs)]
     varied = [override.key for override in jobs[0] if override.varies]
     stop = Stop()
@@ -31,10 +31,10 @@ def sweep(arguments: Arguments) -> int:
         _announce(outcome, len(jobs), job)
         texts = [override.text for override in job if override.key != "run_dir"]
         run_job(outcome, command(_flags(arguments), texts, outcome.run_dir), stop)
-        write_csv(folder, outcomes, monitor)
+        write_csv(folder, outcomes, Ranking(configs[0], outcomes))
         if stop.number is not None:
             break
-    show(folder, outcomes, monitor, varied)
+    show(folder, outcomes, Ranking(configs[0], outcomes), varied)
     if stop.number is not None:
         return stop.code
     return next((outcome.code for outcome in outcomes if outcome.code), 0)
@@ -82,7 +82,9 @@ def _announce(outcome: Outcome, count: int, job: Sequence[Swept]) -> None:
 
 
 def _flags(arguments: Arguments) -> list[str]:
-    flags = ["--config-name", arguments.config_name]
+    flags = []
+    if arguments.config_name != PRIMARY:
+        flags += ["--config-name", arguments.config_name]
     if arguments.config_path is not None:
         flags += ["--config-path", arguments.config_path]
     for folder in arguments.config_dirs:
