@@ -66,6 +66,7 @@ class Fetcher:
         self.on_error = on_error
         self.watch = watch
         self._skipped: list[Skipped] = []
+        self._slot: int | None = None  # of this process in `watch`
 
     def __getitems__(self, piece: Piece) -> Fetched:
         try:
@@ -81,6 +82,7 @@ class Fetcher:
         return f"sample {index}" if path is None else f"sample {index} ({path})"
 
     def _fetch(self, piece: Piece) -> Fetched:
+        self._tell_epoch(piece.epoch)
         batch = self._whole_batch(piece)
         if batch is not None:
             return Fetched(batch, piece)
@@ -89,6 +91,13 @@ class Fetcher:
             samples, piece = self._samples(piece)
             batch = self.collate(samples)
         return Fetched(batch, piece, tuple(self._skipped))
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """Tell a data set that wants to know; in a worker nobody else can."""
+        if callable(begin := getattr(self.dataset, "begin_epoch", None)):
+            begin(epoch, key(self.seed, SAMPLE, epoch))
+        elif callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
 
     def _whole_batch(self, piece: Piece) -> Any:
         """Take the data set's fast path: one gather for all samples, where nothing is random."""
@@ -131,8 +140,10 @@ class Fetcher:
         return samples, replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
 
     def _load(self, index: int) -> Any:
-        worker = get_worker_info()
-        self.watch[0 if worker is None else worker.id] = index
+        if self._slot is None:
+            worker = get_worker_info()
+            self._slot = 0 if worker is None else worker.id
+        self.watch[self._slot] = index
         try:
             return self.dataset[index]
         except MemoryError:

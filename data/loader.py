@@ -18,6 +18,7 @@ from data.errors import DataError, WorkerError, reason
 from data.fetch import Collate, Fetched, Fetcher, Skipped
 from data.keys import LOADER, key
 from data.sampler import Piece, UpdateSampler
+from data.streams import Stream, as_dataset
 from data.workers import HINT, WorkerInit, kill, kill_at_exit, obituary, shielded_start
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,12 @@ class Loader:
         on_error: Literal["raise", "replace", "drop"] = "raise",
         max_skipped: int = 0,
     ) -> None:
+        dataset = as_dataset(dataset)
+        if isinstance(dataset, Stream) and on_error != "raise":
+            raise DataError(
+                "data.on_error=skip cannot be kept for a stream, whose samples come once and in "
+                "order: leave broken ones out in the stream itself, and set data.on_error=raise"
+            )
         self.dataset = dataset
         self.sampler = sampler
         self.timeout = timeout if num_workers else 0.0

@@ -1,9 +1,19 @@
 """Orders of an epoch's samples: pure functions of (seed, epoch)."""
 
-import numpy as np
+from collections.abc import Sequence, Sized
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import DataError
 from data.keys import ORDER, random_state
+from data.permutation import Permuted
 from data.sampler import Indices, Order
+from data.splits import cut
+
+# From here on an order is computed position by position: held in memory it would take 0.8 GB.
+HUGE = 100_000_000
 
 
 class Sequential:
@@ -36,6 +46,18 @@ class Shuffled:
         return shuffled.astype(np.int64, copy=False)
 
 
+def shuffled(samples: int, seed: int, huge: int = HUGE) -> Order:
+    """Return a random order: from `huge` samples on, one that takes no memory."""
+    return Permuted(samples, seed) if samples >= huge else Shuffled(samples, seed)
+
+
+class LowMemory(Permuted):
+    """The random order of huge sets (`data.permutation`), for a set of any size."""
+
+    def __init__(self, dataset: Sized, seed: int) -> None:
+        super().__init__(len(dataset), seed)
+
+
 class FirstOf:
     """The first `samples` of an order's epoch 0, the same in every epoch: to overfit on purpose."""
 
@@ -48,3 +70,143 @@ class FirstOf:
     def __call__(self, epoch: int) -> Indices:
         """Return the same samples, whatever the epoch."""
         return self.indices
+
+
+class Weighted:
+    """Samples drawn with a probability proportional to their weights.
+
+    weights: one for each sample. num_samples: of an epoch; null = as many as there are samples.
+    replacement: whether a sample may come twice in an epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        seed: int,
+        weights: Sequence[float],
+        num_samples: int | None = None,
+        replacement: bool = True,
+    ) -> None:
+        self.seed = seed
+        self.weights = _checked(weights, len(dataset))
+        self.num_samples = len(dataset) if num_samples is None else num_samples
+        self.replacement = replacement
+        if not replacement and self.num_samples > np.count_nonzero(self.weights):
+            raise DataError(
+                f"loader.sampler.num_samples={self.num_samples} without replacement: only "
+                f"{np.count_nonzero(self.weights)} samples have a weight above 0"
+            )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __call__(self, epoch: int) -> Indices:
+        """Draw the epoch's samples."""
+        state = random_state(self.seed, ORDER, epoch)
+        if self.replacement:
+            bounds = np.cumsum(self.weights)
+            draws = state.random_sample(self.num_samples) * bounds[-1]
+            return np.asarray(np.searchsorted(bounds, draws, side="right"), dtype=np.int64)
+        # The smallest exponential clocks are a weighted draw without replacement
+        # (Efraimidis and Spirakis 2006); weight 0 never rings.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            clocks = -np.log1p(-state.random_sample(len(self.weights))) / self.weights
+        return np.asarray(np.argsort(clocks, kind="stable")[: self.num_samples], dtype=np.int64)
+
+
+class ClassBalanced(Weighted):
+    """Classes drawn equally often, by weights from the data set's own counts.
+
+    power: 1 = equally often, 0 = as often as they occur, 0.5 = in between.
+    """
+
+    def __init__(
+        self, dataset: Any, seed: int, power: float = 1.0, num_samples: int | None = None
+    ) -> None:
+        targets = targets_of(dataset)
+        _, class_of, counts = np.unique(targets, return_inverse=True, return_counts=True)
+        weights = (counts.astype(np.float64) ** -power)[class_of]
+        super().__init__(dataset, seed, weights.tolist(), num_samples)
+
+
+class Subset:
+    """Some of the samples, in a new random order each epoch (or as listed).
+
+    indices: which; or size: how many (an int) or what share (a float), stratified where the data
+    set has targets, the same for every `seed` and chosen by `subset_seed`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        indices: Sequence[int] | None = None,
+        size: int | float | None = None,
+        subset_seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if (indices is None) == (size is None):
+            raise DataError("loader.sampler: a subset takes either indices or size")
+        if indices is not None:
+            self.indices = _existing(indices, len(dataset))
+        elif size is not None:
+            self.indices = _part(dataset, size, subset_seed)
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __call__(self, epoch: int) -> Indices:
+        """Return the subset's samples."""
+        if not self.shuffle:
+            return self.indices
+        return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self.indices))]
+
+
+def targets_of(dataset: Any) -> npt.NDArray[Any]:
+    """Return the class of every sample, from the data set's `targets`."""
+    targets = getattr(dataset, "targets", None)
+    if targets is None:
+        raise DataError(
+            f"loader.sampler: {type(dataset).__name__} has no `targets` to count classes by; "
+            "give it that attribute, or use data.orders.Weighted with weights of your own"
+        )
+    return np.asarray(targets)
+
+
+def _checked(weights: Sequence[float], samples: int) -> npt.NDArray[np.float64]:
+    array = np.asarray(weights, dtype=np.float64)
+    if array.shape != (samples,):
+        raise DataError(f"loader.sampler.weights: {len(weights)} weights for {samples} samples")
+    if not np.isfinite(array).all() or array.min() < 0 or array.sum() <= 0:
+        raise DataError("loader.sampler.weights: they must be finite, none negative, not all 0")
+    return array
+
+
+def _existing(indices: Sequence[int], samples: int) -> Indices:
+    array = np.asarray(indices, dtype=np.int64)
+    if len(array) and not (array.min() >= 0 and array.max() < samples):
+        raise DataError(
+            f"loader.sampler.indices go from {array.min()} to {array.max()}, "
+            f"but the {samples} samples count from 0"
+        )
+    return array
+
+
+def _part(dataset: Any, size: int | float, seed: int) -> Indices:
+    samples = len(dataset)
+    wanted = size if isinstance(size, int) else round(size * samples)
+    if not 0 < wanted <= samples:
+        raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
+    # `cut` leaves a sample of each class behind: of all but a few, take what is cut off the rest.
+    targets = getattr(dataset, "targets", None)
+    if targets is None or np.ndim(targets) != 1:
+        targets = np.zeros(samples, dtype=np.int64)
+    chosen = cut(targets, samples - wanted, seed)[0]
+    return chosen if len(chosen) == wanted else _trimmed(chosen, wanted, seed)
+
+
+def _trimmed(chosen: Indices, wanted: int, seed: int) -> Indices:
+    kept = random_state(seed, ORDER).permutation(len(chosen))[:wanted]
+    return np.sort(chosen[kept])

@@ -1,0 +1,177 @@
+"""Samplers that users bring, made pure functions of (seed, epoch) where that is possible (I1)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler
+
+from data.errors import DataError
+from data.keyed import preserved_rng, seed_rng
+from data.keys import ORDER, key, random_state
+from data.orders import targets_of
+from data.sampler import Indices, Order, Updates
+
+
+def as_order(sampler: Any, seed: int) -> Order:
+    """Return an order: `sampler` itself if it is one, else what it yields, keyed.
+
+    Each epoch a sampler is told the epoch (`set_epoch`), its `generator` and the global generators
+    are seeded by (seed, epoch), and it is read once. One that keeps random state elsewhere cannot
+    be repeated, and is refused.
+    """
+    if callable(sampler) and hasattr(sampler, "__len__"):
+        order: Order = sampler
+        return order
+    return SamplerOrder(sampler, seed)
+
+
+def as_updates(batch_sampler: Any, seed: int) -> Updates:
+    """Return what makes the updates: `batch_sampler` itself if it does, else what it yields."""
+    if hasattr(batch_sampler, "samples"):
+        updates: Updates = batch_sampler
+        return updates
+    return GivenBatches(batch_sampler, seed)
+
+
+class SamplerOrder:
+    """The order in which a torch sampler, or any iterable of indices, yields samples."""
+
+    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        _refuse_distributed(sampler)
+        self._length = len(self._read(0))
+        _check_repeatable(sampler, self.seed)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __call__(self, epoch: int) -> Indices:
+        """Read the sampler; its length must not change."""
+        indices = self._read(epoch)
+        _check_length("loader.sampler", len(indices), self._length, epoch)
+        return indices
+
+    def _read(self, epoch: int) -> Indices:
+        with _keyed(self.sampler, self.seed, epoch):
+            return np.fromiter((int(index) for index in self.sampler), dtype=np.int64)
+
+
+class GivenBatches:
+    """The updates that a batch sampler yields: each list of indices is one, over all devices."""
+
+    def __init__(self, batches: Iterable[Iterable[int]], seed: int) -> None:
+        self.batches = batches
+        self.seed = seed
+        self._epoch = 0
+        _refuse_distributed(batches)
+        self._lists = self._read(0)
+        _check_repeatable(batches, seed)
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return one update's samples; the batch sampler is read once an epoch."""
+        if epoch != self._epoch:
+            lists = self._read(epoch)
+            _check_length("loader.batch_sampler", len(lists), len(self), epoch)
+            self._epoch, self._lists = epoch, lists
+        return self._lists[update]
+
+    def _read(self, epoch: int) -> list[Indices]:
+        with _keyed(self.batches, self.seed, epoch):
+            lists = [np.array([int(index) for index in batch], np.int64) for batch in self.batches]
+        if not lists or not all(len(indices) for indices in lists):
+            raise DataError("loader.batch_sampler gives no batches, or empty ones")
+        return lists
+
+
+class PerClass:
+    """Updates of `classes` classes with `samples` samples each, as metric learning wants them.
+
+    An epoch has as many updates as it takes to see about as many samples as there are.
+    """
+
+    def __init__(self, dataset: Any, seed: int, classes: int, samples_per_class: int) -> None:
+        targets = targets_of(dataset)
+        self.members = [np.flatnonzero(targets == label) for label in np.unique(targets)]
+        if classes > len(self.members):
+            raise DataError(
+                f"loader.batch_sampler.classes={classes}: there are only {len(self.members)}"
+            )
+        self.seed = seed
+        self.classes = classes
+        self.samples_per_class = samples_per_class
+        self._updates = max(1, len(targets) // (classes * samples_per_class))
+
+    def __len__(self) -> int:
+        return self._updates
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Draw classes without replacement, and samples of each; again if it has too few."""
+        state = random_state(self.seed, ORDER, epoch, update)
+        chosen = state.permutation(len(self.members))[: self.classes]
+        drawn = []
+        for label in chosen:
+            members = self.members[label]
+            few = len(members) < self.samples_per_class
+            drawn.append(state.choice(members, self.samples_per_class, replace=few))
+        return np.concatenate(drawn).astype(np.int64)
+
+
+@contextmanager
+def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Key a sampler, and those within it, for an epoch; the training's generators are restored."""
+    epoch_key = key(seed, ORDER, epoch)
+    with preserved_rng():
+        seed_rng(epoch_key)
+        for part in _nested(sampler):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(epoch)
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(epoch_key)
+        yield
+
+
+def _nested(sampler: Any) -> Iterator[Any]:
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _plain(sampler: Iterable[Any]) -> list[Any]:
+    return [item if isinstance(item, int) else np.asarray(item).tolist() for item in sampler]
+
+
+def _check_repeatable(sampler: Iterable[Any], seed: int) -> None:
+    readings = []
+    for epoch in (0, 1, 0):
+        with _keyed(sampler, seed, epoch):
+            readings.append(_plain(sampler))
+    if readings[0] != readings[2]:
+        raise DataError(
+            f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch is "
+            "read again, so a resume could not be exact: draw from torch's, random's or numpy's "
+            "global functions, from an attribute `generator`, or by `set_epoch`"
+        )
+
+
+def _refuse_distributed(sampler: Any) -> None:
+    for part in _nested(sampler):
+        if isinstance(part, DistributedSampler) and part.num_replicas > 1:
+            raise DataError(
+                "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
+                "out over the devices anyway; use a sampler of all samples"
+            )
+
+
+def _check_length(name: str, length: int, expected: int, epoch: int) -> None:
+    if length != expected:
+        raise DataError(
+            f"{name} gives {length} in epoch {epoch}, but {expected} in epoch 0: the number must "
+            "not change, for the schedule and a resume count on it"
+        )

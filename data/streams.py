@@ -1,0 +1,107 @@
+"""Data that can only be read in order: positions in a stream take the place of sample numbers."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from data.errors import DataError
+from data.images import Transform
+from data.keyed import seed_rng
+from data.keys import key
+
+
+class Stream:
+    """Read a source in order, once an epoch; sample number i is the i-th that it yields.
+
+    source: an iterable; where it has them, `set_epoch(epoch)` is called before an epoch,
+    `iter_from(position)` jumps ahead (else samples are read and dropped), and `load(item)` turns
+    what was yielded into a sample: only of those that are needed here.
+    length: samples of an epoch; null = len(source). What comes after them is not read.
+
+    Every worker and every rank reads the whole stream and keeps its own pieces, so that the
+    batches do not depend on their number. A source therefore must not divide itself among workers
+    or ranks (inside it, `get_worker_info()` is None).
+    """
+
+    def __init__(
+        self, source: Iterable[Any], length: int | None = None, transform: Transform | None = None
+    ) -> None:
+        self.source = source
+        self.transform = transform
+        self.length = _length(source) if length is None else length
+        self._iterator: Iterator[Any] | None = None
+        self._position = 0
+        self._epoch = 0
+        self._key = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker starts reading by itself: iterators cannot be sent.
+        return {**self.__dict__, "_iterator": None}
+
+    def begin_epoch(self, epoch: int, epoch_key: int) -> None:
+        """Say which epoch is read, and the key of all its random draws."""
+        if (epoch, epoch_key) != (self._epoch, self._key):
+            self._epoch, self._key, self._iterator = epoch, epoch_key, None
+
+    def __getitem__(self, position: int) -> Any:
+        item = self._read(position)
+        seed_rng(key(self._key, position, 1))
+        load = getattr(self.source, "load", None)
+        sample = item if load is None else load(item)
+        if self.transform is None:
+            return sample
+        if isinstance(sample, tuple):
+            return (self.transform(sample[0]), *sample[1:])
+        return self.transform(sample)
+
+    def _read(self, position: int) -> Any:
+        if self._iterator is None or position < self._position:
+            self._start(position)
+        assert self._iterator is not None
+        while True:
+            # Each position has its own draws, so that a reader that starts here agrees.
+            seed_rng(key(self._key, self._position))
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                raise self._ended() from None
+            self._position += 1
+            if self._position > position:
+                return item
+
+    def _start(self, position: int) -> None:
+        # In a worker: sources that divide themselves among workers would lose samples here.
+        torch_worker._worker_info = None
+        if callable(tell := getattr(self.source, "set_epoch", None)):
+            tell(self._epoch)
+        jump = getattr(self.source, "iter_from", None)
+        seed_rng(self._key)
+        self._iterator = iter(self.source) if jump is None else jump(position)
+        self._position = 0 if jump is None else position
+
+    def _ended(self) -> DataError:
+        self._iterator = None
+        return DataError(
+            f"the stream ended after {self._position} of {self.length} samples: "
+            f"set its length to {self._position} or less"
+        )
+
+
+def as_dataset(dataset: Any) -> Any:
+    """Return a data set whose samples have numbers: an iterable-style one becomes a `Stream`."""
+    return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
+
+
+def _length(source: Any) -> int:
+    try:
+        return len(source)
+    except TypeError as error:
+        raise DataError(
+            f"{type(source).__name__} has no length, which the schedule needs: wrap it in "
+            "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
+        ) from error
