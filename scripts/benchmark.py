@@ -1,0 +1,36 @@
+"""Measure Regimen against loops written by hand: `python -m scripts.benchmark step`.
+
+Prints a table and writes `benchmarks/<name>.json`. Contenders run in turn within one process, and
+a ratio is taken within a turn: the machine's speed may change from turn to turn, not within one.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+BENCHMARKS = {"step": "what the loop costs on top of the computation, for each update"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that is named and return the exit code."""
+    arguments = _parser().parse_args(argv)
+    benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
+    report = benchmark.measure(arguments.rounds)
+    print(report.text())
+    print(f"written to {report.write(arguments.output)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
+    listed = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    parser.add_argument("name", choices=BENCHMARKS, help=listed)
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What the loop costs: our Trainer, the same written by hand, and less than either.
+
+A tiny network on batches that lie in memory, so that nothing but the loop shows. Every contender
+draws from the same kind of DataLoader, and the clock is in its data set: a time stamp for each
+batch. A block is 50 updates, the interval of logging, so each block holds one log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from callbacks.lr_monitor import LRMonitor
+from callbacks.progress import Progress
+from callbacks.tensorboard import TensorBoard
+from scripts.benchmarks.report import Report, Row
+from trainer.callback import Callback
+from trainer.gradients import Clipping
+from trainer.options import TrainerOptions
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+BLOCK = 50  # updates between two logs
+WARMUP = 2  # blocks that are not counted
+BLOCKS = 10  # a turn is short, so that both of a pair meet the same machine
+STEPS = (WARMUP + BLOCKS) * BLOCK
+MAX_LR = 0.01
+BATCH = 32
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Batches(Dataset[Batch]):
+    """The same batch `STEPS` times, each with a time stamp."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(BATCH, 32, generator=generator)
+        self._batch = images, torch.randint(10, (BATCH,), generator=generator)
+        self._stamps: list[float] = []
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Batch:
+        self._stamps.append(time.perf_counter())
+        return self._batch
+
+    def blocks(self) -> list[float]:
+        """Return the microseconds of an update, for each block after the warm-up."""
+        marks = self._stamps[WARMUP * BLOCK :: BLOCK]
+        return [(b - a) / BLOCK * 1e6 for a, b in pairwise(marks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every contender begins with."""
+
+    model: nn.Module
+    optimizer: SGD
+    loader: DataLoader[Batch]
+    folder: Path
+
+
+Contender = Callable[[Parts], None]
+
+
+def bare(parts: Parts) -> None:
+    """Draw, forward, backward, step: nothing else."""
+    for inputs, labels in parts.loader:
+        parts.optimizer.zero_grad()
+        cross_entropy(parts.model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        parts.optimizer.step()
+
+
+def handwritten(parts: Parts) -> None:
+    """Do by hand what a person has on: bar, TensorBoard, clipping, schedule, accuracy."""
+    model, optimizer = parts.model, parts.optimizer
+    schedule = _schedule(optimizer)
+    writer = SummaryWriter(str(parts.folder))
+    losses, correct, seen = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
+    model.train()
+    with tqdm(total=STEPS, desc="epoch 0") as bar:
+        for step, (inputs, labels) in enumerate(parts.loader, 1):
+            logits = model(inputs)
+            loss = cross_entropy(logits, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses += loss.detach()
+            correct += (logits.detach().argmax(1) == labels).sum()
+            seen += len(labels)
+            if step % BLOCK == 0:
+                mean, accuracy = losses.item() / BLOCK, correct.item() / seen
+                writer.add_scalar("train/loss", mean, step)
+                writer.add_scalar("train/accuracy", accuracy, step)
+                writer.add_scalar("lr", schedule.get_last_lr()[0], step)
+                bar.set_postfix(loss=f"{mean:.3f}", accuracy=f"{accuracy:.3f}", refresh=False)
+                losses.zero_()
+                correct.zero_()
+                seen = 0
+            bar.update(1)
+    writer.close()
+
+
+def regimen(parts: Parts) -> None:
+    """Do the same by a Trainer."""
+    callbacks: dict[str, Callback] = {
+        "progress": Progress(),
+        "tensorboard": TensorBoard(),
+        "lr_monitor": LRMonitor(),
+    }
+    _train(parts, callbacks, Clipping(norm=1.0), _schedule(parts.optimizer))
+
+
+def regimen_plain(parts: Parts) -> None:
+    """Train by a Trainer with all of that off."""
+    _train(parts, {}, Clipping(), None)
+
+
+CONTENDERS: dict[str, tuple[Contender, str]] = {
+    "by hand": (handwritten, "by hand"),
+    "Regimen": (regimen, "by hand"),
+    "bare loop": (bare, "bare loop"),
+    "Regimen, all off": (regimen_plain, "bare loop"),
+}
+
+
+def measure(rounds: int) -> Report:
+    """Run every contender `rounds` times, in turn, and compare."""
+    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    with _one_thread(), _quiet_terminal():
+        for _ in range(rounds):
+            for name, (contender, _reference) in CONTENDERS.items():
+                times[name].append(statistics.median(_run(contender)))
+    rows = [_row(name, reference, times) for name, (_, reference) in CONTENDERS.items()]
+    ratios = {row.name: row.ratio for row in rows}
+    return Report(
+        name="step",
+        title=f"Cost of an update: MLP 32-32-10, batches of {BATCH} in memory, one thread",
+        unit="µs",
+        rows=rows,
+        headlines={
+            "ratio_to_handwritten": ratios["Regimen"] or 0.0,
+            "ratio_all_off_to_bare": ratios["Regimen, all off"] or 0.0,
+        },
+        settings={"rounds": rounds, "updates": BLOCKS * BLOCK, "block": BLOCK},
+    )
+
+
+def _train(
+    parts: Parts, callbacks: dict[str, Callback], clipping: Clipping, schedule: OneCycleLR | None
+) -> None:
+    Trainer(
+        parts.model,
+        Classification(num_classes=10),
+        parts.optimizer,
+        parts.loader,
+        lr_scheduler=schedule,
+        callbacks=callbacks,
+        options=TrainerOptions(max_epochs=1, clipping=clipping, log_every_n_steps=BLOCK),
+        run_dir=parts.folder,
+    ).fit()
+
+
+def _run(contender: Contender) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = SGD(model.parameters(), lr=MAX_LR, momentum=0.9, weight_decay=5e-4)
+    batches = Batches()
+    loader = DataLoader(batches, batch_size=None)
+    gc.collect()
+    with tempfile.TemporaryDirectory() as folder:
+        contender(Parts(model, optimizer, loader, Path(folder)))
+    return batches.blocks()
+
+
+def _schedule(optimizer: SGD) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=MAX_LR, total_steps=STEPS + 1)
+
+
+def _row(name: str, reference: str, times: dict[str, list[float]]) -> Row:
+    own = times[name]
+    ratio = statistics.median(a / b for a, b in zip(own, times[reference], strict=True))
+    return Row(name, statistics.median(own), min(own), max(own), ratio, reference)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Terminal(io.StringIO):
+    """A terminal that no one looks at: bars draw themselves on it as on any."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def _quiet_terminal() -> Iterator[None]:
+    with contextlib.redirect_stderr(_Terminal()):
+        yield
