@@ -45,7 +45,9 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
             f"{type(model).__name__}: name modules in trainer.activation_checkpointing instead"
         )
     if not 1 <= segments <= len(model):
-        raise ModelError(f"trainer.checkpoint_segments={segments}: the model has {len(model)} layers")
+        raise ModelError(
+            f"trainer.checkpoint_segments={segments}: the model has {len(model)} layers"
+        )
     plain, layers = model.forward, list(model)
     size = len(layers) // segments  # as torch.utils.checkpoint.checkpoint_sequential cuts
     bounds = [size * i for i in range(segments)]
@@ -55,7 +57,7 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
             return plain(x)
         for start in bounds[:-1]:
             run = functools.partial(_run, layers[start : start + size])
-            x = checkpoint(run, x, use_reentrant=False, context_fn=_contexts(model))  # type: ignore[no-untyped-call]
+            x = checkpoint(run, x, use_reentrant=False, context_fn=_contexts(model))
         return _run(layers[bounds[-1] :], x)  # its activations are needed at once
 
     model.forward = forward  # type: ignore[method-assign]
@@ -74,9 +76,7 @@ def _wrap(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not module.training:
             return plain(*args, **kwargs)
-        return checkpoint(
-            plain, *args, use_reentrant=False, context_fn=_contexts(module), **kwargs
-        )
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=_contexts(module), **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,14 @@ class Experiment:
     data: Data
     trainer: Trainer
     test_loader: Any  # None where the data have no test split
+    test_limit: int | None
     switches: dict[str, bool]
     checkpointed: list[str]  # modules whose activations are computed again
+
+    @property
+    def threads(self) -> int:
+        """Threads that torch computes with."""
+        return torch.get_num_threads()
 
 
 def build_strategy(config: Config) -> Strategy:
@@ -75,8 +82,15 @@ def _device(config: Config) -> torch.device | None:
     return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
 
 
-def build(config: Config, strategy: Strategy) -> Experiment:
+def build(
+    config: Config,
+    strategy: Strategy,
+    callbacks: Mapping[str, Callback] | None = None,
+    config_text: str = "",
+) -> Experiment:
     """Build what `config` describes, from the data to the trainer; nothing is written.
+
+    `callbacks` come before the configuration's; `config_text` is kept in checkpoints.
 
     Raises the known errors of each room: DataError, ConfigError, ModelError and so on.
     """
@@ -114,13 +128,18 @@ def build(config: Config, strategy: Strategy) -> Experiment:
         schedule,
         strategy,
         precision,
-        build_callbacks(fill(config.callbacks, lengths)),
+        {**(callbacks or {}), **build_callbacks(fill(config.callbacks, lengths))},
         trainer_options,
         compiled=_compile(model, options.compile),
+        config_text=config_text,
     )
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.rank)
-    return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+    limit = options.limit_test_batches
+    if limit == 0:
+        test_loader = None
+    test_limit = None if limit is None or not test_loader else count(limit, len(test_loader))
+    return Experiment(config, data, trainer, test_loader, test_limit, switches, checkpointed)
 
 
 def build_model(

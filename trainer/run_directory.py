@@ -228,6 +228,14 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
+def amend_failure(path: Path, code: int, reason: str) -> None:
+    """Replace the cause in the status of a run whose processes have ended, by the first of all."""
+    status = _read_json(path / STATUS)
+    if status:
+        state = "preempted" if code in (130, 143) else "failed"
+        write_json(path / STATUS, {**status, "state": state, "code": code, "reason": reason})
+
+
 def name_folder(root: Path, name: str) -> Path:
     """Return `root/name`, refusing a name that would leave `root`."""
     parts = name.split("/")

@@ -9,10 +9,11 @@ import torch
 
 from trainer import rng
 from trainer.checkpoint import FORMAT_VERSION
+from trainer.checkpoint_reader import compare_names
 from trainer.trainer import Trainer
 
 
-def take(trainer: Trainer, config: str = "") -> dict[str, Any]:
+def take(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the rest of the run depends on; a collective of all processes."""
     strategy = trainer.strategy
     callbacks = {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
@@ -31,19 +32,25 @@ def take(trainer: Trainer, config: str = "") -> dict[str, Any]:
             "torch": str(torch.__version__),
         },
         "rng": strategy.gather(rng.capture()),
-        "config": config,
+        "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
 
 
-def restore(trainer: Trainer, payload: Mapping[str, Any]) -> list[str]:
-    """Make `trainer` go on where `payload` was taken; return what cannot be exact, in words."""
+def restore(
+    trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool = True
+) -> list[str]:
+    """Make `trainer` go on where `payload` was taken; return what cannot be exact, in words.
+
+    With `hyper_parameters` false those that the trainer was built with hold from here on.
+    """
     trainer.setup()
-    notes = []
+    notes: list[str] = []
     state, rank = payload["state"], trainer.strategy.rank
+    compare_names(payload, trainer.strategy.model_state(trainer.model))
     trainer.strategy.load_model_state(trainer.model, payload["model"])
-    trainer.optimizers.load_state_dict(payload["optimizer"])
-    trainer.lr_schedule.load_state_dict(payload["lr_scheduler"])
+    notes += trainer.optimizers.load_state_dict(payload["optimizer"], hyper_parameters)
+    trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
     for name, callback in trainer.callbacks.items():
@@ -62,6 +69,14 @@ def restore(trainer: Trainer, payload: Mapping[str, Any]) -> list[str]:
         )
         _merge_sums(trainer, state["sums"])
     return notes
+
+
+def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
+    """Give the model the weights of a checkpoint, its average included, and nothing else."""
+    compare_names(payload, trainer.strategy.model_state(trainer.model))
+    trainer.strategy.load_model_state(trainer.model, payload["model"])
+    if payload["ema"] and "ema" in trainer.callbacks:
+        trainer.callbacks["ema"].load_state_dict(payload["ema"])
 
 
 def _merge_sums(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:

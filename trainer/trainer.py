@@ -58,6 +58,7 @@ class Trainer:
         options: TrainerOptions | None = None,
         compiled: nn.Module | None = None,
         run_dir: Path | None = None,
+        config_text: str = "",
     ) -> None:
         self.options = options or TrainerOptions()
         self.strategy = strategy or Strategy()
@@ -77,6 +78,7 @@ class Trainer:
             callback.name = name
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = run_dir
+        self.config_text = config_text  # kept in every checkpoint
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()

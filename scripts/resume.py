@@ -1,0 +1,216 @@
+"""Which run and which checkpoint a command goes on with, and what may have changed since."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from trainer import snapshot
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.run_directory import find_unfinished, holds_run, name_folder, read_status
+from trainer.trainer import Trainer
+
+logger = logging.getLogger("regimen")
+
+# Changing these changes where, how fast or how talkatively a run trains, never what it learns.
+_HARMLESS = (
+    "name",
+    "run_dir",
+    "resume",
+    "resume_policy",
+    "dry_run",
+    "strategy",
+    "sweep",
+    "loader.num_workers",
+    "loader.pin_memory",
+    "loader.prefetch_factor",
+    "loader.persistent_workers",
+    "loader.timeout",
+    "loader.multiprocessing_context",
+    "loader.non_blocking",
+    "loader.prefetch_to_device",
+    "loader.eval_batch_size",
+    "loader.eval",
+    "data.root",
+    "data.test",
+    "data.predict",
+    "trainer.log_every_n_steps",
+    "trainer.max_time",
+    "trainer.gradient_accumulation_steps",
+    "trainer.limit_test_batches",
+    "trainer.validate_at_start",
+    "trainer.detect_anomaly",
+    "trainer.compile",
+    "trainer.activation_checkpointing",
+    "trainer.activation_checkpointing_segments",
+    "callbacks.progress",
+    "callbacks.tensorboard",
+    "callbacks.checkpoint",
+    "callbacks.model_summary",
+    "callbacks.lr_monitor",
+    "callbacks.throughput",
+    "callbacks.memory",
+    "callbacks.profiler",
+)
+_HORIZON = ("trainer.max_epochs", "trainer.max_steps")
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class Resume:
+    """What a run goes on with."""
+
+    config: dict[str, Any]  # the configuration that holds from here on
+    run_dir: Path | None = None  # the run to go on in; None: its checkpoint begins a new one
+    payload: dict[str, Any] | None = None  # None: that run was killed before its first checkpoint
+    notes: list[str] = field(default_factory=list)
+    new_values: bool = False  # the configuration's hyper-parameters hold, not the checkpoint's
+    finished: str | None = None  # there is nothing to go on with, and why
+
+    def apply(self, trainer: Trainer) -> None:
+        """Make `trainer` go on, and say what differs."""
+        assert self.payload is not None
+        self.notes += snapshot.restore(trainer, self.payload, hyper_parameters=not self.new_values)
+        state = trainer.state
+        logger.info(
+            "resumed at step %d, epoch %d, update %d of it",
+            state.global_step,
+            state.epoch,
+            state.position,
+        )
+        for note in self.notes:
+            logger.info("  %s", note)
+
+
+def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
+    """Return what `config.resume` asks to go on with; None for a fresh run.
+
+    Raises CheckpointError where there is something that cannot be gone on with.
+    """
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        folder = (
+            Path(config.run_dir)
+            if config.run_dir
+            else find_unfinished(name_folder(runs, config.name))
+        )
+        if folder is None or not holds_run(folder):
+            logger.info("resume=auto: no unfinished run here, starting one")
+            return None
+        return _from_run(folder, config, raw)
+    path = Path(config.resume)
+    if not path.exists():
+        raise ConfigError(
+            [
+                Problem(
+                    "resume", f"there is no {path}", hint="auto, or a run's or a checkpoint's path"
+                )
+            ]
+        )
+    if path.is_dir():
+        return _from_run(path, config, raw)
+    store = CheckpointStore(path.parent)
+    payload = store.load(path)
+    own_run = path.parent.parent
+    inside = path.parent.name == "checkpoints" and holds_run(own_run) and config.run_dir is None
+    return _checked(Resume(raw, own_run if inside else None, payload), config, raw)
+
+
+def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
+    if not holds_run(folder):
+        raise ConfigError([Problem("resume", f"{folder} holds no run: it has no manifest.json")])
+    newest = CheckpointStore(folder / "checkpoints").newest()
+    if newest is None:
+        note = "the run was stopped before its first checkpoint: it starts anew"
+        return Resume(raw, folder, None, [note])
+    path, payload, passed = newest
+    for reason in passed:
+        logger.warning("warning: passed over %s", reason)
+    resume = _checked(Resume(raw, folder, payload, [f"from {path}"]), config, raw)
+    if read_status(folder).get("state") == "finished" and not _horizon_moved(payload, raw):
+        counters = payload["state"]["counters"]
+        resume.finished = f"{folder}: already finished at epoch {counters['epoch']}, step {counters['global_step']}"
+    return resume
+
+
+def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
+    """Hold the configuration against the checkpoint's, by `resume_policy`."""
+    assert resume.payload is not None
+    saved = yaml.safe_load(resume.payload["config"]) or {}
+    changes = differences(saved, raw)
+    harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
+    serious = {k: v for k, v in changes.items() if k not in harmless}
+    resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
+    resume.new_values = any(k in _HORIZON for k in harmless)
+    if not serious:
+        return resume
+    if config.resume_policy == "error":
+        lines = "".join(f"\n  {_shown(k, *v)}" for k, v in serious.items())
+        raise CheckpointError(
+            "resume: the configuration is not the one of the checkpoint: choose resume_policy=keep "
+            f"(the old values) or resume_policy=override (the new ones){lines}"
+        )
+    resume.notes += [f"{config.resume_policy}: {_shown(k, *v)}" for k, v in serious.items()]
+    if config.resume_policy == "override":
+        resume.new_values = True
+    else:
+        resume.config = _with_harmless(saved, raw, harmless)
+    return resume
+
+
+def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the leaves of two nested dicts that differ, by dotted key; order counts as well."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new and type(old) is type(new) else {key: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in {**old, **new}:
+        child = f"{key}.{name}" if key else str(name)
+        found |= differences(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
+    shared = [n for n in old if n in new]
+    if shared != [n for n in new if n in old] and key.startswith(("transforms", "optimizer")):
+        found[f"{key} (order)"] = (shared, [n for n in new if n in old])
+    return found
+
+
+def _is_harmless(key: str, old: Any, new: Any) -> bool:
+    if key in _HORIZON:
+        return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)
+
+
+def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
+    saved = yaml.safe_load(payload["config"]) or {}
+    return any(k in _HORIZON for k in differences(saved, raw))
+
+
+def _with_harmless(
+    saved: dict[str, Any], raw: dict[str, Any], harmless: dict[str, tuple[Any, Any]]
+) -> dict[str, Any]:
+    """Return the saved configuration with what belongs to this start."""
+    result = yaml.safe_load(yaml.safe_dump(saved, sort_keys=False))
+    for key, (_, new) in harmless.items():
+        *parents, last = key.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node.pop(last, None)
+        if new is not _ABSENT:
+            node[last] = new
+    kept: dict[str, Any] = result | {k: raw[k] for k in ("run_dir", "resume", "dry_run")}
+    return kept
+
+
+def _shown(key: str, old: Any, new: Any) -> str:
+    return f"{key}: {_value(old)} -> {_value(new)}"
+
+
+def _value(value: Any) -> str:
+    return "(none)" if value is _ABSENT else repr(value)

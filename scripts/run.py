@@ -1,0 +1,217 @@
+"""One run, in one process of it: build, make or resume its directory, train, test, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from callbacks.metrics_log import MetricsLog
+from conf.check import parse
+from conf.schema import Config
+from scripts.console import describe, exit_code
+from scripts.plan import make_plan
+from scripts.report import final_block, results_of
+from scripts.request import Request
+from scripts.resume import Resume, find_resume
+from trainer import snapshot
+from trainer.build import Experiment, build, build_strategy
+from trainer.build_check import check_targets
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import Interrupted, StorageError
+from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.signals import stop_signals
+from trainer.strategy import Strategy
+from trainer.targets import allow
+
+logger = logging.getLogger("regimen")
+RUNS = Path("runs")
+
+
+def run(request: Request, note: Path | None = None) -> int:
+    """Train as asked and return the exit code; failures are raised.
+
+    The main process writes the run's directory into the file `note`, for a launcher.
+    """
+    allow(request.allowed)
+    config = parse(request.config)
+    check_targets(config)
+    strategy = build_strategy(config)
+    strategy.setup()
+    try:
+        return _train(request, config, strategy, note)
+    finally:
+        strategy.teardown()
+
+
+def _train(request: Request, config: Config, strategy: Strategy, note: Path | None) -> int:
+    if config.dry_run:
+        return _dry_run(request, config, strategy)
+    resume = strategy.broadcast(
+        find_resume(config, RUNS, request.config) if strategy.is_main else None
+    )
+    if resume is not None and resume.finished:
+        logger.info("%s", resume.finished)
+        return 0
+    config = config if resume is None else parse(resume.config)
+    experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
+    with _directory(request, config, experiment, resume) as directory:
+        if note is not None and directory is not None:
+            note.write_text(str(directory.path))
+        return _fit(request, experiment, directory, resume)
+
+
+def _dry_run(request: Request, config: Config, strategy: Strategy) -> int:
+    experiment = build(config, strategy, {}, request.config_text())
+    if strategy.is_main:
+        folder = _new_folder(config)
+        make_plan(request, experiment, folder)
+    return 0
+
+
+def _new_folder(config: Config) -> Path:
+    """Reserve where a run goes: `run_dir`, or a new folder of its name and the time."""
+    if config.run_dir is None:
+        return reserve(name_folder(RUNS, config.name), timestamp())
+    folder = Path(config.run_dir)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder} (run_dir): {error.strerror}") from error
+    return folder
+
+
+@contextmanager
+def _directory(
+    request: Request, config: Config, experiment: Experiment, resume: Resume | None
+) -> Iterator[RunDirectory | None]:
+    """Hold the run's directory in the main process, and record there how the run ends."""
+    trainer = experiment.trainer
+    directory = None
+    if trainer.is_main:
+        facts = _facts(config, experiment)
+        if resume is not None and resume.run_dir is not None:
+            directory = RunDirectory.resume(resume.run_dir, facts=facts)
+        else:
+            directory = RunDirectory.create(
+                _new_folder(config),
+                config_yaml=request.config_text(),
+                overrides=request.overrides,
+                facts=facts,
+            )
+    trainer.run_dir = trainer.strategy.broadcast(directory and directory.path)
+    with _logged(directory):
+        try:
+            yield directory
+        except BaseException as error:
+            if directory is not None:
+                _record_failure(request, directory, error)
+            raise
+        finally:
+            if directory is not None:
+                directory.release()
+
+
+def _record_failure(request: Request, directory: RunDirectory, error: BaseException) -> None:
+    code = exit_code(error)
+    logging.getLogger("regimen.log").error("error: %s", describe(error), exc_info=error)
+    try:
+        directory.finish(
+            "preempted" if isinstance(error, Interrupted) else "failed",
+            code=code,
+            reason=describe(error),
+            resume=request.resume_command(directory.path),
+        )
+    except StorageError:
+        logger.warning("status.json could not be written")
+
+
+@contextmanager
+def _logged(directory: RunDirectory | None) -> Iterator[None]:
+    """Copy log lines to `train.log`, with their times."""
+    if directory is None:
+        yield
+        return
+    handler = logging.FileHandler(directory.log_path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _fit(
+    request: Request, experiment: Experiment, directory: RunDirectory | None, resume: Resume | None
+) -> int:
+    trainer = experiment.trainer
+    if directory is not None:
+        logger.info("run directory: %s", directory.path)
+    if resume is not None and resume.payload is not None:
+        resume.apply(trainer)
+    started = time.monotonic()
+    with stop_signals(trainer):
+        trainer.fit()
+    seconds = time.monotonic() - started
+    if trainer.state.stop_code:
+        raise _interrupted(request, experiment)
+    tested = _test(experiment)
+    if directory is not None:
+        results = results_of(experiment, tested)
+        directory.finish("finished", results=results)
+        print(final_block(request, experiment, directory.path, results, seconds))
+    return 0
+
+
+def _interrupted(request: Request, experiment: Experiment) -> Interrupted:
+    trainer = experiment.trainer
+    state = trainer.state
+    assert trainer.run_dir is not None
+    last = trainer.run_dir / "checkpoints" / "last.pt"
+    if not state.updates:
+        saved = "before the first update: there was nothing to save"
+    else:
+        saved = f"saved {last} at step {state.global_step}"
+    command = request.resume_command(trainer.run_dir)
+    return Interrupted(
+        f"stopped by {state.stop_reason}; {saved}; go on with: {command}", state.stop_code
+    )
+
+
+def _test(experiment: Experiment) -> dict[str, float]:
+    """Test the best checkpoint, or the last where nothing was monitored."""
+    trainer = experiment.trainer
+    if experiment.test_loader is None or trainer.run_dir is None:
+        return {}
+    store = CheckpointStore(trainer.run_dir / "checkpoints")
+    path = best_or_last(store.folder)
+    if path is not None:
+        snapshot.load_weights(trainer, store.load(path))
+    limit = experiment.test_limit
+    metrics = trainer.evaluate(experiment.test_loader, "test", limit)
+    experiment.test_loader.close()
+    trainer.log(metrics)
+    return metrics
+
+
+def best_or_last(folder: Path) -> Path | None:
+    """Return the checkpoint to judge a run by."""
+    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
+
+
+def _facts(config: Config, experiment: Experiment) -> dict[str, Any]:
+    trainer = experiment.trainer
+    return {
+        "seed": config.seed,
+        "device": str(trainer.strategy.device),
+        "strategy": trainer.strategy.name,
+        "world_size": trainer.strategy.world_size,
+        "switches": experiment.switches,
+        "precision": trainer.precision.name,
+        "data": experiment.data.describe(),
+        "threads": experiment.threads,
+    }
