@@ -119,22 +119,31 @@ def unpack(
     }
     try:
         there = dict(_saved_places(saved))
-        problems = list(_misfit_optimizers(optimizers, saved["optimizers"]))
-        problems += _misfit_parameters(here, there, frozen, saved["frozen"])
-        problems += _misfit_orders(optimizers, groups, names, saved["optimizers"])
-        remarks = list(_remarks(here, there))
+        problems = [
+            *_misfit_optimizers(optimizers, saved["optimizers"]),
+            *_misfit_parameters(here, there, frozen, saved["frozen"]),
+            *_misfit_orders(optimizers, groups, names, saved["optimizers"]),
+        ]
+        _refuse(problems)
+        loads = [
+            _prepare(optimizer, names, saved["optimizers"][name], there)
+            for name, optimizer in optimizers.items()
+        ]
+        values = [_saved_hyper_parameters(group, saved["optimizers"]) for group in groups]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {error!r}") from None
+    for load in loads:
+        load.apply()
+    if restore_hyper_parameters:
+        for group, value in zip(groups, values, strict=True):
+            group.options.update(value)
+    return list(_remarks(here, there))
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         more = f" (+{len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(f"the optimizer state does not fit: {problems[0]}{more}")
-    for name, optimizer in optimizers.items():
-        _load_state(optimizer, names, saved["optimizers"][name], there)
-    if restore_hyper_parameters:
-        for group in groups:
-            known = saved["optimizers"][group.optimizer_name]["groups"].get(group.name)
-            group.options.update(known["hyper_parameters"] if known else {})
-    return remarks
 
 
 def _place(optimizer: str, group: str, described: Mapping[str, Any]) -> _Place:
@@ -220,26 +229,46 @@ def _remarks(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterato
         yield f"frozen since the checkpoint, their state is dropped: {', '.join(gone)}"
 
 
-def _load_state(
+def _saved_hyper_parameters(group: Group, saved: Mapping[str, Any]) -> dict[str, Any]:
+    groups = saved[group.optimizer_name]["groups"]
+    # A group that was frozen as a whole, when it was saved, keeps what it has.
+    return dict(groups[group.name]["hyper_parameters"]) if group.name in groups else {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """State that is ready to be taken over by an optimizer, and cannot fail any more."""
+
+    optimizer: Optimizer
+    states: dict[Tensor, dict[str, Any]]
+    shared: dict[str, Any]
+
+    def apply(self) -> None:
+        state: dict[Any, Any] = self.optimizer.state
+        for parameter, values in self.states.items():
+            state.pop(parameter, None)
+            if values:
+                state[parameter] = values
+        state.update(self.shared)
+
+
+def _prepare(
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
     saved: Mapping[str, Any],
     there: Mapping[str, _Place],
-) -> None:
+) -> _Load:
+    states = {}
     for group in optimizer.param_groups:
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[parameter]
-            if name not in there:
-                continue  # frozen until now: it keeps the state of a new parameter
-            optimizer.state.pop(parameter, None)
-            if name in saved["state"]:
-                optimizer.state[parameter] = {
+            if name in there:  # else it was frozen, and begins with the state of a new parameter
+                states[parameter] = {
                     key: _like(value, parameter, on_host and key in _ON_HOST, there[name].dtype)
-                    for key, value in saved["state"][name].items()
+                    for key, value in saved["state"].get(name, {}).items()
                 }
-    for key, value in saved["shared"].items():
-        optimizer.state[key] = value
+    return _Load(optimizer, states, dict(saved["shared"]))
 
 
 def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:

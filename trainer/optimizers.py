@@ -124,22 +124,28 @@ class Optimizers:
         return {group.name: float(group.options["lr"]) for group in self.groups()}
 
     def table(self) -> list[GroupRow]:
-        """Return the groups, and the frozen parameters, as lines for the plan."""
+        """Return the groups as configured, and the frozen parameters, as lines for the plan."""
         rows = [
-            GroupRow(
-                group.name,
-                self._title(group.optimizer_name),
-                len(group.options["params"]),
-                sum(p.numel() for p in group.options["params"]),
-                _number(group.options.get("lr")),
-                _number(group.options.get("weight_decay")),
-            )
-            for group in self.groups()
+            self._row(name, i, options)
+            for name, optimizer in self.optimizers.items()
+            for i, options in enumerate(optimizer.param_groups)
         ]
         if self.frozen:
             count = sum(p.numel() for p in self.frozen.values())
             rows.append(GroupRow("frozen", "-", len(self.frozen), count, None, None))
         return rows
+
+    def _row(self, name: str, index: int, options: Mapping[str, Any]) -> GroupRow:
+        known = self.configured[name]
+        configured = known[index] if index < len(known) else options
+        return GroupRow(
+            self._group_name(name, index, options),
+            self._title(name),
+            len(options["params"]),
+            sum(p.numel() for p in options["params"]),
+            _number(configured.get("lr")),
+            _number(configured.get("weight_decay")),
+        )
 
     def _title(self, name: str) -> str:
         kind = type(self.optimizers[name]).__name__
