@@ -1,0 +1,143 @@
+"""Streams: the same batches for any number of workers and ranks, resumed by count."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from data.errors import DataError
+from data.loader import Loader
+from data.orders import Sequential
+from data.sampler import UpdateSampler
+from data.streams import Stream, as_dataset
+
+
+class Numbers(IterableDataset[tuple[torch.Tensor, int]]):
+    """20 numbers through a shuffle buffer; divides itself among workers, as many streams do."""
+
+    def __init__(self, samples: int = 20, jumps: bool = False) -> None:
+        self.samples = samples
+        self.epoch = -1
+        if jumps:
+            self.iter_from = self._from
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        info = get_worker_info()
+        step = 1 if info is None else info.num_workers
+        waiting: list[int] = []
+        for number in range(0 if info is None else info.id, self.samples, step):
+            waiting.append(number)
+            if len(waiting) == 4:
+                yield self._sample(waiting.pop(random.randrange(4)))
+        for number in waiting:
+            yield self._sample(number)
+
+    def _from(self, position: int) -> Iterator[tuple[torch.Tensor, int]]:
+        for number in range(position, self.samples):
+            yield self._sample(number)
+
+    def _sample(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(number), self.epoch, random.random()]), number
+
+
+def _batches(
+    source: Any, epoch: int = 0, start: int = 0, workers: int = 0, **cut: Any
+) -> list[torch.Tensor]:
+    dataset = as_dataset(source)
+    sampler = UpdateSampler(Sequential(len(dataset)), batch_size=6, **cut)
+    loader = Loader(dataset, sampler, seed=9, num_workers=workers)
+    try:
+        return [micro.batch[0][: micro.piece.count] for micro in loader.epoch(epoch, start)]
+    finally:
+        loader.close()
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_do_not_change_a_stream(workers: int, jumps: bool) -> None:
+    whole = _batches(Numbers(jumps=jumps))
+    assert _same(_batches(Numbers(jumps=jumps), workers=workers), whole)
+    assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_a_stream_is_resumed_by_count(jumps: bool) -> None:
+    whole = _batches(Numbers(jumps=jumps), epoch=2)
+    for start in range(4):
+        assert _same(_batches(Numbers(jumps=jumps), epoch=2, start=start), whole[start:])
+
+
+def test_ranks_share_a_stream_out() -> None:
+    parts = [
+        _batches(Numbers(), rank=rank, world_size=2, gradient_accumulation_steps=2)
+        for rank in range(2)
+    ]
+    pieces = [piece for pair in zip(*parts, strict=True) for piece in pair]
+    assert torch.equal(torch.cat(pieces), torch.cat(_batches(Numbers())))
+
+
+def test_epochs_differ_and_are_told() -> None:
+    one, other = _batches(Numbers(), epoch=0), _batches(Numbers(), epoch=1)
+    assert not _same(one, other)
+    assert torch.cat(other)[:, 1].unique().tolist() == [1.0]
+
+
+def test_epochs_follow_each_other_in_one_loader() -> None:
+    sampler = UpdateSampler(Sequential(20), batch_size=6)
+    loader = Loader(Numbers(), sampler, seed=9)
+    for epoch in (0, 1):
+        got = [micro.batch[0] for micro in loader.epoch(epoch)]
+        assert _same(got, _batches(Numbers(), epoch=epoch))
+
+
+class _Raw:
+    """Yields keys; a sample is loaded only where it is needed."""
+
+    loaded: list[int]
+
+    def __init__(self) -> None:
+        self.loaded = []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+    def load(self, key: int) -> tuple[torch.Tensor, int]:
+        self.loaded.append(key)
+        return torch.tensor([float(key)]), key
+
+
+def test_only_needed_samples_are_loaded_and_transformed() -> None:
+    raw = _Raw()
+    stream = Stream(raw, length=20, transform=lambda image: image * 10)
+    batches = _batches(stream, start=2)
+    assert torch.cat(batches)[:, 0].tolist() == [10.0 * i for i in range(12, 20)]
+    assert raw.loaded == list(range(12, 20))
+
+
+def test_a_stream_that_ends_early_is_told() -> None:
+    with pytest.raises(DataError, match="ended after 20 of 30 samples: set its length to 20"):
+        _batches(Stream(Numbers(), length=30))
+
+
+def test_a_stream_without_a_length_says_what_to_write() -> None:
+    with pytest.raises(DataError, match=r"_Raw has no length.*data\.streams\.Stream"):
+        Stream(_Raw())
+
+
+def test_streams_cannot_skip() -> None:
+    sampler = UpdateSampler(Sequential(20), batch_size=6)
+    with pytest.raises(DataError, match=r"data\.on_error=skip cannot be kept for a stream"):
+        Loader(Numbers(), sampler, seed=0, on_error="replace")
