@@ -1,7 +1,7 @@
 """Write a resolved configuration so that composing it again gives the very same values."""
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -14,8 +14,19 @@ _NOT_TEXT = re.compile(
 )
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "'" if _NOT_TEXT.fullmatch(value) else None
+    if not value.isprintable():
+        style = '"'  # the only one in which YAML can escape characters
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 class _Dumper(yaml.SafeDumper):
-    pass
+    yaml_representers: ClassVar = {**yaml.SafeDumper.yaml_representers, str: _text}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write everything out: nobody wants to read an anchor."""
+        return True
 
 
 def dump(config: dict[str, Any]) -> str:
@@ -24,18 +35,6 @@ def dump(config: dict[str, Any]) -> str:
         _escaped(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
     return text
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    style = "'" if _NOT_TEXT.fullmatch(value) else None
-    if not value.isprintable():
-        style = '"'  # the only one in which YAML can escape characters
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _text)
-# An anchor would be read back as well, but nobody wants to read one.
-_Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
 
 
 def _escaped(node: Any) -> Any:
