@@ -43,6 +43,7 @@ class CheckpointStore:
         self.folder = folder
         self.resumed_from: int | None = None  # step; set by newest() and load(), never pruned
         self._facts = dict(facts or {})
+        self._cleaned = False
 
     def save(
         self,
@@ -138,6 +139,7 @@ class CheckpointStore:
         """
         removed = remove_orphans(self.folder)
         repair(self.folder, self._step_files())
+        self._cleaned = True
         return removed
 
     def path_of(self, step: int) -> Path:
@@ -149,6 +151,10 @@ class CheckpointStore:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise storage_error(self.folder, error) from error
+        if (
+            not self._cleaned
+        ):  # the first save is the first moment that this process surely holds it
+            self.clean()
         return Index.read(self.folder)
 
     def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:

@@ -197,7 +197,8 @@ class RunDirectory:
         write_json(self.manifest_path, {"created": start["started"], **start, "resumed": []})
 
     def _continue(self, facts: Mapping[str, Any]) -> None:
-        remove_orphans(self.path)
+        for folder in (self.path, self.checkpoints):
+            remove_orphans(folder)
         resumed = [*self.manifest().get("resumed", []), manifest.start_record(facts)]
         self.update_manifest({"resumed": resumed, "exit": None})
         self.running()

@@ -155,9 +155,8 @@ def test_a_kill_at_any_point_leaves_whole_ones(tmp_path, call, occurrence, when,
     assert float(loaded["model"]["weight"][0]) == survivor
     assert value(folder / "last.pt") in (survivor - 1, survivor)
     assert value(folder / "best.pt") == 1.0
-    store.clean()
+    store.save(payload(5.0), step=5)  # the first save of a process cleans up
     assert not list(folder.glob(".tmp*"))
-    store.save(payload(5.0), step=5)
     assert value(folder / "last.pt") == 5.0
     assert {entry.step for entry in store.entries()} >= {1, 3, survivor, 5}
 

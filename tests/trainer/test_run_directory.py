@@ -248,14 +248,16 @@ def test_the_end_is_recorded_twice(tmp_path):
 def test_a_resume_is_added_to_the_manifest(tmp_path):
     with create(tmp_path / "run", device="cpu") as run:
         run.finish("preempted", code=143)
-    (tmp_path / "run" / ".tmp-1-dead-status.json").write_text("half")
+    run.checkpoints.mkdir()
+    for folder in (run.path, run.checkpoints):
+        (folder / ".tmp-1-dead").write_text("half")
     with RunDirectory.resume(tmp_path / "run", facts={"device": "cuda"}) as run:
         manifest = run.manifest()
         assert manifest["device"] == "cpu"
         assert [start["device"] for start in manifest["resumed"]] == ["cuda"]
         assert manifest["exit"] is None
         assert run.status()["state"] == "running"
-    assert not list((tmp_path / "run").glob(".tmp*"))
+    assert not list((tmp_path / "run").rglob(".tmp*"))
 
 
 def test_no_run_is_no_run(tmp_path):

@@ -1,0 +1,105 @@
+"""Compare two runs bit by bit: final state, metrics, TensorBoard; wall-clock facts apart."""
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint import read_checkpoint
+
+# What I5 does not cover: clocks and memory, and the sizes of files whose lines hold such figures.
+_WALL_CLOCK = (
+    "*time/*",
+    "*memory/*",
+    "callbacks.tensorboard.*",
+    "callbacks.metrics_log.offset",
+)
+_SHOWN = 5
+
+
+def differences(first: Path, second: Path, checkpoint: str = "last") -> list[str]:
+    """Return in words how two run directories differ in what a resume must keep; empty if not."""
+    return [
+        *_differing("state", state_of(first, checkpoint), state_of(second, checkpoint)),
+        *_differing("metrics.jsonl", metrics_of(first), metrics_of(second)),
+        *_differing("tensorboard", series_of(first), series_of(second)),
+    ]
+
+
+def digest_of(run: Path, checkpoint: str = "last") -> str:
+    """Return one sha256 for the final state: over keys, dtypes, shapes and bytes, in order."""
+    text = json.dumps(sorted(state_of(run, checkpoint).items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_of(run: Path, checkpoint: str = "last") -> dict[str, str]:
+    """Return a fingerprint of each value in a checkpoint, by its dotted key."""
+    payload = read_checkpoint(run / "checkpoints" / f"{checkpoint}.pt")
+    return {key: print_ for key, print_ in _flat(payload, "") if not _is_wall_clock(key)}
+
+
+def metrics_of(run: Path) -> dict[str, str]:
+    """Return the lines of `metrics.jsonl` by number, without wall-clock facts."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [
+        {key: value for key, value in json.loads(line).items() if not _is_wall_clock(key)}
+        for line in lines
+    ]
+    return {f"line {number}": json.dumps(line) for number, line in enumerate(kept, 1)}
+
+
+def series_of(run: Path) -> dict[str, str]:
+    """Return each scalar series of TensorBoard as text: (step, value) in order."""
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: str([(event.step, event.value) for event in events.Scalars(tag)])
+        for tag in events.Tags()["scalars"]
+        if not _is_wall_clock(tag)
+    }
+
+
+def repeated_steps(run: Path) -> list[str]:
+    """Return the (step, key) pairs that `metrics.jsonl` holds more than once."""
+    seen: set[tuple[int, str]] = set()
+    repeated = []
+    for text in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        pairs = {(line["step"], key) for key in line if key not in ("step", "epoch")}
+        repeated += [f"{key} at step {step}" for step, key in sorted(pairs & seen)]
+        seen |= pairs
+    return repeated
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{key}.{number}")
+    elif isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
+        yield key, f"{value.dtype}{list(value.shape)} {digest}"
+    else:
+        yield key, repr(value)
+
+
+def _is_wall_clock(key: str) -> bool:
+    return any(fnmatch.fnmatch(key, pattern) for pattern in _WALL_CLOCK)
+
+
+def _differing(where: str, first: dict[str, str], second: dict[str, str]) -> list[str]:
+    keys = [k for k in dict.fromkeys([*first, *second]) if first.get(k) != second.get(k)]
+    shown = [f"{where}: {k}: {first.get(k)} -> {second.get(k)}" for k in keys[:_SHOWN]]
+    more = [f"{where}: (+{len(keys) - _SHOWN} more)"] if len(keys) > _SHOWN else []
+    return shown + more
