@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -39,6 +40,9 @@ def report(error: BaseException) -> int:
     """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, BrokenPipeError):  # `train --help | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     code = exit_code(error)
     if code == 1:
         traceback.print_exception(error, file=sys.stderr)

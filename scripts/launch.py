@@ -1,4 +1,4 @@
-"""Start a run's processes on this machine, through torch's elastic launcher, and answer for them."""
+"""Start a run's processes through torch's elastic launcher, and answer for them."""
 
 from __future__ import annotations
 

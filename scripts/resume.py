@@ -137,7 +137,8 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     resume = _checked(Resume(raw, folder, payload, [f"from {path}"]), config, raw)
     if read_status(folder).get("state") == "finished" and not _horizon_moved(payload, raw):
         counters = payload["state"]["counters"]
-        resume.finished = f"{folder}: already finished at epoch {counters['epoch']}, step {counters['global_step']}"
+        where = f"epoch {counters['epoch']}, step {counters['global_step']}"
+        resume.finished = f"{folder}: already finished at {where}"
     return resume
 
 

@@ -7,8 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from scripts.compose import Composed, compose
-from scripts.console import guarded, log_to_stderr
+from scripts.shadow import clashes, refuse_shadows
+
+refuse_shadows()  # before anything of ours is imported from where another package stands
+
+from scripts.arguments import parse_arguments  # noqa: E402
+from scripts.compose import Composed, compose  # noqa: E402
+from scripts.console import guarded, log_to_stderr, logger  # noqa: E402
+from scripts.help import answer  # noqa: E402
+from scripts.request import Request  # noqa: E402
 
 
 def main() -> NoReturn:
@@ -18,23 +25,30 @@ def main() -> NoReturn:
 
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
-    composed = compose(argv)
-    return start(composed, list(argv))
-
-
-def start(composed: Composed, arguments: list[str]) -> int:
-    """Train in this process, or in as many as the strategy asks for."""
+    arguments = parse_arguments(argv)
+    if answer(arguments):
+        return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")
-    from scripts.request import Request
+    if arguments.multirun:
+        from scripts.sweep import sweep
 
+        return sweep(arguments)
+    composed = compose(arguments)
+    for clash in clashes():
+        logger.warning("warning: %s", clash)
+    return _start(composed, list(argv))
+
+
+def _start(composed: Composed, argv: list[str]) -> int:
+    """Train in this process, or in as many as the strategy asks for."""
     request = Request(
         composed.config,
         composed.overrides,
         {name: str(choice) for name, choice in composed.choices.items()},
-        arguments,
+        argv,
         list(composed.arguments.allow_targets),
     )
-    if _processes(composed.config) and "RANK" not in os.environ:
+    if _is_group(composed) and "RANK" not in os.environ:
         from scripts.launch import launch
 
         return launch(request)
@@ -43,10 +57,9 @@ def start(composed: Composed, arguments: list[str]) -> int:
     return run(request)
 
 
-def _processes(config: dict[str, object]) -> bool:
-    strategy = config["strategy"]
-    assert isinstance(strategy, dict)
-    return strategy["name"] in ("ddp", "fsdp") and not config["dry_run"]
+def _is_group(composed: Composed) -> bool:
+    strategy = composed.config["strategy"]["name"]
+    return strategy in ("ddp", "fsdp") and not composed.config["dry_run"]
 
 
 if __name__ == "__main__":

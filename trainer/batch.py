@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -150,7 +151,7 @@ class PlainBatches:
             return
         steps = min(self._steps, total)
         bounds = [total * m // steps for m in range(steps + 1)]
-        for m, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for m, (low, high) in enumerate(itertools.pairwise(bounds)):
             part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
             yield _MicroBatch(part, _Piece((), high - low, low, total, m, steps, epoch, update))
 

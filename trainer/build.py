@@ -12,6 +12,7 @@ from torch import nn
 
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
+from data.loader import Loader
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.build_data import Data, build_data, count, eval_loader, train_loader
 from trainer.callback import Callback
@@ -140,6 +141,32 @@ def build(
         test_loader = None
     test_limit = None if limit is None or not test_loader else count(limit, len(test_loader))
     return Experiment(config, data, trainer, test_loader, test_limit, switches, checkpointed)
+
+
+def build_evaluation(
+    config: Config, strategy: Strategy, split: str
+) -> tuple[Trainer, Loader, int | None]:
+    """Build what judges a model on one split: the trainer, the split's loader, its limit."""
+    data = build_data(config, (split,))
+    loader = eval_loader(config, data.sets[split], strategy)
+    precision = Precision(config.trainer.precision, strategy.device.type)
+    model = build_model(config, data.num_classes, strategy, precision)
+    averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
+    trainer = Trainer(
+        model,
+        build_task(config, data.num_classes),
+        torch.optim.SGD(model.parameters(), lr=0.0),  # never stepped
+        [],
+        strategy=strategy,
+        precision=precision,
+        callbacks=averages,
+        options=TrainerOptions(channels_last=config.trainer.channels_last),
+    )
+    trainer.setup()
+    limit = (
+        config.trainer.limit_test_batches if split == "test" else config.trainer.limit_val_batches
+    )
+    return trainer, loader, None if limit is None else count(limit, len(loader))
 
 
 def build_model(

@@ -71,7 +71,8 @@ class Hooks:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
-        names = [n for n in vars(Callback) if n.startswith("on_") or n in ("setup", "teardown", "scalars")]
+        others = ("setup", "teardown", "scalars")
+        names = [n for n in vars(Callback) if n.startswith("on_") or n in others]
         self._listeners = {
             name: [
                 getattr(callback, name)

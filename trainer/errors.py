@@ -37,7 +37,7 @@ class ResourceError(RunError):
     exit_code = 8
 
 
-class Interrupted(RunError):
+class Interrupted(RunError):  # noqa: N818 (nothing went wrong)
     """A signal ended the run after its checkpoint was saved."""
 
     def __init__(self, message: str, exit_code: int) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a run after its update, with a checkpoint; a second one at once."""
+"""SIGTERM, SIGUSR1 and Ctrl-C end a run after its update; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Classification(Task):
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss and metrics of `(inputs, labels)`."""
-        inputs, labels = batch
+        labels = batch[1]
         logits = self.prediction_step(model, batch)
         for metric in self._metrics.values():
             metric.update(logits, labels)
@@ -69,8 +69,8 @@ class Classification(Task):
     def _output(self, logits: Tensor, labels: Tensor) -> StepOutput:
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:
             raise ModelError(
-                f"the model's output has shape {list(logits.shape)}, but {self.num_classes} classes "
-                f"ask for [{len(labels)}, {self.num_classes}]: set model.num_classes to "
+                f"the model's output has shape {list(logits.shape)}, but {self.num_classes} "
+                f"classes ask for [{len(labels)}, {self.num_classes}]: set model.num_classes to "
                 f"data.num_classes={self.num_classes}"
             )
         try:

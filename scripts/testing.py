@@ -1,0 +1,50 @@
+"""Test a checkpoint on one split of its run's data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.check import parse
+from conf.errors import ConfigError, Problem
+from scripts.run import best_or_last
+from trainer import snapshot
+from trainer.build import build_evaluation, build_strategy
+from trainer.build_check import check_targets
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.targets import allow
+
+
+def test_again(
+    raw: dict[str, Any], run_dir: Path, checkpoint: str, split: str, allowed: Iterable[str]
+) -> dict[str, float]:
+    """Return the metrics of `checkpoint` (best, last or a path) over `split`."""
+    allow(allowed)
+    config = parse(raw)
+    check_targets(config)
+    path = _checkpoint(run_dir, checkpoint)
+    payload = CheckpointStore(path.parent).load(path)
+    if getattr(config.data, split) is None:
+        raise ConfigError([Problem(f"data.{split}", "is null: there is nothing to evaluate on")])
+    strategy = build_strategy(config)
+    strategy.setup()
+    trainer, loader, limit = build_evaluation(config, strategy, split)
+    snapshot.load_weights(trainer, payload)
+    with torch.no_grad():
+        metrics = trainer.evaluate(loader, split, limit)
+    loader.close()
+    return metrics
+
+
+def _checkpoint(run_dir: Path, name: str) -> Path:
+    folder = run_dir / "checkpoints"
+    path = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
+    if path is None or not path.exists():
+        path = Path(name)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint={name}: {folder} holds no such checkpoint")
+    return path
