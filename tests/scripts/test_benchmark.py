@@ -1,0 +1,62 @@
+"""The benchmark's machinery: contenders do the same, figures are medians, the file says all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from scripts import benchmark
+from scripts.benchmarks import step
+from scripts.benchmarks.report import Report, Row
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2, "STEPS": 15}.items():
+        monkeypatch.setattr(step, name, value)
+
+
+@pytest.mark.usefixtures("brief")
+def test_ours_trains_what_the_hand_written_loop_trains(tmp_path: Path) -> None:
+    weights = []
+    for name in ("by hand", "Regimen"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+        optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
+        loader = DataLoader(step.Batches(), batch_size=None)
+        with step._quiet_terminal():
+            step.CONTENDERS[name][0](step.Parts(model, optimizer, loader, tmp_path / name))
+        weights.append([p.detach() for p in model.parameters()])
+    for by_hand, ours in zip(*weights, strict=True):
+        torch.testing.assert_close(by_hand, ours)
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_benchmark_prints_its_table_and_writes_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["step", "--rounds", "1", "--output", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "step.json").read_text())
+    assert written["ratio_to_handwritten"] > 0
+    assert [row["name"] for row in written["rows"]] == list(step.CONTENDERS)
+    assert written["machine"]["torch"] == torch.__version__
+    assert "ratio_to_handwritten: " in capsys.readouterr().out
+
+
+def test_costs_are_medians_of_blocks_and_ratios_are_taken_within_a_turn() -> None:
+    cost = step.Cost
+    costs = {"by hand": [cost(10, 1), cost(100, 1)], "Regimen": [cost(11, 2), cost(120, 2)]}
+    assert step._ratio(costs, "Regimen", lambda c: c.wall) == pytest.approx(1.15)
+    assert step._ratio(costs, "Regimen", lambda c: c.cpu) == 2
+
+
+def test_a_report_reads_well() -> None:
+    rows = [Row("ours", 12.34, 10, 20, 1.05, "theirs"), Row("theirs", 11.75, 11, 12)]
+    lines = Report("x", "Cost of x", "µs", rows, {"ratio": 1.05}).text().splitlines()
+    assert lines[0] == "Cost of x"
+    assert any(line.split()[:2] == ["ours", "12.3"] and "1.050" in line for line in lines)
+    assert lines[-1] == "ratio: 1.050"
