@@ -14,11 +14,12 @@ _NOT_TEXT = re.compile(
 )
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _text(dumper: Any, value: str) -> yaml.Node:
     style = "'" if _NOT_TEXT.fullmatch(value) else None
     if not value.isprintable():
         style = '"'  # the only one in which YAML can escape characters
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    node: yaml.Node = dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    return node
 
 
 class _Dumper(yaml.SafeDumper):
