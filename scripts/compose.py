@@ -45,6 +45,7 @@ from scripts.trees import (
     inside,
     resolution_problems,
     unfinished,
+    without,
 )
 from trainer.instantiate import allow, refused_targets
 
@@ -293,14 +294,15 @@ class _Composition:
         """Return the tree with its interpolations replaced, or as it was where one cannot be."""
         found = interpolation_problems(raw)
         self.problems += found
-        if found:
+        sound = without(raw, {problem.key for problem in found}) if found else raw
+        if found and interpolation_problems(sound):
             return raw
-        cfg = OmegaConf.create(escape_reserved(raw))
+        cfg = OmegaConf.create(escape_reserved(sound))
         try:
             return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
         except _UNRESOLVED:
             self.problems += resolution_problems(cfg, _UNRESOLVED, "")
-            return raw
+            return sound
 
 
 def _opened_up(override: Override) -> Override:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ def unfinished(node: Any, incomplete: bool, key: str = "") -> Iterator[str]:
             yield from unfinished(child, incomplete, f"{key}.{name}" if key else str(name))
     elif isinstance(node, str) and (_INTERPOLATION.search(node) or (incomplete and node == "???")):
         yield key
+
+
+def without(node: Any, keys: Collection[str], key: str = "") -> Any:
+    """Return a copy of a tree in which the values of some keys are missing."""
+    if key in keys:
+        return "???"
+    if isinstance(node, dict):
+        return {n: without(v, keys, f"{key}.{n}" if key else str(n)) for n, v in node.items()}
+    if isinstance(node, list):
+        return [without(v, keys, f"{key}.{i}") for i, v in enumerate(node)]
+    return node
 
 
 def resolution_problems(

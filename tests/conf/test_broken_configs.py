@@ -1,5 +1,6 @@
 """Broken configurations, each of which names its key and the way out (I9)."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,30 @@ def mistakes(*argv: str) -> ConfigError:
     return caught.value
 
 
-def case(overrides: str, key: str, *texts: str) -> object:
-    return pytest.param(overrides.split(" "), key, texts, id=overrides)
+@dataclass(frozen=True)
+class Case:
+    overrides: list[str]
+    key: str
+    texts: tuple[str, ...]
 
 
+def case(overrides: str, key: str, *texts: str) -> Case:
+    return Case(overrides.split(" "), key, texts)
+
+
+def rounds(cases: list[Case]) -> list[list[Case]]:
+    """Share cases out so that a round has one for each key; all are reported together."""
+    found: list[list[Case]] = []
+    for one in cases:
+        free = [r for r in found if all(one.key != other.key for other in r)]
+        if free:
+            free[0].append(one)
+        else:
+            found.append([one])
+    return found
+
+
+# Found whatever else is wrong.
 KEYS_AND_TYPES = [
     case("lrr=1", "lrr", "unknown key"),
     case("sed=1", "sed", "did you mean seed?"),
@@ -43,10 +64,7 @@ KEYS_AND_TYPES = [
     case("model=resnet19", "model", "did you mean resnet18?", "small_cnn"),
     case("model=../../../secret", "model", "choose of", "resnet18"),
     case("model=/etc/passwd", "model", "choose of"),
-    case("model=null", "model", "missing"),
-    case("~model._target_", "model._target_", "missing"),
     case("data=cifar11", "data", "did you mean cifar10?"),
-    case("data=image_folder", "data.root", "missing", "data.root="),
     case("data.num_classes=0", "data.num_classes", ">= 1"),
     case("data.on_error=ignore", "data.on_error", "raise or skip"),
     case("data.max_skipped=-1", "data.max_skipped", ">= 0"),
@@ -76,23 +94,16 @@ KEYS_AND_TYPES = [
     case("trainer.max_epoch=1", "trainer.max_epoch", "did you mean trainer.max_epochs?"),
     case("trainer.max_epochs=1.5", "trainer.max_epochs", "an integer"),
     case("trainer.max_epochs=-1", "trainer.max_epochs", ">= 1"),
-    case("trainer.max_epochs=null", "trainer.max_epochs", "nothing would end the run"),
     case("trainer.max_time=1h", "trainer.max_time", "hours:minutes:seconds"),
     case("trainer.precision=bf61", "trainer.precision", "did you mean bf16?"),
     case("trainer.gradient_accumulation_steps=0", "trainer.gradient_accumulation_steps", ">= 1"),
     case("trainer.clip_grad_norm=-1", "trainer.clip_grad_norm", "> 0"),
-    case("trainer.clip_grad_per_group=true", "trainer.clip_grad_per_group", "clip_grad_norm"),
     case("trainer.limit_train_batches=1.5", "trainer.limit_train_batches", "fraction"),
-    case("trainer.limit_train_batches=0", "trainer.limit_train_batches", "nothing to train on"),
     case("trainer.activation_checkpointing=layer1", "trainer.activation_checkpointing", "a list"),
     case("trainer.compile=1", "trainer.compile", "true or false"),
     case("trainer.gradient_noise={etta:1}", "trainer.gradient_noise.etta", "eta?"),
     case("strategy=dpp", "strategy", "did you mean d"),
     case("strategy.devices=0", "strategy.devices", ">= 1"),
-    case("strategy.devices=[]", "strategy.devices", "a list of device numbers"),
-    case("strategy.static_graph=true", "strategy.static_graph", "only with strategy=ddp"),
-    case("strategy=ddp strategy.backend=mpi", "strategy.backend", "auto, nccl, gloo"),
-    case("strategy=ddp strategy.timeout=0", "strategy.timeout", "> 0"),
     case("callbacks=[default,emma]", "callbacks", "did you mean ema?"),
     case("callbacks.progress=3", "callbacks.progress", "section"),
     case("~callbacks.nothing", "callbacks.nothing", "does not exist"),
@@ -107,14 +118,32 @@ KEYS_AND_TYPES = [
     case("hydra.job.env_set.A=1", "hydra.job.env_set.A", "cannot be set"),
     case("hydra/launcher=joblib", "hydra/launcher", "cannot be set"),
     case("[", "[", "not an override"),
-    case("seed", "seed", "not an override"),
-]
-
-TARGETS = [
-    case("model._target_=models.resnet.ResNett", "model._target_", "did you mean 'ResNet'?"),
     case("model._target_=nowhere.Net", "model._target_", "not allowed", "--allow-target nowhere"),
     case("model._target_=torch.hub.load", "model._target_", "not allowed"),
     case("model._target_=5", "model._target_", "dotted path"),
+    case("seed", "seed", "not an override"),
+]
+
+# Found where nothing else is wrong in their section, or at odds with another case's choices.
+ALONE = [
+    case(
+        "callbacks.checkpoint.monitor=val/acuracy", "callbacks.checkpoint.monitor", "val/accuracy"
+    ),
+    case("model._target_=models.resnet.ResNett", "model._target_", "did you mean 'ResNet'?"),
+    case("model=null", "model", "missing"),
+    case("~model._target_", "model._target_", "missing"),
+    case("data=image_folder", "data.root", "missing", "data.root="),
+    case("trainer.max_epochs=null", "trainer.max_epochs", "nothing would end the run"),
+    case("trainer.clip_grad_per_group=true", "trainer.clip_grad_per_group", "clip_grad_norm"),
+    case("trainer.limit_train_batches=0", "trainer.limit_train_batches", "nothing to train on"),
+    case("strategy.devices=[]", "strategy.devices", "a list of device numbers"),
+    case("strategy.static_graph=true", "strategy.static_graph", "only with strategy=ddp"),
+    case("strategy=ddp strategy.backend=mpi", "strategy.backend", "auto, nccl, gloo"),
+    case("strategy=ddp strategy.timeout=0", "strategy.timeout", "> 0"),
+]
+
+# Found once keys and types are right.
+TARGETS = [
     case("+model.dept=18", "model.dept", "did you mean 'depth'?"),
     case("model.depth=deep", "model.depth", "expected", "'deep'"),
     case("~model.num_classes", "model.num_classes", "missing"),
@@ -129,19 +158,23 @@ TARGETS = [
     case("+task.los=1", "task.los", "did you mean 'loss'?"),
     case("+lr_scheduler.pct=0.1", "lr_scheduler.pct", "no argument 'pct'"),
     case("+callbacks.progress.colour=1", "callbacks.progress.colour", "no argument 'colour'"),
-    case("callbacks.checkpoint.monitor=val/acuracy", "callbacks.checkpoint.monitor", "val/accuracy"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "key", "texts"), [*KEYS_AND_TYPES, *TARGETS])
-def test_a_mistake_names_its_key_and_the_way_out(
-    overrides: list[str], key: str, texts: tuple[str, ...]
-) -> None:
-    error = mistakes(*overrides)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *(pytest.param(r, id=f"round-{i}") for i, r in enumerate(rounds(KEYS_AND_TYPES))),
+        *(pytest.param([one], id=" ".join(one.overrides)) for one in ALONE),
+        *(pytest.param(r, id=f"targets-{i}") for i, r in enumerate(rounds(TARGETS))),
+    ],
+)
+def test_a_mistake_names_its_key_and_the_way_out(cases: list[Case]) -> None:
+    error = mistakes(*(override for one in cases for override in one.overrides))
     assert error.exit_code == 2
-    assert key in [problem.key for problem in error.problems]
-    message = str(error)
-    assert [text for text in texts if text not in message] == []
+    for one in cases:
+        message = " ".join(str(p) for p in error.problems if p.key == one.key)
+        assert [text for text in one.texts if text not in message] == [], (one, message)
 
 
 def test_all_mistakes_come_together() -> None:
