@@ -158,13 +158,15 @@ def test_files_and_functions_stay_short() -> None:
 
 
 def test_nothing_is_called_for_its_effect_at_import_time() -> None:
-    loud = [
-        f"{named(path)}:{node.lineno}"
+    # But that no foreign package stands where one of ours should, before any is imported.
+    allowed = {"scripts/train.py: refuse_shadows()", "scripts/evaluate.py: refuse_shadows()"}
+    loud = {
+        f"{named(path)}: {ast.unparse(node)}"
         for path in sources()
         for node in tree(path).body
         if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
-    ]
-    assert loud == []
+    }
+    assert loud <= allowed
 
 
 @pytest.mark.parametrize("module", LIGHT)
