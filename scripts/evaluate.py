@@ -1,96 +1,18 @@
 """`evaluate run=RUN_DIR [checkpoint=best]`: test a finished run again."""
 
-from __future__ import annotations
-
-import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from scripts.shadow import refuse_shadows
-
-refuse_shadows()  # before anything of ours is imported from where another package stands
-
-from conf.errors import ConfigError, Problem  # noqa: E402
-from scripts.arguments import Arguments, parse_arguments  # noqa: E402
-from scripts.compose import compose  # noqa: E402
-from scripts.console import guarded, log_to_stderr  # noqa: E402
-
-_OWN = ("run", "checkpoint", "split")
-_HELP = """\
-Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
-
-  evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
-
-Further overrides change the run's configuration, e.g. loader.num_workers=2 or data.root=DIR.
-"""
 
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit code."""
+    refuse_shadows()  # before anything of ours could be imported from where another package stands
+    from scripts.console import guarded
+    from scripts.evaluating import evaluate
+
     guarded(lambda: evaluate(sys.argv[1:]))
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(_HELP, end="")
-        return 0
-    log_to_stderr(verbose=True)
-    own, overrides = _taken_apart(arguments)
-    run_dir = Path(own["run"])
-    composed = compose(_of_run(arguments, run_dir, overrides))
-    from scripts.testing import test_again
-
-    metrics = test_again(
-        composed.config, run_dir, own["checkpoint"], own["split"], arguments.allow_targets
-    )
-    _show(run_dir, own, metrics)
-    return 0
-
-
-def _taken_apart(arguments: Arguments) -> tuple[dict[str, str], list[str]]:
-    own = {"checkpoint": "best", "split": "test"}
-    overrides = []
-    for override in arguments.overrides:
-        name, equals, value = override.partition("=")
-        if equals and name in _OWN:
-            own[name] = value
-        else:
-            overrides.append(override)
-    problems = []
-    if not own.get("run"):
-        problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))
-    elif not (Path(own["run"]) / "config.yaml").is_file():
-        problems.append(Problem("run", f"{own['run']} holds no run: it has no config.yaml"))
-    if own["split"] not in ("test", "val"):
-        problems.append(Problem("split", f"{own['split']!r} is neither test nor val"))
-    if problems:
-        raise ConfigError(problems)
-    return own, overrides
-
-
-def _of_run(arguments: Arguments, run_dir: Path, overrides: list[str]) -> Arguments:
-    """Return the command line that composes the run's own configuration, on one device."""
-    given = ("strategy.name=single", *overrides)
-    return Arguments(
-        overrides=given,
-        config_name="config",
-        config_dirs=(str(run_dir),),
-        allow_targets=arguments.allow_targets,
-    )
-
-
-def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None:
-    from trainer.atomic import write_text
-
-    result: dict[str, Any] = {"checkpoint": own["checkpoint"], "split": own["split"], **metrics}
-    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    for name, value in metrics.items():
-        print(f"{name:<20} {value:.4f}")
-    print(f"written to {run_dir / 'evaluation.json'}")
 
 
 if __name__ == "__main__":

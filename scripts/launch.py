@@ -69,7 +69,7 @@ def _answer(error: BaseException, notes: Path) -> int:
     )
     lost = _lost(error)
     if lost is not None and (not reports or reports[0]["code"] == _PEER):
-        first = {"code": _PEER, "text": lost, "traceback": ""}
+        first: dict[str, Any] = {"code": _PEER, "text": lost, "traceback": ""}
     elif reports:
         first = reports[0]
     else:

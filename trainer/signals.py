@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trainer.trainer import StopWaiting, Trainer
+from trainer.trainer import Trainer
+from trainer.waiting import StopWaiting
 
 # SIGUSR1 is what batch systems send ahead of a preemption: it counts as SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -26,7 +27,7 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
             leave_at_once(code)
         trainer.state.request_stop(signal.Signals(number).name, code)
         # Several processes agree at a boundary; one alone need not wait for a slow loader.
-        if trainer.waiting and trainer.strategy.world_size == 1:
+        if trainer.waiting.active and trainer.strategy.world_size == 1:
             raise StopWaiting
 
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in EXIT_CODES}

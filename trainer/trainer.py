@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.batch import BatchSource, MicroBatch, as_source, to_device, updates
+from trainer.batch import BatchSource, MicroBatch, as_source, updates
 from trainer.callback import Callback, Hooks
+from trainer.evaluation import EvaluationAbandoned, Evaluator
 from trainer.lr_schedule import LRSchedule
-from trainer.metrics import Sums
 from trainer.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
+from trainer.parts import Parts
 from trainer.precision import Precision
 from trainer.state import TrainState
 from trainer.strategy import Strategy
 from trainer.task import Task
 from trainer.timer import Timer
 from trainer.update import Updater
-
-T = TypeVar("T")
-
-
-class StopWaiting(BaseException):
-    """Raised by a signal handler while the trainer waits for data: no one may swallow it."""
-
-
-class _ValidationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
-    """A stop was requested while validating."""
+from trainer.waiting import Waiting
 
 
 class Trainer:
@@ -84,12 +74,12 @@ class Trainer:
         self.timer = Timer()
         self.resumed = False
         self._is_set_up = False
-        self.waiting = False  # for data: a signal may break it off
-        self._compiled = compiled or self.model
-        self._wrapped = self.strategy.wrap(self._compiled)
-        self.updater = Updater(
+        self.waiting = Waiting(self.timer)
+        forward = compiled or self.model
+        self.parts = Parts(
             self.model,
-            self._wrapped,
+            forward,
+            self.strategy.wrap(forward),
             task,
             self.optimizers,
             self.strategy,
@@ -97,6 +87,8 @@ class Trainer:
             self.options,
             self.state,
         )
+        self.updater = Updater(self.parts)
+        self._evaluator = Evaluator(self.parts, self.waiting)
         self._deadline: float | None = None
 
     @property
@@ -164,7 +156,7 @@ class Trainer:
 
     def _begin(self) -> None:
         self.setup()
-        self._wrapped.train()
+        self.parts.wrapped.train()
         if self.options.max_time is not None:
             self._deadline = time.monotonic() + self.options.max_time
         if self.options.sanity_batches and self.val_loader and not self.resumed:
@@ -178,7 +170,7 @@ class Trainer:
         state, length = self.state, self.steps_per_epoch
         stream = updates(self.train_loader.epoch(state.epoch, state.position))
         while length is None or state.position < length:
-            micro_batches = self._wait(stream)
+            micro_batches = self.waiting.next(stream)
             if micro_batches is None:
                 if state.stop_code:
                     return
@@ -190,17 +182,6 @@ class Trainer:
                 if self._must_stop():
                     return
         self._end_epoch()
-
-    def _wait(self, stream: Iterator[T]) -> T | None:
-        """Return the stream's next item; None at its end, or when a signal ends the waiting."""
-        started, self.waiting = time.monotonic(), True
-        try:
-            return next(stream, None)
-        except StopWaiting:
-            return None
-        finally:
-            self.waiting = False
-            self.timer.data += time.monotonic() - started
 
     def _end_epoch(self) -> None:
         self.state.epoch += 1
@@ -283,7 +264,7 @@ class Trainer:
         self.hooks.emit("on_validation_start", self)
         try:
             metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)
-        except _ValidationAbandoned:
+        except EvaluationAbandoned:
             return
         self.state.validated_at = self.state.global_step
         self.lr_schedule.after_validation(metrics)
@@ -291,44 +272,9 @@ class Trainer:
         self.hooks.emit("on_validation_end", self, metrics)
         self.timer.pause += time.monotonic() - started
 
-    @torch.no_grad()
     def evaluate(self, loader: Any, stage: str, limit: int | None = None) -> dict[str, float]:
         """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`."""
-        sums, metrics = Sums(self.strategy.device), self.task.metrics()
-        for metric in metrics.values():
-            metric.reset()
-        with self._evaluating() as model:
-            stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
-            while (micro_batch := self._wait(stream)) is not None:
-                self._evaluate_batch(model, micro_batch, sums)
-                self.strategy.agree(self.state)
-                if self.state.stop_code:
-                    break
-        if self.state.stop_code:
-            raise _ValidationAbandoned
-        values = sums.means(self.strategy.reduce)
-        for name, metric in metrics.items():
-            values[name] = float(metric.compute())
-        return {f"{stage}/{name}": value for name, value in values.items()}
-
-    def _evaluate_batch(self, model: nn.Module, micro_batch: MicroBatch, sums: Sums) -> None:
-        batch, count = self.to_device(micro_batch.batch), micro_batch.piece.count
-        with self.precision.autocast():
-            if count:
-                sums.add_output(self.task.evaluation_step(model, batch), count)
-            elif self.strategy.evaluates_in_step:
-                self.task.prediction_step(model, batch)  # the others wait for this one's shards
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[nn.Module]:
-        modes = [(module, module.training) for module in self._wrapped.modules()]
-        self._wrapped.eval()
-        try:
-            with self.evaluation_weights():
-                yield self._wrapped if self.strategy.evaluates_wrapped else self._compiled
-        finally:
-            for module, mode in modes:  # a frozen module stays in evaluation
-                module.training = mode
+        return self._evaluator.run(loader, stage, self.evaluation_weights(), limit)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to be judged by (an average's)."""
@@ -337,6 +283,4 @@ class Trainer:
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
-        return to_device(
-            batch, self.strategy.device, self.precision.dtype, self.options.channels_last
-        )
+        return self.parts.to_device(batch)

@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.batch import MicroBatch, Piece, to_device
+from trainer.batch import MicroBatch, Piece
 from trainer.errors import DivergedError
 from trainer.gradients import clip, is_finite, total_norm
 from trainer.metrics import Sums
 from trainer.nonfinite import Guard, explain
-from trainer.optimizers import Optimizers, needs_closure
-from trainer.options import TrainerOptions
-from trainer.precision import Precision
-from trainer.state import TrainState
-from trainer.strategy import Strategy
-from trainer.task import SUM, StepOutput, Task
+from trainer.optimizers import needs_closure
+from trainer.parts import Parts
+from trainer.task import SUM, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +33,20 @@ class _Turn:
 class Updater:
     """Apply updates to a model, or refuse those that are not finite."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wrapped: nn.Module,
-        task: Task,
-        optimizers: Optimizers,
-        strategy: Strategy,
-        precision: Precision,
-        options: TrainerOptions,
-        state: TrainState,
-    ) -> None:
-        self.sums = Sums(strategy.device)  # since the last log
-        self._model = model
-        self._wrapped = wrapped
-        self._task = task
-        self._optimizers = optimizers
-        self._strategy = strategy
-        self._precision = precision
-        self._options = options
-        self._state = state
-        self._guard = Guard(model, strategy.device)
+    def __init__(self, parts: Parts) -> None:
+        device = parts.strategy.device
+        self.sums = Sums(device)  # since the last log
+        self._parts = parts
+        self._task = parts.task
+        self._optimizers = parts.optimizers
+        self._strategy = parts.strategy
+        self._precision = parts.precision
+        self._options = parts.options
+        self._state = parts.state
+        self._guard = Guard(parts.model, device)
         # A scaled loss overflows now and then, and its scaler looks at the host anyway; else a
         # GPU decides by itself and is asked at the log boundary.
-        self._verdict_on_host = strategy.device.type == "cpu" or precision.scales
+        self._verdict_on_host = device.type == "cpu" or parts.precision.scales
 
     @functools.cached_property
     def _turns(self) -> list[_Turn]:
@@ -73,11 +60,7 @@ class Updater:
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero."""
-        strategy, options = self._strategy, self._options
-        batches = [
-            to_device(m.batch, strategy.device, self._precision.dtype, options.channels_last)
-            for m in micro_batches
-        ]
+        batches = [self._parts.to_device(m.batch) for m in micro_batches]
         self._guard.remember()
         return all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
 
@@ -108,7 +91,7 @@ class Updater:
         totals = self._totals(micro_batches, batches)
         outputs, shares = [], []
         for micro_batch, batch in zip(micro_batches, batches, strict=True):
-            with self._strategy.accumulate(self._wrapped, micro_batch is micro_batches[-1]):
+            with self._strategy.accumulate(self._parts.wrapped, micro_batch is micro_batches[-1]):
                 with self._precision.autocast():
                     output = self._forward(turn, batch)
                 share = self._share(output, micro_batch.piece, totals)
@@ -119,8 +102,8 @@ class Updater:
 
     def _forward(self, turn: _Turn, batch: Any) -> StepOutput:
         if turn.name:
-            return self._task.turn_step(self._wrapped, batch, turn.name)
-        return self._task.training_step(self._wrapped, batch)
+            return self._task.turn_step(self._parts.wrapped, batch, turn.name)
+        return self._task.training_step(self._parts.wrapped, batch)
 
     def _totals(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> dict[str, Tensor]:
         """Return the update's denominators that depend on the data, over all devices."""
@@ -176,7 +159,7 @@ class Updater:
         if self._precision.scales:
             self._precision.update_scale()
         elif self._options.on_nonfinite == "stop":
-            here = explain(self._model, self._state, micro_batches, batches)
+            here = explain(self._parts.model, self._state, micro_batches, batches)
             raise DivergedError(min(self._strategy.gather(here)).text)
         self._optimizers.zero_grad()
 

@@ -1,0 +1,52 @@
+"""From the words of a command line to a run, a sweep, or an answer; torch comes last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from scripts.arguments import parse_arguments
+from scripts.compose import Composed, compose
+from scripts.console import log_to_stderr, logger
+from scripts.help import answer
+from scripts.request import Request
+from scripts.shadow import clashes
+
+
+def train(argv: Sequence[str]) -> int:
+    """Do what a command line asks for; torch is imported once its keys and types are sound."""
+    arguments = parse_arguments(argv)
+    if answer(arguments):
+        return 0
+    log_to_stderr(os.environ.get("RANK", "0") == "0")
+    if arguments.multirun:
+        from scripts.sweep import sweep
+
+        return sweep(arguments)
+    composed = compose(arguments)
+    for clash in clashes():
+        logger.warning("warning: %s", clash)
+    return _start(composed, list(argv))
+
+
+def _start(composed: Composed, argv: list[str]) -> int:
+    """Train in this process, or in as many as the strategy asks for."""
+    request = Request(
+        composed.config,
+        composed.overrides,
+        {name: str(choice) for name, choice in composed.choices.items()},
+        argv,
+        list(composed.arguments.allow_targets),
+    )
+    if _is_group(composed) and "RANK" not in os.environ:
+        from scripts.launch import launch
+
+        return launch(request)
+    from scripts.run import run
+
+    return run(request)
+
+
+def _is_group(composed: Composed) -> bool:
+    strategy = composed.config["strategy"]["name"]
+    return strategy in ("ddp", "fsdp") and not composed.config["dry_run"]

@@ -1,0 +1,73 @@
+"""The metrics of a data set: each sample counted once, for any number of devices (I4)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from trainer.batch import MicroBatch, as_source
+from trainer.metrics import Sums
+from trainer.parts import Parts
+from trainer.waiting import Waiting
+
+
+class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
+    """A stop was requested while evaluating."""
+
+
+class Evaluator:
+    """Judge a model with a task's metrics."""
+
+    def __init__(self, parts: Parts, waiting: Waiting) -> None:
+        wraps = parts.strategy.evaluates_wrapped
+        self._module = parts.wrapped if wraps else parts.compiled
+        self._parts = parts
+        self._waiting = waiting
+
+    @torch.no_grad()
+    def run(
+        self, loader: Any, stage: str, weights: AbstractContextManager[Any], limit: int | None
+    ) -> dict[str, float]:
+        """Return `<stage>/<name>` of the first `limit` batches, within the context `weights`.
+
+        Raises EvaluationAbandoned once a signal has asked for a stop.
+        """
+        sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
+        for metric in metrics.values():
+            metric.reset()
+        stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
+        with self._evaluating(), weights:
+            while (micro_batch := self._waiting.next(stream)) is not None:
+                self._add(micro_batch, sums)
+                self._parts.strategy.agree(self._parts.state)
+                if self._parts.state.stop_code:
+                    break
+        if self._parts.state.stop_code:
+            raise EvaluationAbandoned
+        values = sums.means(self._parts.strategy.reduce)
+        values |= {name: float(metric.compute()) for name, metric in metrics.items()}
+        return {f"{stage}/{name}": value for name, value in values.items()}
+
+    def _add(self, micro_batch: MicroBatch, sums: Sums) -> None:
+        batch = self._parts.to_device(micro_batch.batch)
+        count = micro_batch.piece.count
+        with self._parts.precision.autocast():
+            if count:
+                sums.add_output(self._parts.task.evaluation_step(self._module, batch), count)
+            elif self._parts.strategy.evaluates_in_step:
+                # The others wait for this process's part of the parameters.
+                self._parts.task.prediction_step(self._module, batch)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self._parts.wrapped.modules()]
+        self._parts.wrapped.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:  # a frozen module stays in evaluation
+                module.training = mode
