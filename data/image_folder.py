@@ -11,15 +11,12 @@ import torch
 
 from data.decode import read_image
 from data.errors import DataError
+from data.folder_scan import EXTENSIONS, files_below, folders_of
 from data.images import Transform
 from data.sources import Split
 from data.splits import cut
 
 logger = logging.getLogger(__name__)
-
-EXTENSIONS = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-)
 
 
 class ImageFolder:
@@ -36,24 +33,39 @@ class ImageFolder:
     ) -> None:
         self.folder = folder
         # One byte string instead of many objects: forked workers then share its memory.
-        self._names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.targets = torch.tensor(targets, dtype=torch.int64)
         self.classes = classes
         self.channels = channels
         self.transform = transform
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def path(self, index: int) -> str:
         """Return the file of a sample."""
-        return str(self.folder / os.fsdecode(self._names[index]))
+        return str(self.folder / os.fsdecode(self.names[index]))
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = read_image(self.path(index), self.channels)
         if self.transform is not None:
             image = self.transform(image)
         return image, int(self.targets[index])
+
+
+class ImageFiles(ImageFolder):
+    """Every image file below a folder, without classes: samples are images, for predictions."""
+
+    def __init__(self, folder: str, channels: int = 3, transform: Transform | None = None) -> None:
+        ignored: list[str] = []
+        paths = files_below(Path(folder).expanduser(), ".", ignored)
+        if not paths:
+            raise DataError(f"data.predict: {folder} holds no image files")
+        super().__init__(Path(folder).expanduser(), paths, [], [], channels, transform)
+
+    def __getitem__(self, index: int) -> Any:
+        image = read_image(self.path(index), self.channels)
+        return image if self.transform is None else self.transform(image)
 
 
 def image_folder(
@@ -84,7 +96,7 @@ def _existing(root: str) -> Path:
     if not tree.is_dir():
         raise DataError(f"data.root={root} is no folder: set data.root=DIR with DIR/train/<class>/")
     if not (tree / "train").is_dir():
-        found = ", ".join(_folders(tree)[:5]) or "none"
+        found = ", ".join(folders_of(tree)[:5]) or "none"
         raise DataError(
             f"data.root={root} has no folder 'train' (folders: {found}): "
             "put the images into data.root/train/<class>/"
@@ -120,18 +132,8 @@ def _from_train(
     return ImageFolder(tree / "train", chosen, labels, classes, channels, transform)
 
 
-def _folders(folder: Path) -> list[str]:
-    """Return the names of the folders that are not hidden, sorted."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    except OSError as error:
-        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error
-    return sorted(names)
-
-
 def _class_names(train: Path) -> list[str]:
-    classes = _folders(train)
+    classes = folders_of(train)
     if not classes:
         raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
     seen: dict[str, str] = {}
@@ -146,7 +148,7 @@ def _class_names(train: Path) -> list[str]:
 
 
 def _check_same_classes(tree: Path, split: str, classes: list[str]) -> None:
-    here = _folders(tree / split)
+    here = folders_of(tree / split)
     missing, extra = sorted(set(classes) - set(here)), sorted(set(here) - set(classes))
     if missing or extra:
         told = [f"lacks {', '.join(missing[:5])}"] if missing else []
@@ -163,7 +165,7 @@ def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     targets: list[int] = []
     ignored: list[str] = []
     for label, name in enumerate(classes):
-        found = _files(folder, name, ignored)
+        found = files_below(folder, name, ignored)
         if not found:
             raise DataError(
                 f"data.root: the class folder {folder / name} holds no images "
@@ -175,39 +177,3 @@ def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
         few = ", ".join(ignored[:3])
         logger.warning("%s: ignored %d files that are no images: %s", folder, len(ignored), few)
     return paths, targets
-
-
-def _files(folder: Path, name: str, ignored: list[str]) -> list[str]:
-    """Return image files at any depth below a class folder, each real folder visited once.
-
-    What carries an image's name is listed even if it is a dangling link: it fails when read.
-    """
-    found: list[str] = []
-    visited: set[str] = set()
-    waiting = [name]
-    while waiting:
-        here = waiting.pop()
-        real = os.path.realpath(folder / here)
-        if real in visited:
-            continue
-        visited.add(real)
-        for entry in _entries(folder / here):
-            relative = f"{here}/{entry.name}"
-            if entry.is_dir():
-                waiting.append(relative)
-            elif Path(entry.name).suffix.lower() in EXTENSIONS:
-                found.append(relative)
-            else:
-                ignored.append(relative)
-    return sorted(found)
-
-
-def _entries(folder: Path) -> list["os.DirEntry[str]"]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                (entry for entry in entries if not entry.name.startswith(".")),
-                key=lambda entry: entry.name,
-            )
-    except OSError as error:
-        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error

@@ -11,8 +11,16 @@ from torch.utils.data import DistributedSampler
 from data.errors import DataError
 from data.keyed import preserved_rng, seed_rng
 from data.keys import ORDER, key, random_state
-from data.orders import targets_of
+from data.orders import Sequential, shuffled, targets_of
 from data.sampler import Indices, Order, Updates
+from data.streams import Stream
+
+
+def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
+    """Return the order of a data set without a sampler of its own; a stream's is its own order."""
+    if shuffle and not isinstance(dataset, Stream):
+        return shuffled(len(dataset), seed)
+    return Sequential(len(dataset))
 
 
 def as_order(sampler: Any, seed: int) -> Order:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.image_folder import image_folder
+from data.image_folder import ImageFiles, image_folder
 from data.loader import Loader
 from data.orders import Sequential
 from data.sampler import UpdateSampler
@@ -128,3 +128,23 @@ def test_one_image_a_class_cannot_give_a_val_split(tmp_path: Path, write_image: 
     write_image(tmp_path / "train" / "cat" / "1.jpg")
     with pytest.raises(DataError, match="too few images"):
         _open(tmp_path, "val")
+
+
+def test_a_link_in_a_circle_is_a_sample_that_fails_by_name(picture_tree: Path) -> None:
+    cats = picture_tree / "train" / "cat"
+    (cats / "circle.jpg").symlink_to("circle.jpg")
+    train = _open(picture_tree, val_fraction=0.0)
+    index = [train.path(i).endswith("circle.jpg") for i in range(len(train))].index(True)
+    with pytest.raises(DataError, match=r"cannot read .*circle\.jpg"):
+        train[index]
+
+
+def test_image_files_are_samples_without_classes(picture_tree: Path) -> None:
+    files = ImageFiles(str(picture_tree / "test"), transform=lambda image: image.float())
+    assert len(files) == 4
+    assert files[0].shape == (3, 10, 12)
+    assert files.path(0).endswith("cat/00.jpg")
+    empty = picture_tree / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match="holds no image files"):
+        ImageFiles(str(empty))

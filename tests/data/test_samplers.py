@@ -10,9 +10,10 @@ import torch
 from torch.utils import data as torch_data
 
 from data.errors import DataError
-from data.orders import Shuffled
+from data.orders import Sequential, Shuffled
 from data.sampler import UpdateSampler
-from data.samplers import GivenBatches, PerClass, SamplerOrder, as_order, as_updates
+from data.samplers import GivenBatches, PerClass, SamplerOrder, as_order, as_updates, default_order
+from data.streams import Stream
 
 
 class Lucky(torch_data.Sampler[int]):
@@ -77,6 +78,12 @@ def test_reading_a_sampler_leaves_the_training_rng(make: Any) -> None:
     random.seed(2)
     as_order(make(), seed=1)(5)
     assert (torch.rand(1).item(), random.random()) == expected
+
+
+def test_default_orders() -> None:
+    assert isinstance(default_order(range(9), 0), Shuffled)
+    assert isinstance(default_order(range(9), 0, shuffle=False), Sequential)
+    assert isinstance(default_order(Stream(range(9)), 0), Sequential)
 
 
 def test_an_order_of_ours_is_taken_as_it_is() -> None:
