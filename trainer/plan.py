@@ -32,7 +32,7 @@ class Plan:
     """Everything that the plan shows, in the order of showing."""
 
     name: str
-    picks: Mapping[str, str]  # config group -> what was picked
+    picks: Mapping[str, str | None]  # config group -> what was picked; None is not shown
     settings: Mapping[str, str]  # what else decides a run: seed, precision, device, strategy, ...
     overrides: Sequence[str]
     data: Sequence[DataRow]
@@ -79,13 +79,13 @@ def _section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
 
 
 def _config(plan: Plan) -> Iterator[str]:
-    yield _pairs(plan.picks)
+    yield _pairs({group: pick for group, pick in plan.picks.items() if pick is not None})
     yield _pairs(plan.settings)
     if plan.overrides:
         yield f"overrides: {' '.join(plan.overrides)}"
 
 
-def _pairs(values: Mapping[str, str]) -> str:
+def _pairs(values: Mapping[str, str | None]) -> str:
     return "  ".join(f"{key}={value}" for key, value in values.items())
 
 

@@ -28,7 +28,7 @@ def plan() -> Plan:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Plan(
         name="demo",
-        picks={"model": "mlp", "data": "digits"},
+        picks={"model": "mlp", "debug": None, "data": "digits"},
         settings={"seed": "0", "trainer.precision": "bf16"},
         overrides=["optimizer.lr=0.1", "model.hidden=[8]"],
         data=[DataRow("train", "Digits", 1437, "0123456789"), DataRow("predict", "Lines", None)],
