@@ -24,8 +24,7 @@ def functions_of_groups(
 
     A single function is every group's. Raises `ScheduleError`.
     """
-    given = functions if isinstance(functions, Mapping) else {DEFAULT: functions}
-    given = {str(name): function for name, function in given.items() if function is not None}
+    given = by_name(functions)
     known = {alias for group in group_names for alias in _aliases(group)}
     for name in given:
         if name != DEFAULT and name not in known:
@@ -38,11 +37,18 @@ def functions_of_groups(
     }
     found = []
     for group in group_names:
-        name = next((n for n in [*_aliases(group), DEFAULT] if n in made), None)
-        if name is None:
+        meant = [made[name] for name in [*_aliases(group), DEFAULT] if name in made]
+        if not meant:
             raise ScheduleError(f"{key} has no function for group {group!r}, and no default")
-        found.append(made[name])
+        found.append(meant[0])
     return found
+
+
+def by_name(functions: Any) -> dict[str, Any]:
+    """Return the functions of groups and rules; a single one is `default`'s, null is none."""
+    several = isinstance(functions, Mapping) and "_target_" not in functions
+    given = functions if several else {DEFAULT: functions}
+    return {str(name): function for name, function in given.items() if function is not None}
 
 
 def _aliases(group: str) -> list[str]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, OneCycleLR, SequentialLR
 
 from trainer.instantiate import instantiate, locate
-from trainer.lr_functions import functions_of_groups
+from trainer.lr_functions import by_name, functions_of_groups
 from trainer.lr_horizon import Horizon, Interval, ScheduleError, remaining
 from trainer.lr_track import Track
 from trainer.warmup import Warmup, parse_warmup
@@ -39,6 +39,9 @@ def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str
     for word in stand_ins.keys() & node.keys():
         plain |= stand_ins[word]
     found = {key: plain}
+    for name, function in by_name(node.get("functions")).items():
+        if isinstance(function, Mapping):
+            found[f"{key}.functions.{name}"] = dict(function)
     for name, child in inner_nodes(node, key):
         found |= target_nodes(child, f"{key}.schedulers.{name}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -165,7 +166,32 @@ def build_lr_schedule(
             logger.warning(
                 "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
             )
+    _examine(node, optimizers, total_steps, steps_per_epoch, key)
     return schedule
+
+
+def _examine(
+    node: Mapping[str, Any] | None,
+    optimizers: Optimizers,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    key: str,
+) -> None:
+    """Look ahead for learning rates that are none, since torch looks at few arguments."""
+    stand_ins = _stand_ins(optimizers)
+    last = total_steps or 1000
+    steps = [*range(0, last, max(1, last // 50)), last]
+    try:
+        schedule = _build(node, stand_ins, total_steps, steps_per_epoch, key)
+        for optimizer in stand_ins.optimizers.values():
+            optimizer.step()
+        rates = _jumped(schedule, stand_ins, steps, steps_per_epoch)
+    except (TypeError, ArithmeticError) as error:
+        raise ScheduleError(f"{key}: the schedule cannot be computed: {error}") from error
+    for step, at in zip(steps, rates, strict=False):
+        for group, lr in at.items():
+            if not 0 <= lr < math.inf:
+                raise ScheduleError(f"{key} makes the learning rate of {group!r} {lr:g} at {step}")
 
 
 def _build(

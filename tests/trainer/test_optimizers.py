@@ -1,5 +1,7 @@
 """Each shipped optimizer against plain PyTorch, several at once, and plain optimizers wrapped."""
 
+import copy
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,9 +42,14 @@ def network() -> Small:
     return Small().double()
 
 
+@functools.cache
+def composed(*overrides: str) -> dict[str, Any]:
+    return compose(list(overrides)).config
+
+
 def node(*overrides: str) -> dict[str, Any]:
-    optimizer: dict[str, Any] = compose([*overrides]).config["optimizer"]
-    return optimizer
+    chosen: dict[str, Any] = composed(*overrides)["optimizer"]
+    return copy.deepcopy(chosen)
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
