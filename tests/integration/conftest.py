@@ -1,0 +1,183 @@
+"""Run the real command line, many times in little time.
+
+A server process imports what the command imports and then forks once for each run, so that a run
+costs its training and not 5 s of imports. The server has computed nothing, so no thread is lost.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+PRELOADED = [
+    "scripts.train",
+    "scripts.run",
+    "torchvision.transforms.v2",
+    "sklearn.datasets",
+    "torch._dynamo",
+]
+# A job of 20 updates an epoch with whatever has a state: BatchNorm, dropout, an average.
+JOB = [
+    "experiment=resnet18",
+    "model=small_cnn",
+    "model.dropout=0.2",
+    "callbacks=[default,ema]",
+    "loader.num_workers=0",
+    "trainer.log_every_n_steps=4",
+    "callbacks.checkpoint.every_n_steps=5",
+    "callbacks.checkpoint.save_top_k=-1",
+]
+
+
+def run_command(arguments, folder, output, environment, tmpfs):
+    """Be the command `train` in a process of its own session."""
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o666), number)
+    os.environ.update(environment)
+    os.chdir(folder)
+    if tmpfs is not None:
+        mount(*tmpfs)
+    sys.argv = ["train", *arguments]
+    import scripts.train
+
+    try:
+        scripts.train.main()
+    finally:
+        if tmpfs is not None:  # what is mounted here nobody else sees
+            shutil.copytree(tmpfs[0], output.with_suffix(".tree"))
+
+
+def mount(folder, options):
+    """Mount a small file system for this process alone."""
+    ctypes.CDLL(None).unshare(NEW_MOUNTS)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
+
+
+@dataclass
+class Running:
+    """A run on its way."""
+
+    process: object
+    output: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    @property
+    def out(self):
+        return self.output.with_suffix(".out").read_text()
+
+    @property
+    def err(self):
+        return self.output.with_suffix(".err").read_text()
+
+    @property
+    def tree(self):
+        """What a mounted file system held at the end."""
+        return self.output.with_suffix(".tree")
+
+    def send(self, number):
+        """Send a signal to the whole process group."""
+        os.killpg(self.pid, number)
+
+    def until(self, condition, seconds=60):
+        """Wait until something is so; the run must live that long."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.exitcode is None, f"ended with {self.process.exitcode}: {self.err}"
+            assert time.monotonic() < deadline, f"waited in vain: {self.err}"
+            time.sleep(0.002)
+
+    def wait(self, seconds=60):
+        """Return the exit code; the whole process group must be gone by then."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"hangs: {self.err}"
+        self.code = self.process.exitcode
+        return self
+
+    def kill(self):
+        """End the run and its workers at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.join()
+
+    @property
+    def error(self):
+        """The one `error:` line, without its beginning."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert "Traceback" not in self.err, self.err
+        return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture(scope="session")
+def job():
+    return [*JOB, "trainer.max_epochs=2"]
+
+
+@pytest.fixture(scope="session")
+def server():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when the server imports torch
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+@pytest.fixture(scope="session")
+def start(server, tmp_path_factory):
+    """Start `train ARGUMENTS`; ended with the session at the latest."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    running = []
+
+    def begin(arguments, folder=None, environment=None, tmpfs=None):
+        output = outputs / str(len(running))
+        folder = folder or tmp_path_factory.mktemp("cwd")
+        values = (list(arguments), folder, output, environment or {}, tmpfs)
+        process = server.Process(target=run_command, args=values)
+        process.start()
+        running.append(Running(process, output))
+        running[-1].until(output.with_suffix(".err").exists)
+        return running[-1]
+
+    yield begin
+    for run in running:
+        run.kill()
+
+
+@pytest.fixture(scope="session")
+def train(start):
+    """Run `train ARGUMENTS` to its end."""
+    return lambda arguments, **options: start(arguments, **options).wait()
+
+
+@pytest.fixture(scope="session")
+def whole(train, job, tmp_path_factory):
+    """A finished run of two epochs, with all its checkpoints: 5, 10, ... 40. Do not change it."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    run = train([*job, f"run_dir={path}"])
+    assert run.code == 0, run.err
+    return path
+
+
+@pytest.fixture
+def killed(whole, tmp_path):
+    """A copy of the run as a kill -9 after its last checkpoint would have left it."""
+    path = tmp_path / "killed"
+    shutil.copytree(whole, path)
+    status = path / "status.json"
+    status.write_text(status.read_text().replace('"finished"', '"running"'))
+    return path

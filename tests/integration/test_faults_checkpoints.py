@@ -1,0 +1,161 @@
+"""Damaged, foreign and hostile checkpoints, met by the command line."""
+
+import os
+import random
+import shutil
+
+import pytest
+import torch
+
+from scripts.same_run import differences, repeated_steps
+
+
+def step_file(run, step):
+    return run / "checkpoints" / f"step-{step:08d}.pt"
+
+
+def rewritten(path, change):
+    """Change a checkpoint's content and save it as torch does."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda b: b[: len(b) // 2], id="half"),
+        pytest.param(lambda b: bytes([*b[:5000], b[5000] ^ 8, *b[5001:]]), id="a-flipped-bit"),
+        pytest.param(lambda b: b"<html>404</html>", id="html"),
+    ],
+)
+def test_auto_goes_on_from_the_newest_whole_one(train, job, whole, killed, damage):
+    for step in (40, 35):
+        step_file(killed, step).write_bytes(damage(step_file(killed, step).read_bytes()))
+    (killed / "checkpoints" / "last.pt").unlink()
+    run = train([*job, f"run_dir={killed}", "resume=auto"])
+    assert run.code == 0, run.err
+    for step in (40, 35):
+        assert f"passed over {step_file(killed, step)}" in run.err
+    assert "weights_only" not in run.err + run.out
+    assert differences(whole, killed) == []
+    assert repeated_steps(killed) == []
+
+
+@pytest.mark.parametrize("step", [5, 15, 20, 25])
+def test_any_checkpoint_leads_to_the_same_end(train, job, whole, killed, step):
+    for later in range(step + 5, 45, 5):
+        step_file(killed, later).unlink()
+    for name in ("last.pt", "best.pt", "index.json"):
+        (killed / "checkpoints" / name).unlink()
+    run = train([*job, f"run_dir={killed}", "resume=auto"])
+    assert run.code == 0, run.err
+    assert differences(whole, killed) == []
+
+
+def test_a_damaged_path_is_refused(train, job, killed):
+    path = step_file(killed, 40)
+    path.write_bytes(path.read_bytes()[:3000])
+    run = train([*job, f"resume={path}"])
+    assert run.code == 4
+    assert str(path) in run.error
+    assert "weights_only" not in run.err
+
+
+def test_if_nothing_is_whole_it_does_not_start_anew(train, job, killed):
+    for path in (killed / "checkpoints").glob("*.pt"):
+        path.write_bytes(random.Random(0).randbytes(5000))
+    before = (killed / "metrics.jsonl").read_bytes()
+    run = train([*job, f"run_dir={killed}", "resume=auto"])
+    assert run.code == 4
+    assert "no checkpoint is whole" in run.error
+    assert (killed / "metrics.jsonl").read_bytes() == before
+
+
+class Payload:
+    """Touches a file when unpickled by anything but a weights-only load."""
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("auto", [True, False], ids=["auto", "path"])
+def test_code_is_refused_and_not_run(train, job, killed, tmp_path, auto):
+    canary, path = tmp_path / "canary", step_file(killed, 40)
+    torch.save({"model": Payload(canary), "format_version": 1}, path)
+    resume = [f"run_dir={killed}", "resume=auto"] if auto else [f"resume={path}"]
+    run = train([*job, *resume], environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+    assert run.code == 4
+    assert "refused: contains code (posix.system)" in run.error
+    assert not canary.exists()
+
+
+def test_a_format_of_the_future_is_named(train, job, killed):
+    path = step_file(killed, 40)
+    rewritten(path, lambda content: content.update(format_version=9))
+    run = train([*job, f"resume={path}"])
+    assert run.code == 4
+    assert "format 9 > supported 1" in run.error
+
+
+def test_a_missing_path_is_a_mistake_of_the_command_line(train, job, tmp_path):
+    run = train([*job, f"resume={tmp_path / 'none.pt'}"])
+    assert run.code == 2
+    assert "resume" in run.error
+    assert "none.pt" in run.error
+
+
+def test_another_architecture_is_refused_in_one_line(train, job, killed):
+    before = {path: path.read_bytes() for path in killed.rglob("*.jsonl")}
+    change = ["model.widths=[16,32,48]", "resume_policy=override"]
+    run = train([*job, f"run_dir={killed}", "resume=auto", *change])
+    assert run.code == 4
+    assert (
+        "features.2.conv.weight is [64, 32, 3, 3] in it, [48, 32, 3, 3] in the model" in run.error
+    )
+    assert "more)" in run.error
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_changed_rate_is_a_diff(train, job, killed):
+    run = train([*job, f"run_dir={killed}", "resume=auto", "optimizer.lr=0.0123"])
+    assert run.code == 4
+    assert run.error
+    assert "optimizer.lr" in run.err
+    assert "0.0123" in run.err
+
+
+def test_a_finished_run_is_left_alone(train, job, whole, tmp_path):
+    copy = tmp_path / "finished"
+    shutil.copytree(whole, copy)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    run = train([*job, f"run_dir={copy}", "resume=auto"])
+    assert run.code == 0
+    assert "already finished at epoch 2" in run.err + run.out
+    refused = train([*job, f"run_dir={copy}"])
+    assert refused.code == 2
+    assert "run_dir" in refused.error
+    after = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert {p.name for p in before if before[p] != after[p]} <= {".lock"}
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize("spoil", ["missing", "dangling", "of another run"])
+def test_a_wrong_last_leads_nobody_astray(train, job, whole, killed, spoil, tmp_path):
+    last = killed / "checkpoints" / "last.pt"
+    last.unlink()
+    for step in range(30, 45, 5):
+        step_file(killed, step).unlink()
+    if spoil == "dangling":
+        last.symlink_to("step-00000099.pt")
+    elif spoil == "of another run":
+        other = torch.load(step_file(whole, 40), weights_only=True)
+        other["model"]["head.bias"].zero_()
+        torch.save(other, last)
+    run = train([*job, f"run_dir={killed}", "resume=auto"])
+    assert run.code == 0, run.err
+    assert "resumed at step 25" in run.err + run.out
+    assert differences(whole, killed) == []
