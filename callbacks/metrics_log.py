@@ -60,12 +60,13 @@ class MetricsLog(Callback):
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; a later line opens it again."""
         if self._log is not None:
+            self._offset = self._log.offset()
             self._log.close()
             self._log = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return how long the file is, and what its last step has."""
-        offset = self._log.offset() if self._log is not None else 0
+        offset = self._log.offset() if self._log is not None else self._offset
         return {"offset": offset, "step": self._step, "keys": sorted(self._keys)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

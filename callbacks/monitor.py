@@ -14,7 +14,19 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
-_LARGER = {"accuracy", "acc", "f1", "iou", "miou", "dice", "auc", "auroc", "precision", "recall"}
+_LARGER = {
+    "accuracy",
+    "acc",
+    "f1",
+    "iou",
+    "miou",
+    "dice",
+    "auc",
+    "auroc",
+    "map",
+    "precision",
+    "recall",
+}
 
 
 class Monitor:
@@ -66,9 +78,8 @@ class Monitor:
 def _sign(name: str | None, mode: str) -> int:
     if mode != AUTO:
         return 1 if mode == "max" else -1
-    words = set(re.split(r"[/_:\d]+", (name or "").lower()))
-    if words & _SMALLER:
-        return -1
-    if words & _LARGER:
-        return 1
+    words = re.split(r"[/_:]", (name or "").lower())
+    for word in (*words, *(word.rstrip("0123456789") for word in words)):
+        if word in _SMALLER | _LARGER:
+            return 1 if word in _LARGER else -1
     raise CallbackError(f"mode={AUTO}: is a larger {name} better? say mode=max or mode=min")

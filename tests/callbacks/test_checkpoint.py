@@ -1,0 +1,235 @@
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA
+from callbacks.errors import CallbackError
+from trainer import checkpoint as mechanism
+from trainer.callback import Callback
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import StorageError
+from trainer.safetensors_file import read_safetensors
+
+
+class Scores(Callback):
+    """Give each validation a chosen value, as if the model were that good."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+
+    def on_validation_end(self, trainer: Any, metrics: Any) -> None:
+        trainer.log({"val/score": self._values[trainer.state.epoch - 1]})
+
+
+def train(make_trainer: Any, run_dir: Path, scores: list[float], **options: Any) -> Checkpoint:
+    checkpoint = Checkpoint(**{"monitor": "val/score", "mode": "max", **options})
+    callbacks = {"scores": Scores(scores), "checkpoint": checkpoint}
+    make_trainer(callbacks, run_dir, max_epochs=len(scores)).fit()
+    return checkpoint
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt"))
+
+
+def step_of(run_dir: Path, name: str) -> int:
+    payload = CheckpointStore(run_dir / "checkpoints").load(run_dir / "checkpoints" / f"{name}.pt")
+    return int(payload["state"]["counters"]["global_step"])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        pytest.param({}, [10], id="every epoch"),
+        pytest.param({"every_n_epochs": 2}, [10], id="every second epoch"),
+        pytest.param(
+            {"every_n_epochs": None, "every_n_steps": 4}, [4, 8, 10], id="steps, and the end"
+        ),
+        pytest.param({"every_n_epochs": None}, [10], id="the end only"),
+        pytest.param({"every_n_steps": 3}, [3, 5, 6, 9, 10], id="both"),
+    ],
+)
+def test_when(make_trainer: Any, tmp_path: Path, options: dict[str, Any], kept: list[int]) -> None:
+    callback = Checkpoint(save_top_k=-1, **options)
+    make_trainer({"checkpoint": callback}, tmp_path, max_epochs=2).fit()
+    expected = kept if options else [5, 10]
+    assert steps(tmp_path) == expected
+    assert step_of(tmp_path, "last") == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "scores", "best", "kept"),
+    [
+        pytest.param({}, [1, 3, 2, 2], 10, [10, 15, 20], id="max"),
+        pytest.param({"mode": "min"}, [1, 3, 2, 2], 5, [5, 15, 20], id="min"),
+        pytest.param({}, [1, 3, 3, 3], 10, [10, 15, 20], id="of equal ones the earlier"),
+        pytest.param({"save_top_k": 2}, [4, 1, 3, 2, 1, 1], 5, [5, 15, 25, 30], id="top 2"),
+        pytest.param({}, [1, math.nan, math.nan], 5, [5, 10, 15], id="nan is never best"),
+        pytest.param({}, [math.nan, 1, 0], 10, [10, 15], id="after a nan"),
+        pytest.param({"save_top_k": -1}, [2, 1, 1, 1], 5, [5, 10, 15, 20], id="all"),
+    ],
+)
+def test_which_are_kept(
+    make_trainer: Any,
+    tmp_path: Path,
+    options: dict[str, Any],
+    scores: list[float],
+    best: int,
+    kept: list[int],
+) -> None:
+    callback = train(make_trainer, tmp_path, scores, **options)
+    assert steps(tmp_path) == kept
+    assert step_of(tmp_path, "best") == best
+    assert callback.best == (best, scores[best // 5 - 1])
+
+
+def test_without_best(make_trainer: Any, tmp_path: Path) -> None:
+    callback = train(make_trainer, tmp_path, [1, 2, 3], save_top_k=0, save_last=False)
+    assert callback.best is None
+    assert steps(tmp_path) == [10, 15]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "index.json",
+        "step-00000010.pt",
+        "step-00000015.pt",
+    }
+
+
+def test_only_a_value_of_the_saved_state_counts(make_trainer: Any, tmp_path: Path) -> None:
+    # Saved in the middle of the second epoch: the first one's value says nothing about it.
+    callback = train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
+    assert callback.best == (10, 1.0)
+
+
+def test_without_a_validation_set_the_newest_is_best(make_trainer: Any, tmp_path: Path) -> None:
+    callback = Checkpoint()
+    make_trainer({"checkpoint": callback}, tmp_path, validated=False).fit()
+    assert (callback.monitor, callback.best) == (None, None)
+    assert step_of(tmp_path, "best") == step_of(tmp_path, "last") == 10
+
+
+def test_the_tasks_metric_is_the_default(make_trainer: Any, tmp_path: Path) -> None:
+    callback = Checkpoint()
+    assert callback.monitor is None
+    make_trainer({"checkpoint": callback}, tmp_path).fit()
+    assert callback.monitor == "val/accuracy"
+
+
+@pytest.mark.parametrize("cut", [5, 7, 10, 13])
+def test_a_resumed_run_decides_as_if_nothing_had_happened(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
+) -> None:
+    scores = [2.0, 5.0, 3.0, 4.0]
+    whole = train(make_trainer, tmp_path / "whole", scores, save_top_k=2)
+    folder = tmp_path / "cut"
+
+    def trainer(*more: Callback) -> Any:
+        checkpoint = Checkpoint(monitor="val/score", mode="max", save_top_k=2)
+        callbacks = {"scores": Scores(scores), "checkpoint": checkpoint}
+        callbacks |= {f"extra{i}": callback for i, callback in enumerate(more)}
+        return make_trainer(callbacks, folder, max_epochs=4)
+
+    first, second = trainer(stop_at(cut)), trainer()
+    first.fit()
+    assert step_of(folder, "last") == cut
+    carry_over(first, second)
+    second.fit()
+    assert second.callbacks["checkpoint"].best == whole.best
+    assert step_of(folder, "best") == step_of(tmp_path / "whole", "best")
+    assert set(steps(folder)) >= set(steps(tmp_path / "whole"))  # and the one resumed from
+
+
+def test_the_saved_state_knows_of_its_own_save(make_trainer: Any, tmp_path: Path) -> None:
+    train(make_trainer, tmp_path, [1.0, 2.0])
+    store = CheckpointStore(tmp_path / "checkpoints")
+    payload = store.load(tmp_path / "checkpoints" / "best.pt")
+    assert payload["callbacks"]["checkpoint"]["ranking"] == [[10, 2.0]]
+    assert store.entries()[-1].metrics["val/score"] == 2.0
+
+
+def test_a_failed_save_is_told_and_tried_again(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write, tried = mechanism._write, []
+
+    def full_until_step_8(path: Path, payload: dict[str, Any]) -> Any:
+        tried.append(payload["state"]["counters"]["global_step"])
+        if tried[-1] < 8:
+            raise StorageError(f"cannot write {path}: no space left")
+        return write(path, payload)
+
+    monkeypatch.setattr(mechanism, "_write", full_until_step_8)
+    checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=3)
+    with caplog.at_level(logging.WARNING):
+        make_trainer({"checkpoint": checkpoint}, tmp_path, log_every_n_steps=2).fit()
+    # Due at 3; 4, 5 (an epoch's end) and 6 are log boundaries; 8 succeeds; 9 and 10 are due.
+    assert tried == [3, 4, 5, 6, 8, 9, 10]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [w.split(":")[0] for w in warnings] == [f"no checkpoint at step {s}" for s in (3, 4, 6)]
+    assert "no space left" in warnings[0]
+    assert steps(tmp_path) == [9, 10]
+
+
+def test_a_run_that_cannot_save_its_end_fails(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, payload: dict[str, Any]) -> Any:
+        raise StorageError(f"cannot write {path}: no space left")
+
+    monkeypatch.setattr(mechanism, "_write", full)
+    checkpoint = Checkpoint()
+    trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
+    with pytest.raises(StorageError, match="no space left"):
+        trainer.fit()
+    assert trainer.state.global_step == 10
+    assert checkpoint.best is None
+
+
+def test_a_signal_saves_where_it_stopped_and_only_once(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saved = mechanism._write, []
+
+    def recorded(path: Path, payload: dict[str, Any]) -> Any:
+        saved.append(path.name)
+        return write(path, payload)
+
+    monkeypatch.setattr(mechanism, "_write", recorded)
+    checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
+    trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path)
+    trainer.fit()
+    checkpoint.save_now(trainer)
+    assert saved == ["step-00000004.pt", "step-00000007.pt"]
+
+
+def test_nothing_is_saved_before_the_first_update(make_trainer: Any, tmp_path: Path) -> None:
+    checkpoint = Checkpoint()
+    trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
+    trainer.state.request_stop("SIGTERM", 143)
+    trainer.fit()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_best_weights_are_those_that_were_evaluated(make_trainer: Any, tmp_path: Path) -> None:
+    ema = EMA(decay=0.5, warmup=False)
+    trainer = make_trainer({"ema": ema, "checkpoint": Checkpoint(save_weights=True)}, tmp_path)
+    trainer.fit()
+    folder = tmp_path / "checkpoints"
+    best = torch.load(folder / "best.pt", weights_only=True)
+    weights = read_safetensors(folder / "best.safetensors")
+    assert weights.keys() == best["model"].keys()
+    for name, value in best["ema"]["model"].items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+    assert not torch.equal(weights["0.weight"], best["model"]["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"every_n_steps": 0}, {"every_n_epochs": -1}, {"save_top_k": -2}, {"mode": "best"}]
+)
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(CallbackError):
+        Checkpoint(**options)

@@ -1,0 +1,143 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks import ema as module
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA
+from callbacks.errors import CallbackError
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.checkpoint import CheckpointStore
+
+
+class History(Callback):
+    """Remember the weights after every update, and those that a validation sees."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.weights.append(trainer.model[0].weight.detach().clone())
+
+    def on_update_end(self, trainer: Any) -> None:
+        self.weights.append(trainer.model[0].weight.detach().clone())
+
+
+def averaged(trainer: Any) -> torch.Tensor:
+    result: torch.Tensor = trainer.callbacks["ema"].state_dict()["model"]["0.weight"]
+    return result
+
+
+def test_is_the_average_written_out_by_hand(make_trainer: Any) -> None:
+    history = History()
+    trainer = make_trainer({"history": history, "ema": EMA(decay=0.8, warmup=False)})
+    trainer.fit()
+    expected = history.weights[0]
+    for weight in history.weights[1:]:
+        expected = 0.8 * expected + 0.2 * weight
+    torch.testing.assert_close(averaged(trainer), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_warmup_and_update_every(make_trainer: Any) -> None:
+    history = History()
+    trainer = make_trainer({"history": history, "ema": EMA(decay=0.4, update_every=2)})
+    trainer.fit()
+    expected = history.weights[0]
+    for step in (2, 4, 6, 8, 10):
+        decay = min(0.4, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * history.weights[step]
+    torch.testing.assert_close(averaged(trainer), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_skipped_update_does_not_count(make_trainer: Any) -> None:
+    batches = [(torch.randn(6, 4).double(), torch.randn(6, 2).double()) for _ in range(5)]
+    batches[2] = (batches[2][0] * float("nan"), batches[2][1])
+    history = History()
+    callbacks = {"history": history, "ema": EMA(decay=0.8, warmup=False)}
+    trainer = make_trainer(callbacks, batches=batches, max_epochs=1, on_nonfinite="skip")
+    trainer.fit()
+    assert trainer.state.skipped_updates == 1
+    expected = history.weights[0]
+    for step in (1, 2, 4, 5):
+        expected = 0.8 * expected + 0.2 * history.weights[step]
+    torch.testing.assert_close(averaged(trainer), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_where_only_the_device_knows_of_a_skipped_update(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU: the count of skipped updates rises on the device and is reset by a log boundary.
+    counts = iter([0, 0, 1, 1, 0, 1, 1, 1])  # start, update, skipped, update, log, skipped, update
+    monkeypatch.setattr(module, "skipped_on_device", lambda trainer: torch.tensor(next(counts)))
+    trainer = make_trainer({"ema": (callback := EMA(decay=0.5, warmup=False))})
+    callback.on_fit_start(trainer)
+    expected = averaged(trainer).clone()
+    for event in ("update", "skipped", "update", "log", "skipped", "update"):
+        if event == "log":
+            callback.on_log(trainer, {})
+            continue
+        trainer.state.global_step += 1
+        with torch.no_grad():
+            trainer.model[0].weight.add_(1.0)
+        callback.on_update_end(trainer)
+        if event == "update":
+            expected = (expected + trainer.model[0].weight.detach()) / 2
+    torch.testing.assert_close(averaged(trainer), expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_which_weights_are_judged_is_explicit(make_trainer: Any, used: bool) -> None:
+    ema = EMA(decay=0.9, warmup=False, use_for_evaluation=used)
+    trainer = make_trainer({"ema": ema})
+    trainer.fit()
+    trained = copy.deepcopy(trainer.model.state_dict())
+    judged = trainer.evaluate(trainer.val_loader, "val")
+    assert all(torch.equal(v, trained[n]) for n, v in trainer.model.state_dict().items())
+    state = ema.state_dict()["model"] if used else trained
+    plain = make_trainer({})
+    plain.model.load_state_dict(state)
+    assert plain.evaluate(plain.val_loader, "val") == judged
+    assert trainer.metrics["val/loss"] == judged["val/loss"]
+
+
+def test_training_does_not_depend_on_it(make_trainer: Any) -> None:
+    with_it, without = make_trainer({"ema": EMA()}), make_trainer({})
+    with_it.fit()
+    without.fit()
+    for name, value in without.model.state_dict().items():
+        assert torch.equal(with_it.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("cut", [3, 5, 9])
+def test_goes_on_after_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut: int) -> None:
+    whole, first, second = (
+        make_trainer({"ema": EMA(0.9), **more}) for more in ({}, {"stop": stop_at(cut)}, {})
+    )
+    whole.fit()
+    first.fit()
+    carry_over(first, second)
+    second.fit()
+    for name, value in whole.callbacks["ema"].state_dict()["model"].items():
+        assert torch.equal(second.callbacks["ema"].state_dict()["model"][name], value)
+
+
+def test_the_best_checkpoint_evaluates_to_what_training_said(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer({"ema": EMA(0.9), "checkpoint": Checkpoint()}, tmp_path)
+    trainer.fit()
+    payload = CheckpointStore(tmp_path / "checkpoints").load(tmp_path / "checkpoints" / "last.pt")
+    assert not torch.equal(payload["ema"]["model"]["0.weight"], payload["model"]["0.weight"])
+    fresh = make_trainer({"ema": EMA(0.9)})  # as the evaluate command: nothing is fitted
+    snapshot.load_weights(fresh, payload)
+    assert fresh.evaluate(fresh.val_loader, "val")["val/loss"] == trainer.metrics["val/loss"]
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"update_every": 0}])
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(CallbackError):
+        EMA(**options)
