@@ -1,7 +1,7 @@
 """Decode image files: fast for JPEG, by Pillow for everything else, never silently wrong."""
 
+import importlib
 import io
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,8 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
     Raises DataError, naming the file, for whatever cannot be read whole as an image.
     """
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            data = file.read()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or reason(error)}") from error
     if not data:
@@ -72,22 +73,18 @@ def _check_size(width: int, height: int, path: Path | str) -> None:
 
 
 @cache
-def _torchvision_decoder() -> Callable[[Tensor, str], Tensor] | None:
+def _torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
     """Return torchvision's JPEG decoder, four times as fast on small images as Pillow's.
 
-    It is marked as deprecated since 0.29; where it is gone, Pillow gives the same pixels.
+    The operator itself: the function around it warns at every call that it is deprecated (0.29).
+    Where it is gone, Pillow gives the same pixels.
     """
     try:
-        from torchvision.io import decode_jpeg
-    except ImportError:
+        importlib.import_module("torchvision.io")  # registers it
+        operator: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_jpeg.default
+    except (ImportError, AttributeError, RuntimeError):
         return None
-
-    def decode(data: Tensor, mode: str) -> Tensor:
-        image: Tensor = decode_jpeg(data, mode, apply_exif_orientation=True)
-        return image
-
-    warnings.filterwarnings("ignore", "(?s).*decod.*deprecated", DeprecationWarning, "torchvision")
-    return decode
+    return operator
 
 
 def _by_torchvision(data: bytes, channels: int) -> Tensor | None:
@@ -96,9 +93,8 @@ def _by_torchvision(data: bytes, channels: int) -> Tensor | None:
     if decode is None:
         return None
     try:
-        return decode(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8), "GRAY" if channels == 1 else "RGB"
-        )
+        # Channels: 1 = grey, 3 = RGB, as in torchvision.io.ImageReadMode; upright by EXIF.
+        return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
     except RuntimeError:
         return None
 
@@ -109,7 +105,7 @@ def _by_pillow(data: bytes, path: Path | str, channels: int) -> Tensor:
         image = ImageOps.exif_transpose(opened)
         pixels = np.asarray(_to_eight_bits(image, path).convert(_MODES[channels]))
     planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(planes))
+    return torch.from_numpy(np.array(planes))
 
 
 def _to_eight_bits(image: Image.Image, path: Path | str) -> Image.Image:

@@ -35,7 +35,7 @@ def files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
             continue
         visited.add(real)
         for entry in _entries(folder / here):
-            relative = f"{here}/{entry.name}"
+            relative = os.path.join(here, entry.name)
             if _is_folder(entry):
                 waiting.append(relative)
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:

@@ -31,7 +31,7 @@ class ImageFolder:
         channels: int = 3,
         transform: Transform | None = None,
     ) -> None:
-        self.folder = folder
+        self._prefix = str(folder)
         # One byte string instead of many objects: forked workers then share its memory.
         self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.targets = torch.tensor(targets, dtype=torch.int64)
@@ -44,7 +44,7 @@ class ImageFolder:
 
     def path(self, index: int) -> str:
         """Return the file of a sample."""
-        return str(self.folder / os.fsdecode(self.names[index]))
+        return os.path.join(self._prefix, os.fsdecode(self.names[index]))
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = read_image(self.path(index), self.channels)
@@ -58,7 +58,7 @@ class ImageFiles(ImageFolder):
 
     def __init__(self, folder: str, channels: int = 3, transform: Transform | None = None) -> None:
         ignored: list[str] = []
-        paths = files_below(Path(folder).expanduser(), ".", ignored)
+        paths = files_below(Path(folder).expanduser(), "", ignored)
         if not paths:
             raise DataError(f"data.predict: {folder} holds no image files")
         super().__init__(Path(folder).expanduser(), paths, [], [], channels, transform)
