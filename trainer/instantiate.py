@@ -3,6 +3,7 @@
 Every target is checked (`trainer/targets.py`) before anything of the tree is imported or called.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.signatures import TargetProblem, bind_problems, hides_arguments
-from trainer.targets import ALLOWED, TargetError, allow, allowed_extra, locate, refusal
+from trainer.signatures import SPECIAL, TargetProblem, bind_problems, hides_arguments
+from trainer.targets import ALLOWED, TargetError, allow, allowed_extra, locate, refusal, under
 
 __all__ = [
     "TargetError",
@@ -45,27 +46,45 @@ def refused_targets(node: Any, key: str = "") -> list[TargetProblem]:
 def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any) -> Any:
     """Build what `node` describes, nested nodes first, and return it.
 
-    `args` take the place of the node's `_args_`, `kwargs` win over the node's own arguments; both
-    are handed on untouched. Containers arrive as plain dicts and lists. With `_partial_: true`
-    the result is a callable. `_key_` is where the node stands, for the messages.
+    `args` take the place of the node's `_args_`, `kwargs` win over the node's own arguments; all
+    arrive untouched, containers as plain dicts and lists. With `_partial_: true` the result is a
+    callable. `_key_` is where the node stands, for the messages.
     Raises TargetError where a target is refused or rejects a value; other exceptions pass.
     """
-    paths = [path for _, path in _targets(node, _key_)]
     for where, path in _targets(node, _key_):
         _locate(where, path)
-    own = {k: v for k, v in _escaped(node).items() if not (args and k == "_args_")}
-    deferred = bool(own.pop("_partial_", False))
-    own.pop("_convert_", None)
-    extra = {_WHITELIST: sorted({*ALLOWED, *paths})} if _TAKES_WHITELIST else {}
+    return _build(node, args, kwargs, _key_)
+
+
+def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], key: str) -> Any:
+    keep = node.get("_recursive_") is False
+    own = {k: v if keep else _built(v, f"{key}.{k}") for k, v in node.items() if k not in SPECIAL}
+    args = args or tuple(_built(node.get("_args_", []), f"{key}._args_"))
+    if node.get("_partial_"):
+        return functools.partial(locate(node["_target_"]), *args, **{**own, **given})
+    # Hydra sees the target alone: it would resolve `${` in arguments, which are final, once more.
+    extra = {_WHITELIST: [node["_target_"]]} if _TAKES_WHITELIST else {}
     try:
-        call = hydra.utils.instantiate({**own, "_partial_": True, "_convert_": "all"}, **extra)
-        if deferred:
-            return _bound(call, args, kwargs)
-        return call(*args, **kwargs)
+        call = hydra.utils.instantiate({"_target_": node["_target_"], "_partial_": True}, **extra)
+        return call(*args, **{**own, **given})
     except InstantiationException as error:
-        raise _cause(error, node, _key_) from error.__cause__
+        raise _refusal(error.__cause__ or error, node, key) from error
     except _REFUSALS as error:
-        raise _refused_value(error, node, _key_) from error
+        # In the user's own code it is a fault to be shown with its traceback.
+        if hasattr(error, "exit_code") or not under(node["_target_"], ALLOWED):
+            raise
+        raise _refusal(error, node, key) from error
+
+
+def _built(value: Any, key: str) -> Any:
+    """Return an argument with the nodes within it built."""
+    if isinstance(value, dict):
+        if "_target_" in value:
+            return _build(value, (), {}, key)
+        return {name: _built(child, f"{key}.{name}") for name, child in value.items()}
+    if isinstance(value, list):
+        return [_built(child, f"{key}.{index}") for index, child in enumerate(value)]
+    return value
 
 
 def build_problems(
@@ -103,44 +122,8 @@ def _locate(where: str, path: Any) -> Any:
         raise TargetError(f"{where}: {error}") from error
 
 
-def _bound(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not args and not kwargs:
-        return call
-    return lambda *more, **named: call(*args, *more, **{**kwargs, **named})
-
-
-def _escaped(node: Any) -> Any:
-    """Protect `${` in values that are final: Hydra would resolve it a second time."""
-    if isinstance(node, dict):
-        return {key: _escaped(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_escaped(value) for value in node]
-    return _escape(node) if isinstance(node, str) else node
-
-
-def _escape(text: str) -> str:
-    head, *rest = text.split("${")
-    for part in rest:
-        # Backslashes right before an interpolation are halved when it is read: double them first.
-        slashes = len(head) - len(head.rstrip("\\"))
-        head = f"{head}{chr(92) * slashes}{chr(92)}${{{part}"
-    return head
-
-
-def _cause(error: InstantiationException, node: dict[str, Any], key: str) -> BaseException:
-    """Return what a nested target raised, or the refusal it amounts to."""
-    cause = error.__cause__
-    if isinstance(cause, InstantiationException):
-        return _cause(cause, node, key)
-    if cause is None or isinstance(cause, _REFUSALS):
-        return _refused_value(cause or error, node, key)
-    return cause
-
-
-def _refused_value(error: BaseException, node: dict[str, Any], key: str) -> BaseException:
-    """Return the configuration error that `error` is, or `error` itself if it has a code."""
-    if hasattr(error, "exit_code"):
-        return error
-    reason = " ".join(str(error).split())[:500] or type(error).__name__
-    where = f"{key}: " if key else ""
+def _refusal(cause: BaseException, node: dict[str, Any], key: str) -> TargetError:
+    """Return the configuration error that a rejected value is."""
+    reason = " ".join(str(cause).split())[:500] or type(cause).__name__
+    where = f"{key.lstrip('.')}: " if key else ""
     return TargetError(f"{where}{node['_target_']} does not accept its arguments: {reason}")

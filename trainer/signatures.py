@@ -1,6 +1,5 @@
 """Hold the arguments written in a `_target_` node against the signature of what it names."""
 
-import collections.abc
 import inspect
 import math
 import types
@@ -12,7 +11,7 @@ from inspect import Parameter
 from typing import Any, Literal, Union
 
 from trainer.errors import RunError
-from trainer.targets import REFUSED_ARGUMENTS, TargetError, locate
+from trainer.targets import REFUSED_ARGUMENTS, TargetError, locate, under
 
 # Hydra's own keys of a node; every other key is an argument.
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
@@ -86,9 +85,12 @@ def _special_problems(node: dict[str, Any], key: str) -> Iterator[TargetProblem]
 
 
 def _refused_arguments(node: dict[str, Any], key: str) -> Iterator[TargetProblem]:
-    for name in REFUSED_ARGUMENTS.get(node["_target_"].partition(".")[0], ()):
-        if node.get(name):
-            yield TargetProblem(f"{key}.{name}", "not allowed here: it would unpickle a file")
+    for prefix, names in REFUSED_ARGUMENTS.items():
+        if under(node["_target_"], [prefix]):
+            for name in names:
+                if node.get(name):
+                    message = "not allowed here: it would unpickle a file"
+                    yield TargetProblem(f"{key}.{name}", message)
 
 
 def _parameters(target: Any) -> Mapping[str, Parameter] | None:
@@ -184,11 +186,11 @@ def _may_be_instance(cls: Any, value: Any) -> bool:
     if cls is bool:
         return value in (True, False, None)
     if isinstance(value, list):
-        return issubclass(cls, _SEQUENCES) or issubclass(list, cls)
+        return issubclass(cls, _LISTS) or issubclass(list, cls)
     return cls.__module__ not in _JUDGED or isinstance(value, cls)
 
 
-_SEQUENCES = (list, tuple, set, frozenset, collections.abc.Iterable)
+_LISTS = (list, tuple, set, frozenset)
 # Classes that no string, number or null can stand for.
 _JUDGED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
 

@@ -51,7 +51,8 @@ REFUSED = (
     "trainer.instantiate",
 )
 # timm unpickles what these name (its loader asks torch for weights_only=False).
-REFUSED_ARGUMENTS = {"timm": ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")}
+_UNPICKLED = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+REFUSED_ARGUMENTS = {"timm": _UNPICKLED, "models.timm_adapter": _UNPICKLED}
 # Compiled functions that an allowed module re-exports carry their implementation's module name.
 _IMPLEMENTATIONS = {"torch.nn.functional": ("torch._C._nn", "torch")}
 _OUR_OTHERS = ("conf", "scripts")
@@ -86,11 +87,11 @@ def refusal(path: object) -> str | None:
     """
     if not isinstance(path, str) or not _is_path(path):
         return f"{_shown(path)} is not the dotted path of a class or function"
-    if _under(path, _extra):
+    if under(path, _extra):
         return None
-    if _under(path, REFUSED):
+    if under(path, REFUSED):
         return f"{path!r} is not allowed: {_within(path, REFUSED)} is kept from configurations"
-    if _under(path, ALLOWED) or _in_working_folder(path.partition(".")[0]):
+    if under(path, ALLOWED) or _in_working_folder(path.partition(".")[0]):
         return None
     return f"target {path!r} is not allowed; {_how_to_allow(path)}"
 
@@ -118,7 +119,7 @@ def locate(path: str) -> Any:
 def _import(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest part of `path` that is a module; return it with the names left over."""
     root, *names = path.split(".")
-    if _in_working_folder(root) and not _under(path, (*ALLOWED, *_extra)):
+    if _in_working_folder(root) and not under(path, (*ALLOWED, *_extra)):
         _append_working_folder()
     module = _import_module(root, path)
     while names and _is_submodule(module, names[0]):
@@ -176,18 +177,18 @@ def _bound_to(parent: type, found: Any) -> bool:
 
 def _owned(path: str, owner: str) -> bool:
     """Tell whether a thing defined in module `owner` may be reached through `path`."""
-    if _under(owner, REFUSED) and not _under(owner, _extra):
+    if under(owner, REFUSED) and not under(owner, _extra):
         return False
-    if _under(owner, (*ALLOWED, *_extra)) or _in_working_folder(owner.partition(".")[0]):
+    if under(owner, (*ALLOWED, *_extra)) or _in_working_folder(owner.partition(".")[0]):
         return True
     return any(
-        owner in owners and _under(path, (prefix,)) for prefix, owners in _IMPLEMENTATIONS.items()
+        owner in owners and under(path, (prefix,)) for prefix, owners in _IMPLEMENTATIONS.items()
     )
 
 
 def _in_working_folder(root: str) -> bool:
     """Tell whether the top-level package `root` is the user's own, found where they work."""
-    if root in sys.stdlib_module_names or _under(root, (*_tops(ALLOWED), *_OUR_OTHERS)):
+    if root in sys.stdlib_module_names or under(root, (*_tops(ALLOWED), *_OUR_OTHERS)):
         return False
     folder = _working_folder()
     module = sys.modules.get(root)
@@ -239,10 +240,11 @@ def _tops(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _within(path: str, prefixes: Iterable[str]) -> str:
-    return next(prefix for prefix in prefixes if _under(path, (prefix,)))
+    return next(prefix for prefix in prefixes if under(path, (prefix,)))
 
 
-def _under(path: str, prefixes: Iterable[str]) -> bool:
+def under(path: str, prefixes: Iterable[str]) -> bool:
+    """Tell whether a dotted path is one of `prefixes`, or lies below one."""
     return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
 
 
