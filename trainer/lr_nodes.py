@@ -191,6 +191,8 @@ class _Maker:
                 return instantiate(arguments, optimizer=self._optimizer, _key_=key, **objects)
             return instantiate(arguments, self._optimizer, _key_=key, **objects)
         except (RuntimeError, ArithmeticError, LookupError) as error:
-            if hasattr(error, "exit_code"):
+            if (
+                hasattr(error, "exit_code") or "lr_lambda" in objects
+            ):  # a fault in a user's function
                 raise
             raise ScheduleError(f"{key}: {arguments['_target_']}: {error}") from error

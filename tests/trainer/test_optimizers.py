@@ -87,8 +87,8 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     first = [p for n, p in model.named_parameters() if n in hidden]
     rest = [p for n, p in model.named_parameters() if n not in hidden]
     return [
-        torch.optim.Muon(first, lr=2e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05),
+        torch.optim.Muon(first, lr=5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.05),
     ]
 
 
@@ -113,7 +113,8 @@ BY_HAND: dict[str, Callable[[nn.Module], Optimizer | list[Optimizer]]] = {
 
 
 def test_every_file_is_written_out_by_hand_here() -> None:
-    assert {path.stem for path in (CONF / "optimizer").glob("*.yaml")} == BY_HAND.keys()
+    files = {path.stem for path in (CONF / "optimizer").glob("*.yaml")}
+    assert files == {*BY_HAND, "gan"}  # whose networks have names of their own, see below
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in BY_HAND])
@@ -240,6 +241,18 @@ def test_muon_goes_on_with_a_momentum_of_another_layout() -> None:
     other.step()
     assert torch.equal(kernel, twin)
     assert torch.equal(ours.state[kernel]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+
+
+def test_the_two_networks_of_a_gan_have_an_optimizer_each() -> None:
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 1)})
+    optimizers = build_optimizers(model, node("optimizer=gan", "optimizer.lr=0.5"))
+    taken = [[optimizers.names[p] for p in g.options["params"]] for g in optimizers.groups()]
+    assert taken == [
+        ["generator.weight", "generator.bias"],
+        ["discriminator.weight", "discriminator.bias"],
+    ]
+    assert [g.options["lr"] for g in optimizers.groups()] == [0.5, 0.5]
+    assert [g.options["betas"][0] for g in optimizers.groups()] == [0.5, 0.5]
 
 
 def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest() -> None:
