@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 logger = logging.getLogger("regimen")
+log_file = logging.getLogger("regimen.log")  # what only `train.log` is told
 
 
 class StoppedEarlyError(BaseException):
@@ -74,6 +75,7 @@ def log_to_stderr(verbose: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler.addFilter(lambda record: record.name != log_file.name)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)

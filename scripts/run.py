@@ -12,7 +12,7 @@ from typing import Any
 from callbacks.metrics_log import MetricsLog
 from conf.check import parse
 from conf.schema import Config
-from scripts.console import describe, exit_code
+from scripts.console import describe, exit_code, log_file
 from scripts.plan import make_plan
 from scripts.report import final_block, results_of
 from scripts.request import Request
@@ -117,7 +117,7 @@ def _directory(
 
 def _record_failure(request: Request, directory: RunDirectory, error: BaseException) -> None:
     code = exit_code(error)
-    logging.getLogger("regimen.log").error("error: %s", describe(error), exc_info=error)
+    log_file.error("error: %s", describe(error), exc_info=error)
     try:
         directory.finish(
             "preempted" if isinstance(error, Interrupted) else "failed",

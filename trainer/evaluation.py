@@ -41,7 +41,7 @@ class Evaluator:
             metric.reset()
         stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
         with self._evaluating(), weights:
-            while (micro_batch := self._waiting.next(stream)) is not None:
+            while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.agree(self._parts.state)
                 if self._parts.state.stop_code:

@@ -22,7 +22,7 @@ class Waiting:
         self.active = False
         self._timer = timer
 
-    def next(self, stream: Iterator[T]) -> T | None:
+    def next(self, stream: Iterator[T], measured: bool = True) -> T | None:
         """Return the stream's next item; None at its end, or when a signal ends the wait."""
         started, self.active = time.monotonic(), True
         try:
@@ -31,4 +31,5 @@ class Waiting:
             return None
         finally:
             self.active = False
-            self._timer.data += time.monotonic() - started
+            if measured:  # evaluation is a pause in the training that the timer splits
+                self._timer.data += time.monotonic() - started

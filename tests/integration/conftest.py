@@ -42,6 +42,7 @@ JOB = [
 def run_command(arguments, folder, output, environment, tmpfs):
     """Be the command `train` in a process of its own session."""
     os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # as where the command is typed
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o666), number)
     os.environ.update(environment)

@@ -1,0 +1,194 @@
+"""`train` and `evaluate` from the command line, on real digits."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+QUICK = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def finished(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run = train([*QUICK, f"run_dir={folder}"])
+    assert run.code == 0, run.err
+    return run, folder
+
+
+def log_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def learned(folder):
+    """The log without wall-clock facts."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
+        for line in log_of(folder)
+    ]
+
+
+def test_files_of_a_run(finished):
+    _, folder = finished
+    found = {path.name for path in folder.iterdir()} - {".lock"}
+    assert found == {
+        "config.yaml",
+        "overrides.yaml",
+        "manifest.json",
+        "train.log",
+        "status.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+    }
+    checkpoints = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {"last.pt", "best.pt", "index.json", "step-00000040.pt"} <= checkpoints
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["run_dir"] is config["resume"] is config["dry_run"] is None
+    assert config["lr_scheduler"]["total_steps"] == "${total_steps}"
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["seed"] == 0
+    assert manifest["exit"]["code"] == 0
+
+
+def test_metrics_are_logged_once(finished):
+    _, folder = finished
+    pairs = [(line["step"], key) for line in log_of(folder) for key in line if "/" in key]
+    assert len(pairs) == len(set(pairs))
+    keys = {key for _, key in pairs}
+    expected = {"train/loss", "val/loss", "val/accuracy", "test/accuracy", "lr/default"}
+    assert expected | {"time/samples_per_second"} <= keys
+
+
+def test_tensorboard_shows_what_was_logged(finished):
+    _, folder = finished
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for tag in ("train/loss", "val/loss", "val/accuracy", "lr/default"):
+        shown = [(event.step, event.value) for event in events.Scalars(tag)]
+        logged = [(line["step"], line[tag]) for line in log_of(folder) if tag in line]
+        assert shown == [(step, pytest.approx(value, rel=1e-6)) for step, value in logged]
+
+
+def test_the_closing_block_names_the_next_steps(finished):
+    run, folder = finished
+    for text in (str(folder), "val/accuracy", "tensorboard --logdir", f"evaluate run={folder}"):
+        assert text in run.out
+    assert "error:" not in run.err
+
+
+def test_evaluate_repeats_the_figures(finished):
+    _, folder = finished
+    command = [sys.executable, "-m", "scripts.evaluate", f"run={folder}"]
+    subprocess.run(command, check=True, capture_output=True)
+    again = json.loads((folder / "evaluation.json").read_text())
+    (folder / "evaluation.json").unlink()
+    tested = log_of(folder)[-1]
+    assert (again["test/accuracy"], again["test/loss"]) == (
+        tested["test/accuracy"],
+        tested["test/loss"],
+    )
+
+
+def test_a_run_repeats_from_its_own_config(finished, train, tmp_path):
+    _, folder = finished
+    arguments = ["--config-dir", str(folder), "--config-name", "config"]
+    run = train([*arguments, f"run_dir={tmp_path / 'again'}"])
+    assert run.code == 0, run.err
+    assert learned(tmp_path / "again") == learned(folder)
+
+
+def test_micro_batches_and_workers_change_nothing(finished, train, tmp_path):
+    _, folder = finished
+    split = ["trainer.gradient_accumulation_steps=3", "loader.num_workers=2"]
+    run = train([*QUICK, *split, f"run_dir={tmp_path / 'split'}"])
+    assert run.code == 0, run.err
+    for mine, theirs in zip(learned(tmp_path / "split"), learned(folder), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine == pytest.approx(theirs, rel=2e-3)
+
+
+def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
+    run = train([*QUICK, "dry_run=true", f"run_dir={tmp_path / 'plan'}"])
+    assert run.code == 0, run.err
+    assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.txt"]
+    text = (tmp_path / "plan" / "plan.txt").read_text()
+    for shown in ("64 = 1 device x 1 micro-batch x 64", "40 in all", "99,978", "SGD"):
+        assert shown in text
+        assert shown in run.out
+
+
+def test_divergence_ends_the_run(train, tmp_path):
+    run = train([*QUICK, "lr_scheduler=constant", "optimizer.lr=1e30", f"run_dir={tmp_path / 'x'}"])
+    assert run.code == 5
+    assert "optimizer.lr" in run.error
+    assert json.loads((tmp_path / "x" / "status.json").read_text())["code"] == 5
+
+
+@pytest.fixture(scope="module")
+def image_tree(tmp_path_factory):
+    """Real digits as image files, three classes, without a validation split."""
+    root = tmp_path_factory.mktemp("images")
+    images, labels = load_digits(return_X_y=True)
+    for label in range(3):
+        for number, pixels in enumerate(images[labels == label][:40]):
+            split = "train" if number < 30 else "test"
+            folder = root / split / f"class {label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            picture = np.kron(pixels.reshape(8, 8) * 15.9, np.ones((2, 2))).astype(np.uint8)
+            Image.fromarray(picture).convert("RGB").save(folder / f"{number}.png")
+    return root
+
+
+FOLDER = ["model=mlp", "data=image_folder", "trainer.max_epochs=3", "loader.batch_size=16"]
+
+
+def test_a_tree_of_images(train, image_tree, tmp_path):
+    arguments = [*FOLDER, f"data.root={image_tree}", "data.image_size=16"]
+    run = train([*arguments, f"run_dir={tmp_path / 'run'}"])
+    assert run.code == 0, run.err
+    keys = {key for line in log_of(tmp_path / "run") for key in line}
+    assert {"val/accuracy", "test/accuracy"} <= keys
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "text"),
+    [
+        pytest.param("data.root=/nowhere", 3, "data.root", id="missing-root"),
+        pytest.param("data.num_classes=2", 2, "data.num_classes", id="too-few-classes"),
+        pytest.param("+model.num_classes=5", 2, "model.num_classes", id="wrong-head"),
+        pytest.param("data=image_folder", 2, "data.root", id="no-root"),
+    ],
+)
+def test_data_that_do_not_fit(train, image_tree, tmp_path, override, code, text):
+    root = [] if override in ("data=image_folder",) else [f"data.root={image_tree}"]
+    arguments = [*FOLDER, *root, "data.image_size=16", override, f"run_dir={tmp_path / 'run'}"]
+    run = train(arguments)
+    assert run.code == code, run.err
+    assert text in run.error
+    assert not (tmp_path / "run" / "manifest.json").exists() or code == 2
+
+
+def test_a_broken_image_is_named(train, image_tree, tmp_path):
+    broken = image_tree / "train" / "class 0" / "broken.png"
+    broken.write_bytes(b"no image")
+    try:
+        run = train([*FOLDER, f"data.root={image_tree}", f"run_dir={tmp_path / 'run'}"])
+    finally:
+        broken.unlink()
+    assert run.code == 3
+    assert "broken.png" in run.error
+
+
+def test_without_a_test_split_the_run_says_so(train, tmp_path):
+    run = train([*QUICK, "data.test=null", f"run_dir={tmp_path / 'run'}"])
+    assert run.code == 0, run.err
+    assert "no test split" in run.out
