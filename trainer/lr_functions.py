@@ -18,19 +18,25 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def functions_of_groups(
-    functions: Any, group_names: Sequence[str], horizon: Horizon, interval: Interval, key: str
+    functions: Any,
+    group_names: Sequence[str],
+    all_names: Sequence[str],
+    horizon: Horizon,
+    interval: Interval,
+    key: str,
 ) -> list[Function]:
     """Return each group's function: its own, else its rule's or optimizer's, else `default`'s.
 
-    A single function is every group's. Raises `ScheduleError`.
+    A single function is every group's. `all_names` are those of all optimizers' groups, any of
+    which may be named. Raises `ScheduleError`.
     """
     given = by_name(functions)
-    known = {alias for group in group_names for alias in _aliases(group)}
+    known = {alias for group in all_names for alias in _aliases(group)}
     for name in given:
         if name != DEFAULT and name not in known:
             raise ScheduleError(
                 f"{key}.{name}: no parameter group is called so; there are"
-                f" {', '.join(group_names)}{nearest(name, known)}"
+                f" {', '.join(all_names)}{nearest(name, known)}"
             )
     made = {
         name: make(source, horizon, interval, f"{key}.{name}") for name, source in given.items()

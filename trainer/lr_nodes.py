@@ -68,18 +68,22 @@ def build_track(
     node: Mapping[str, Any],
     optimizer: Optimizer,
     group_names: Sequence[str],
+    all_names: Sequence[str],
     total_steps: int | None,
     steps_per_epoch: int | None,
     key: str,
 ) -> Track:
-    """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`."""
+    """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`.
+
+    `group_names` are the optimizer's, `all_names` those of all optimizers.
+    """
     interval: Interval = _interval(node, key)
     problems: list[str] = []
     warmup = parse_warmup(node.get("warmup"), f"{key}.warmup", interval, steps_per_epoch, problems)
     if problems:
         raise ScheduleError("\n  ".join(problems))
     horizon = remaining(total_steps, steps_per_epoch, interval, warmup)
-    maker = _Maker(optimizer, group_names, interval)
+    maker = _Maker(optimizer, group_names, all_names, interval)
     scheduler = maker.make(node, horizon, key)
     monitor = _monitor(node, scheduler, key)
     return Track(
@@ -90,7 +94,9 @@ def build_track(
         monitor,
         group_names,
         {**maker.settings, **_ramp(warmup), "interval": interval, "monitor": monitor},
-        lambda other: build_track(node, other, group_names, total_steps, steps_per_epoch, key),
+        lambda other: build_track(
+            node, other, group_names, all_names, total_steps, steps_per_epoch, key
+        ),
     )
 
 
@@ -134,10 +140,15 @@ class _Maker:
     """
 
     def __init__(
-        self, optimizer: Optimizer, group_names: Sequence[str], interval: Interval
+        self,
+        optimizer: Optimizer,
+        group_names: Sequence[str],
+        all_names: Sequence[str],
+        interval: Interval,
     ) -> None:
         self._optimizer = optimizer
         self._group_names = group_names
+        self._all_names = all_names
         self._interval = interval
         self.settings: dict[str, Any] = {}
 
@@ -180,7 +191,12 @@ class _Maker:
         if self._interval == "epoch" or "epoch" in str(functions):
             self.settings[f"{path}steps_per_epoch"] = horizon.steps_per_epoch
         return functions_of_groups(
-            functions, self._group_names, horizon, self._interval, f"{key}.functions"
+            functions,
+            self._group_names,
+            self._all_names,
+            horizon,
+            self._interval,
+            f"{key}.functions",
         )
 
     def _construct(

@@ -201,17 +201,17 @@ def _build(
     steps_per_epoch: int | None,
     key: str,
 ) -> LRSchedule:
-    names: dict[str, list[str]] = {name: [] for name in optimizers.optimizers}
-    for group in optimizers.groups():
-        names[group.optimizer_name].append(group.name)
+    groups = optimizers.groups()
+    all_names = [group.name for group in groups]
     tracks = {}
     for name, optimizer in optimizers.items():
         own = optimizers.lr_schedulers.get(name)
         chosen = node if own is None else own
         where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
         if chosen:
+            names = [group.name for group in groups if group.optimizer_name == name]
             tracks[name] = build_track(
-                chosen, optimizer, names[name], total_steps, steps_per_epoch, where
+                chosen, optimizer, names, all_names, total_steps, steps_per_epoch, where
             )
     return LRSchedule(tracks, optimizers.configured)
 

@@ -16,6 +16,8 @@ from trainer.plain import NotPlainError, plain, plain_part
 
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
+# How updates are computed, not what they are: a matter of the machine at hand.
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
 class Group(NamedTuple):
@@ -232,7 +234,8 @@ def _remarks(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterato
 def _saved_hyper_parameters(group: Group, saved: Mapping[str, Any]) -> dict[str, Any]:
     groups = saved[group.optimizer_name]["groups"]
     # A group that was frozen as a whole, when it was saved, keeps what it has.
-    return dict(groups[group.name]["hyper_parameters"]) if group.name in groups else {}
+    values = groups[group.name]["hyper_parameters"] if group.name in groups else {}
+    return {name: value for name, value in values.items() if name not in _IMPLEMENTATION}
 
 
 @dataclass(frozen=True, slots=True)

@@ -412,6 +412,17 @@ def test_functions_go_by_group() -> None:
     assert_close([values[::2] for values in rates], expected)
 
 
+def test_functions_can_name_optimizers() -> None:
+    sgd = {"_target_": "torch.optim.SGD", "lr": 1.0}
+    over = build_optimizers(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+        {"optimizers": {"a": {**sgd, "params": {"match": "^0"}}, "b": sgd}},
+    )
+    chosen = {"_target_": f"{TORCH}.LambdaLR", "functions": {"a": "0.1", "b": "0.2"}}
+    build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
+    assert over.learning_rates() == {"a": 0.1, "b": 0.2}
+
+
 def test_a_function_of_a_rule_is_for_all_its_layers_and_one_of_all_for_all() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     rule = {"match": ".*", "layer_decay": 0.5, "layers": [r"^(\d)"]}

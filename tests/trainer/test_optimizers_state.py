@@ -155,6 +155,14 @@ def test_hyper_parameters_come_back_or_are_left_as_configured() -> None:
     assert_same(by_name(new), by_name(saved))
 
 
+def test_how_updates_are_computed_stays_a_matter_of_the_machine() -> None:
+    saved = trained({**ADAM, "fused": True}, network())
+    other = build_optimizers(network(), ADAM)
+    other.load_state_dict(through_a_file(saved.state_dict()))
+    assert other.groups()[0].options["fused"] is None
+    train(other, network(), 1)
+
+
 def test_state_of_half_precision_parameters_keeps_its_bits() -> None:
     """torch's own loading would cast a float32 average of a bfloat16 parameter to bfloat16."""
     model = network(dtype=torch.bfloat16)
