@@ -105,7 +105,7 @@ def _by_pillow(data: bytes, path: Path | str, channels: int) -> Tensor:
         image = ImageOps.exif_transpose(opened)
         pixels = np.asarray(_to_eight_bits(image, path).convert(_MODES[channels]))
     planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-    return torch.from_numpy(np.array(planes))
+    return torch.from_numpy(np.array(planes, order="C"))
 
 
 def _to_eight_bits(image: Image.Image, path: Path | str) -> Image.Image:
