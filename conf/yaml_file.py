@@ -113,7 +113,7 @@ def _walk(root: yaml.Node, name: str) -> Document:
         if problem is not None:
             where = f"{name}:{node.start_mark.line + 1}"
             document.problems.append(Problem(key, problem, where))
-            document.readable &= not problem.startswith(("repeated", "tag"))
+            document.readable &= not problem.startswith(("repeated", "tag", "a key must"))
         else:
             document.lines.setdefault(key, node.start_mark.line + 1)
     return document

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -95,7 +96,7 @@ class ExaminedSource(FileConfigSource):
             return empty
         try:
             result = super().load_config(config_path)
-        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        except (*_UNRESOLVED, yaml.YAMLError, OSError) as error:
             self.note("", first_lines(error), path)
             return empty
         # Hydra wants `# @package` on the very first line; ours may tell the command first.
