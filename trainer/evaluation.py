@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -49,7 +49,10 @@ class Evaluator:
         if self._parts.state.stop_code:
             raise EvaluationAbandoned
         values = sums.means(self._parts.strategy.reduce)
-        values |= {name: float(metric.compute()) for name, metric in metrics.items()}
+        for name, metric in metrics.items():
+            if hasattr(metric, "merge"):  # torchmetrics' own meet when they compute
+                metric.merge(self._parts.strategy.reduce)
+            values |= named_values(name, metric.compute())
         return {f"{stage}/{name}": value for name, value in values.items()}
 
     def _add(self, micro_batch: MicroBatch, sums: Sums) -> None:
@@ -71,3 +74,12 @@ class Evaluator:
         finally:
             for module, mode in modes:  # a frozen module stays in evaluation
                 module.training = mode
+
+
+def named_values(name: str, value: Any) -> dict[str, float]:
+    """Return a metric's value, or its several values, by name."""
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(single) for key, single in value.items()}
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return {f"{name}_{i}": single for i, single in enumerate(value.flatten().tolist())}
+    return {name: float(value)}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import ModelError
+from trainer.penalties import GradientPenalty
 from trainer.task import SUM
+
+
+def vector(values: Sequence[float]) -> Tensor:
+    """Return numbers as a tensor, for arguments such as `weight` and `pos_weight`."""
+    return torch.tensor(list(values), dtype=torch.float32)
 
 
 class Term(nn.Module):
@@ -32,55 +39,92 @@ class Losses:
 
     terms: Mapping[str, Term]
     single: nn.Module | None  # a mean over the samples: the path without detours
+    counted: Sequence[str]  # terms whose denominators depend on the labels
 
     @classmethod
-    def of(cls, loss: nn.Module | Mapping[str, nn.Module]) -> Losses:
-        """Take one loss module, or several by name, each perhaps in a `Term`."""
-        named = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
-        terms = {n: m if isinstance(m, Term) else Term(m) for n, m in named.items()}
-        plain = isinstance(loss, nn.Module) and not isinstance(loss, Term)
-        simple = (
-            plain and _reduction(terms["loss"].loss) != "sum" and not _counted(terms["loss"].loss)
-        )
-        return cls(terms, loss if simple and isinstance(loss, nn.Module) else None)
+    def of(
+        cls, loss: nn.Module | Mapping[str, nn.Module | None], per_label: bool = False
+    ) -> Losses:
+        """Take one loss module, or several by name (null: dropped), each perhaps in a `Term`.
+
+        `per_label`: samples have several labels each (pixels, tokens), any of which may be left
+        out of the mean by torch's own `ignore_index` of -100.
+        """
+        named = loss if isinstance(loss, Mapping) else {"loss": loss}
+        given = {name: module for name, module in named.items() if module is not None}
+        terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
+        if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
+            raise ModelError("task.loss has no term but penalties on gradients")
+        counted = [name for name, term in terms.items() if _is_counted(term.loss, per_label)]
+        simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
+        simple = simple and _reduction(terms["loss"].loss) != "sum"
+        return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
 
     @property
-    def count_names(self) -> list[str]:
-        """Name the terms whose denominators depend on the labels."""
-        return [name for name, term in self.terms.items() if _counted(term.loss)]
+    def names(self) -> list[str]:
+        """Name what an evaluation gives: penalties on gradients are of training alone."""
+        if self.single is not None:
+            return ["loss"]
+        return ["loss", *(f"loss_{name}" for name, term in self.terms.items() if not _wrt(term))]
 
-    def to(self, device: torch.device) -> None:
-        """Move class weights to where the labels are."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move class weights to where the labels are, in the format of the outputs."""
         for term in self.terms.values():
-            term.to(device)
+            term.to(device) if dtype is None else term.to(device, dtype)
 
     def counts(self, target: Tensor) -> dict[str, Tensor]:
-        """Return these denominators' parts for a batch of labels."""
-        return {name: _count(self.terms[name].loss, target) for name in self.count_names}
+        """Return the denominators' parts for a batch of labels."""
+        return {name: _count(self.terms[name].loss, target) for name in self.counted}
+
+    def watched(self, inputs: Any) -> Any:
+        """Return inputs whose gradient is known afterwards, if a penalty asks for it."""
+        if not torch.is_grad_enabled() or "inputs" not in map(_wrt, self.terms.values()):
+            return inputs
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise ModelError("a gradient penalty on inputs asks for one tensor of real numbers")
+        return inputs.detach().requires_grad_()
 
     def __call__(
-        self, output: Any, target: Any
+        self, output: Any, target: Any, inputs: Any = None, model: nn.Module | None = None
     ) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
-        """Return the loss, or its weighted terms by name, and the denominators."""
+        """Return the loss, or its weighted terms by name, and the denominators.
+
+        `inputs` (from `watched`) and `model` are what penalties on gradients need.
+        """
         if self.single is not None:
             return self.single(output, target), {}
-        values = {n: t.loss(output, target) * t.weight for n, t in self.terms.items()}
-        counts: dict[str, Any] = self.counts(target) if self.count_names else {}
+        values = {}
         for name, term in self.terms.items():
-            if _reduction(term.loss) == "sum":
+            wrt = _wrt(term)
+            if not wrt:
+                values[name] = term.loss(output, target) * term.weight
+            elif torch.is_grad_enabled():
+                sources = [inputs] if wrt == "inputs" else _trained(model)
+                values[name] = term.loss(output, target, sources) * term.weight
+        counts: dict[str, Any] = self.counts(target)
+        for name in values:
+            if _reduction(self.terms[name].loss) == "sum":
                 counts[name] = SUM
         return values, counts
+
+
+def _wrt(term: Term) -> str | None:
+    return term.loss.wrt if isinstance(term.loss, GradientPenalty) else None
+
+
+def _trained(model: nn.Module | None) -> list[Tensor]:
+    return [] if model is None else [p for p in model.parameters() if p.requires_grad]
 
 
 def _reduction(loss: nn.Module) -> str:
     return str(getattr(loss, "reduction", "mean"))
 
 
-def _counted(loss: nn.Module) -> bool:
+def _is_counted(loss: nn.Module, per_label: bool) -> bool:
     """Tell whether torch divides this loss by something else than the number of samples."""
     if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
         return False
-    return loss.weight is not None or loss.ignore_index >= 0
+    return per_label or loss.weight is not None or loss.ignore_index >= 0
 
 
 def _count(loss: nn.Module, target: Tensor) -> Tensor:

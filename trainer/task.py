@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -84,6 +85,12 @@ class Task:
     def metrics(self) -> Mapping[str, Metric]:
         """Return metrics with a state of their own; `evaluation_step` updates them."""
         return {}
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move what the task holds to where the batches are; `dtype`: of the run's numbers."""
+        for metric in self.metrics().values():
+            if hasattr(metric, "to"):
+                metric.to(device)
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's answer for a batch."""

@@ -58,6 +58,7 @@ class Trainer:
         )
         self.model = model if strategy else self.precision.convert(model).to(device)
         self.task = task
+        task.to(device, self.precision.dtype)
         self.optimizers = Optimizers.wrap(optimizer, model)
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         steps = self.options.gradient_accumulation_steps

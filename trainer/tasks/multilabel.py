@@ -1,0 +1,49 @@
+"""Any number of labels for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.losses import Losses
+from trainer.running import MicroF1
+from trainer.task import Metric
+from trainer.tasks.supervised import Scores, Supervised
+
+
+class MultiLabel(Supervised):
+    """Decide on each label; batches are `(inputs, targets)`, targets [n, labels] of 0 and 1.
+
+    Gives `label_accuracy`, the share of decisions that are right, `exact_match`, the share of
+    samples with all of them right, and `f1` over all decisions (micro).
+    """
+
+    score_names = ("label_accuracy", "exact_match")
+
+    def __init__(
+        self,
+        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        threshold: float = 0.5,
+        metrics: Mapping[str, Metric | None] | None = None,
+    ) -> None:
+        losses = Losses.of(loss or nn.BCEWithLogitsLoss())
+        super().__init__(losses, {"f1": MicroF1(threshold), **(metrics or {})})
+        self._threshold = threshold
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse another number of labels."""
+        if output.shape != target.shape:
+            raise ModelError(
+                f"the model's output has shape {list(output.shape)}, the labels "
+                f"{list(target.shape)}: set model.num_classes to data.num_classes"
+            )
+
+    def scores(self, output: Tensor, target: Tensor) -> Scores:
+        """Sum the right decisions, and the samples with no wrong one."""
+        right = (output.detach().sigmoid() > self._threshold) == (target > 0.5)
+        return {
+            "label_accuracy": (right.sum(), right.numel()),
+            "exact_match": (right.all(1).sum(), len(right)),
+        }

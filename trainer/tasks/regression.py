@@ -1,0 +1,47 @@
+"""Real numbers for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.losses import Losses
+from trainer.running import R2
+from trainer.task import Metric
+from trainer.tasks.supervised import Scores, Supervised
+
+
+class Regression(Supervised):
+    """Predict; batches are `(inputs, values)`, values [n] or [n, outputs > 1].
+
+    Gives `mae`, the mean absolute error, and `r2`, the share of the variance explained.
+    """
+
+    score_names = ("mae",)
+
+    def __init__(
+        self,
+        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        metrics: Mapping[str, Metric | None] | None = None,
+    ) -> None:
+        super().__init__(Losses.of(loss or nn.MSELoss()), {"r2": R2(), **(metrics or {})})
+
+    def answer(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Return the values [n], or [n, outputs]."""
+        output: Tensor = model(inputs)
+        return output.squeeze(1) if output.ndim == 2 and output.shape[1] == 1 else output
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse another shape: broadcasting would hide it."""
+        if output.shape != target.shape:
+            raise ModelError(
+                f"the model's output has shape {list(output.shape)}, the values "
+                f"{list(target.shape)}: set model.num_classes to the number of values of a sample"
+            )
+
+    def scores(self, output: Tensor, target: Tensor) -> Scores:
+        """Sum the absolute errors."""
+        return {"mae": ((output.detach() - target).abs().sum(), target.numel())}

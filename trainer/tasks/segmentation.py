@@ -1,0 +1,50 @@
+"""A class for each pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from trainer.confusion import MeanIoU
+from trainer.errors import ModelError
+from trainer.losses import Losses
+from trainer.task import Metric
+from trainer.tasks.supervised import Scores, Supervised
+
+
+class Segmentation(Supervised):
+    """Classify pixels; batches are `(images, masks)`, masks [n, H, W] of class numbers.
+
+    Pixels of `ignore_index` count nowhere: the loss is the mean over the others, however an
+    update is split. Gives `pixel_accuracy` and `miou`, the mean over the classes of intersection
+    over union.
+    """
+
+    score_names = ("pixel_accuracy",)
+
+    def __init__(
+        self,
+        num_classes: int,
+        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        ignore_index: int = 255,
+        metrics: Mapping[str, Metric | None] | None = None,
+    ) -> None:
+        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index), per_label=True)
+        super().__init__(losses, {"miou": MeanIoU(num_classes), **(metrics or {})})
+        self.num_classes = num_classes
+        self._ignore_index = ignore_index
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Refuse other sizes."""
+        wanted = (len(target), self.num_classes, *target.shape[1:])
+        if output.shape != wanted:
+            raise ModelError(
+                f"the model's output has shape {list(output.shape)}, but masks of "
+                f"{self.num_classes} classes ask for {list(wanted)}"
+            )
+
+    def scores(self, output: Tensor, target: Tensor) -> Scores:
+        """Sum the pixels that are right."""
+        right = output.detach().argmax(1) == target  # no answer is the ignored number
+        return {"pixel_accuracy": (right.sum(), (target != self._ignore_index).sum())}

@@ -1,0 +1,99 @@
+"""An answer held against a target: what such tasks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import SampleError
+from trainer.losses import Losses
+from trainer.task import Metric, StepOutput, Task
+
+Scores = dict[str, tuple[Tensor, Tensor | int]]
+
+
+class Supervised(Task):
+    """Train on batches `(inputs, target)`: a loss, scores that are means, and metrics.
+
+    A task of its own says in `answer` how a model is asked, in `scores` what is summed besides the
+    loss, and in `score_names` how these are called; `check` may refuse an output.
+    """
+
+    score_names: Sequence[str] = ()
+    num_classes: int | None = None  # of tasks whose targets are class numbers
+
+    def __init__(self, losses: Losses, metrics: Mapping[str, Metric | None] | None = None) -> None:
+        self.losses = losses
+        self.count_names = losses.counted
+        self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
+
+    def answer(self, model: nn.Module, inputs: Any) -> Any:
+        """Return what the model says to inputs, in the form that losses take."""
+        return model(inputs)
+
+    def scores(self, output: Any, target: Any) -> Scores:
+        """Return for each of `score_names` a sum over the batch and the number of things summed."""
+        return {}
+
+    def check(self, output: Any, target: Any) -> None:
+        """Raise ModelError or SampleError where output and target do not fit each other."""
+
+    def metric_names(self) -> list[str]:
+        """Name what an evaluation gives."""
+        return [*self.losses.names, *self.score_names, *metric_keys(self._metrics)]
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the metrics with a state of their own."""
+        return self._metrics
+
+    def counts(self, batch: Any) -> dict[str, Tensor]:
+        """Return the denominators that depend on the labels."""
+        return self.losses.counts(batch[1])
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move metrics and class weights to where the batches are."""
+        super().to(device, dtype)
+        self.losses.to(device, dtype)
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss and scores of `(inputs, target)`."""
+        inputs, target = batch
+        inputs = self.losses.watched(inputs)
+        return self._judged(self.answer(model, inputs), target, inputs, model)
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss, scores and metrics of `(inputs, target)`."""
+        inputs, target = batch
+        output = self.answer(model, inputs)
+        result = self._judged(output, target, inputs, model)
+        for metric in self._metrics.values():
+            metric.update(output, target)
+        return result
+
+    def prediction_step(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's answer for a batch, with or without targets."""
+        return self.answer(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def _judged(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
+        self.check(output, target)
+        try:
+            loss, counts = self.losses(output, target, inputs, model)
+        except IndexError as error:  # torch's "Target 7 is out of bounds"
+            raise SampleError(
+                f"labels from {int(target.min())} to {int(target.max())}, but data.num_classes="
+                f"{self.num_classes}: labels are counted from 0"
+            ) from error
+        return StepOutput(loss, counts, self.scores(output, target))
+
+
+def metric_keys(metrics: Mapping[str, Any]) -> list[str]:
+    """Name the values of metrics: their own names, or several for one that has `keys`."""
+    names = []
+    for name, metric in metrics.items():
+        keys = getattr(metric, "keys", ())
+        several = isinstance(keys, Sequence) and not isinstance(keys, str) and keys
+        names += [f"{name}_{key}" for key in keys] if several else [name]
+    return names
