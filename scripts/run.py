@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from callbacks.metrics_log import MetricsLog
 from conf.check import parse
 from conf.schema import Config
+from models.weights import no_initial_weights
 from scripts.console import describe, exit_code, log_file
 from scripts.plan import make_plan
 from scripts.report import final_block, results_of
@@ -57,7 +58,9 @@ def _train(request: Request, config: Config, strategy: Strategy, note: Path | No
         logger.info("%s", resume.finished)
         return 0
     config = config if resume is None else parse(resume.config)
-    experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
+    goes_on = resume is not None and resume.payload is not None
+    with no_initial_weights() if goes_on else nullcontext():
+        experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
     with _directory(request, config, experiment, resume) as directory:
         if note is not None and directory is not None:
             note.write_text(str(directory.path))

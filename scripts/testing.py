@@ -10,6 +10,7 @@ import torch
 
 from conf.check import parse
 from conf.errors import ConfigError, Problem
+from models.weights import no_initial_weights
 from scripts.run import best_or_last
 from trainer import snapshot
 from trainer.build import build_evaluation, build_strategy
@@ -32,7 +33,8 @@ def test_again(
         raise ConfigError([Problem(f"data.{split}", "is null: there is nothing to evaluate on")])
     strategy = build_strategy(config)
     strategy.setup()
-    trainer, loader, limit = build_evaluation(config, strategy, split)
+    with no_initial_weights():  # the checkpoint brings its own
+        trainer, loader, limit = build_evaluation(config, strategy, split)
     snapshot.load_weights(trainer, payload)
     with torch.no_grad():
         metrics = trainer.evaluate(loader, split, limit)

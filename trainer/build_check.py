@@ -17,7 +17,11 @@ from trainer.signatures import TargetProblem, bind_problems, hides_arguments
 # Stand-ins for what is known only once the data are open.
 _LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
 _CLASSES = 10
-_CALLED_WITH = {"data": ("transform",), "loader.sampler": ("dataset", "targets", "seed")}
+_CALLED_WITH = {
+    "data": ("transform",),
+    "loader.sampler": ("dataset", "data_source", "targets", "seed"),
+    "loader.batch_sampler": ("dataset", "data_source", "targets", "seed"),
+}
 
 
 def check_targets(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,19 @@ class _Turn:
 
     name: str
     optimizers: list[Optimizer]
+    searching: list[Optimizer]  # those that evaluate the loss again within a step, as LBFGS does
     parameters: list[Tensor]
+
+    @classmethod
+    def of(cls, name: str, optimizers: Iterable[Optimizer]) -> _Turn:
+        """Sort the optimizers once: asking each of them at every step would cost."""
+        every = list(optimizers)
+        return cls(
+            name,
+            [o for o in every if not needs_closure(o)],
+            [o for o in every if needs_closure(o)],
+            [p for o in every for group in o.param_groups for p in group["params"]],
+        )
 
 
 class Updater:
@@ -52,11 +64,8 @@ class Updater:
     def _turns(self) -> list[_Turn]:
         optimizers = dict(self._optimizers.items())
         if not self._task.turns:
-            return [_Turn("", list(optimizers.values()), list(self._optimizers.parameters()))]
-        return [
-            _Turn(name, [o := optimizers[name]], [p for g in o.param_groups for p in g["params"]])
-            for name in self._task.turns
-        ]
+            return [_Turn.of("", optimizers.values())]
+        return [_Turn.of(name, [optimizers[name]]) for name in self._task.turns]
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero."""
@@ -76,7 +85,9 @@ class Updater:
         clip(self._options.clipping, self._optimizers, turn.parameters, norm)
         if self._verdict_on_host:
             for optimizer in turn.optimizers:
-                self._step(optimizer, turn, micro_batches, batches)
+                optimizer.step()
+            for optimizer in turn.searching:
+                optimizer.step(self._closure(turn, micro_batches, batches))  # type: ignore[arg-type]
             self._precision.update_scale()
         else:
             self._guard.step(turn.optimizers, norm)
@@ -136,23 +147,15 @@ class Updater:
                 terms.append(term.mean() * share)
         return _add(terms)
 
-    def _step(
-        self,
-        optimizer: Optimizer,
-        turn: _Turn,
-        micro_batches: Sequence[MicroBatch],
-        batches: list[Any],
-    ) -> None:
-        if not needs_closure(optimizer):
-            optimizer.step()
-            return
-
-        def closure() -> Tensor:
+    def _closure(
+        self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
+    ) -> Callable[[], Tensor]:
+        def evaluate() -> Tensor:
             self._optimizers.zero_grad()
             _, shares = self._accumulate(turn, micro_batches, batches)
             return self._strategy.reduce(_add(shares).detach()) / self._strategy.gradient_scale
 
-        optimizer.step(closure)  # type: ignore[arg-type]
+        return evaluate
 
     def _refuse(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> None:
         self._guard.restore()
