@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,8 +63,8 @@ def command(flags: Sequence[str], overrides: Sequence[str], run_dir: Path) -> li
 
 
 def quoted(text: str) -> str:
-    """Quote text for the value of an override."""
-    inner = text.replace("\\'", "\\\\'").replace("'", "\\'")
+    """Quote text for the value of an override: backslashes before a quote are doubled."""
+    inner = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
     return f"'{inner}'"
 
 
