@@ -1,0 +1,198 @@
+"""Tests of what looks into a run: summary, profiler, range test, dump, histograms."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from callbacks.errors import CallbackError
+from callbacks.histograms import Histograms, describe
+from callbacks.lr_finder import LRFinder, smoothed
+from callbacks.model_summary import ModelSummary
+from callbacks.profiler import Profiler
+from callbacks.state_dump import StateDump
+from callbacks.tensorboard import TensorBoard
+from trainer.callback import Callback
+from trainer.errors import DivergedError
+
+
+def test_summary_shows_shapes_and_changes_nothing(make_trainer: Any, caplog: Any) -> None:
+    with_it, without = make_trainer({"summary": ModelSummary()}), make_trainer({})
+    with caplog.at_level(logging.INFO):
+        with_it.fit()
+    without.fit()
+    assert "BatchNorm1d" in caplog.text
+    assert "N x 8" in caplog.text
+    assert "74 parameters" in caplog.text
+    for name, value in without.model.state_dict().items():
+        assert torch.equal(with_it.model.state_dict()[name], value)
+
+
+def test_summary_leaves_the_random_state_alone(make_trainer: Any) -> None:
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(8, 4).double(), torch.randn(8, 2).double()),
+        batch_size=4,
+        shuffle=True,
+    )
+    trainer = make_trainer({"summary": ModelSummary()}, batches=loader)
+    torch.manual_seed(0)
+    trainer.callbacks["summary"].on_fit_start(trainer)
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) -> None:
+    profiler = Profiler(wait=1, warmup=1, active=2)
+    make_trainer({"profiler": profiler}, tmp_path).fit()
+    (trace,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "aten::addmm" in names
+    assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
+
+
+def test_profiler_ends_with_a_run_that_is_too_short(make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=50)}, tmp_path).fit()
+    assert not (tmp_path / "profile.txt").exists()
+    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
+    assert (tmp_path / "profile.txt").exists()  # the first one is over
+
+
+class Rates(Callback):
+    """Note the rate that each update uses."""
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._next = next(iter(trainer.learning_rates().values()))
+
+    def on_update_end(self, trainer: Any) -> None:
+        self.used.append(self._next)
+        self._next = next(iter(trainer.learning_rates().values()))
+
+
+def test_range_test(make_trainer: Any, tmp_path: Path) -> None:
+    finder, rates = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9), Rates()
+    constant = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
+    callbacks = {"finder": finder, "rates": rates}
+    trainer = make_trainer(
+        callbacks, tmp_path, max_epochs=50, log_every_n_steps=1, scheduler=constant
+    )
+    trainer.fit()
+    assert trainer.state.updates == 9
+    assert rates.used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
+    found = json.loads((tmp_path / "lr_finder.json").read_text())
+    assert found["lr"] == pytest.approx(rates.used)
+    assert len(found["loss"]) == 9
+    assert found["suggestion"] in found["lr"]
+
+
+def test_range_test_stops_when_the_loss_explodes(make_trainer: Any, tmp_path: Path) -> None:
+    finder = LRFinder(min_lr=1e-3, max_lr=1e6, updates=40, smoothing=0.0)
+    trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
+    trainer.fit()
+    assert trainer.state.updates < 40
+    assert finder.losses[-1] > 4 * min(finder.losses)
+
+
+def test_range_test_reports_even_when_the_run_diverges(make_trainer: Any, tmp_path: Path) -> None:
+    finder = LRFinder(min_lr=1e30, max_lr=1e300, updates=40, stop_factor=math.inf)
+    trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
+    with pytest.raises(DivergedError):
+        trainer.fit()
+    assert json.loads((tmp_path / "lr_finder.json").read_text())["loss"]
+
+
+def test_suggestion_is_the_steepest_descent() -> None:
+    finder = LRFinder(smoothing=0.0)
+    finder.rates, finder.losses = [1, 2, 3, 4, 5], [5.0, 4.5, 2.0, 1.9, 9.0]
+    assert finder.suggestion() == 2
+    finder.losses = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert finder.suggestion() is None
+
+
+def test_smoothed_is_corrected_for_its_start() -> None:
+    assert smoothed([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
+    assert smoothed([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+
+
+def test_range_test_needs_every_loss(make_trainer: Any) -> None:
+    with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
+        make_trainer({"finder": LRFinder()}).fit()
+    with pytest.raises(CallbackError):
+        LRFinder(min_lr=1.0, max_lr=0.1)
+    with pytest.raises(CallbackError):
+        LRFinder(updates=1)
+
+
+def diverging() -> list[Any]:
+    batches = [(torch.ones(6, 4).double(), torch.ones(6, 2).double()) for _ in range(5)]
+    batches[3][0][2, 1] = math.nan
+    return batches
+
+
+def test_a_diverged_run_leaves_a_report(make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer({"dump": StateDump()}, tmp_path, batches=diverging())
+    with pytest.raises(DivergedError) as raised:
+        trainer.fit()
+    lines = (tmp_path / "divergence.txt").read_text().splitlines()
+    assert lines[0] == str(raised.value)
+    table = {line.split(maxsplit=3)[3]: line.split()[2] for line in lines[5:]}
+    assert table["0.weight"] == "0"  # the update was not applied
+    assert int(table["0.weight (gradient)"]) > 0
+    tensors = torch.load(tmp_path / "divergence.pt", weights_only=True)
+    assert torch.equal(tensors["model"]["0.weight"], trainer.model[0].weight)
+    assert tensors["gradients"]["0.weight"].isnan().any()
+    assert tensors["state"]["global_step"] == 3
+
+
+def test_only_a_divergence_is_dumped(make_trainer: Any, tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        make_trainer({"dump": StateDump(), "breaks": Breaks()}, tmp_path).fit()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_dump_that_fails_hides_nothing(make_trainer: Any, tmp_path: Path, caplog: Any) -> None:
+    trainer = make_trainer({"dump": StateDump()}, batches=diverging())
+    trainer.run_dir = tmp_path / "missing"
+    with pytest.raises(DivergedError):
+        trainer.fit()
+    assert "cannot write" in caplog.text
+
+
+def test_histograms(make_trainer: Any, tmp_path: Path) -> None:
+    callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard()}
+    trainer = make_trainer(callbacks, tmp_path)
+    trainer.fit()
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
+    board.Reload()
+    assert set(board.Tags()["histograms"]) == {
+        f"weights/{name}" for name, _ in trainer.model.named_parameters()
+    }
+    points = board.Histograms("weights/0.weight")
+    assert [point.step for point in points] == [5, 10]
+    weight = trainer.model[0].weight.detach()
+    assert points[-1].histogram_value.num == weight.numel()
+    assert points[-1].histogram_value.sum == pytest.approx(weight.sum().item())
+    assert points[-1].histogram_value.max == pytest.approx(weight.max().item())
+
+
+def test_histogram_of_values_that_are_not_finite() -> None:
+    histogram = describe(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
+    assert (histogram.num, histogram.sum) == (2, 4.0)
+    assert describe(torch.tensor([math.nan]), bins=2).num == 0
+
+
+def test_histograms_need_tensorboard(make_trainer: Any) -> None:
+    with pytest.raises(CallbackError, match=r"callbacks\.histograms needs callbacks\.tensorboard"):
+        make_trainer({"histograms": Histograms()}).fit()

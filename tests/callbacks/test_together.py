@@ -1,0 +1,202 @@
+"""Tests of the callbacks as a set: what they read, what a resume leaves, their YAML."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.early_stopping import EarlyStopping
+from callbacks.ema import EMA
+from callbacks.lr_finder import LRFinder
+from callbacks.lr_monitor import LRMonitor
+from callbacks.memory import Memory
+from callbacks.metrics_log import MetricsLog
+from callbacks.model_summary import ModelSummary
+from callbacks.progress import Progress
+from callbacks.swa import SWA
+from callbacks.tensorboard import TensorBoard
+from callbacks.throughput import Throughput
+from callbacks.unfreeze import Unfreeze
+from scripts.compose import compose
+from trainer.callback import Callback
+from trainer.instantiate import instantiate
+
+CONF = Path(__file__).parents[2] / "conf" / "callbacks"
+GROUPS = sorted(path.stem for path in CONF.glob("*.yaml"))
+SINGLE = [name for name in GROUPS if name not in ("default", "none")]
+_HOST_READS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default"}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fail where a tensor's value is asked for: a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert str(func) not in _HOST_READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def everything() -> dict[str, Callback]:
+    return {
+        "metrics_log": MetricsLog(),
+        "progress": Progress(),
+        "tensorboard": TensorBoard(),
+        "lr_monitor": LRMonitor(),
+        "throughput": Throughput(),
+        "memory": Memory(),
+        "model_summary": ModelSummary(),
+        "early_stopping": EarlyStopping(patience=2, mode="min"),
+        "unfreeze": Unfreeze({"first": {"pattern": "0.*", "step": 7}}),
+        "ema": EMA(0.9),
+        "checkpoint": Checkpoint(every_n_steps=3, save_top_k=2, mode="min"),
+    }
+
+
+def test_no_callback_reads_a_tensor_after_an_update(make_trainer: Any, tmp_path: Path) -> None:
+    watched: list[str] = []
+
+    def guard(callback: Callback) -> None:
+        hook = callback.on_update_end
+
+        def guarded(trainer: Any) -> None:
+            watched.append(callback.name)
+            with NoHostReads():
+                hook(trainer)
+
+        callback.on_update_end = guarded  # type: ignore[method-assign]
+
+    callbacks = {**everything(), "swa": SWA(1), "lr_finder": LRFinder(updates=9)}
+    callbacks["checkpoint"] = callbacks.pop("checkpoint")
+    hooked = [c for c in callbacks.values() if type(c).on_update_end is not Callback.on_update_end]
+    for callback in hooked:
+        guard(callback)
+    make_trainer(callbacks, tmp_path, log_every_n_steps=1).fit()
+    assert {"progress", "ema", "unfreeze", "lr_finder"} <= set(watched)
+
+
+def test_the_guard_itself_sees_a_host_read() -> None:
+    with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
+        torch.ones(()).item()
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time/", "memory/")
+    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
+
+
+def board_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    tags = [t for t in board.Tags()["scalars"] if not t.startswith(("time/", "memory/"))]
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.parametrize("cuts", [[3], [5], [10], [12], [4, 7, 11]], ids=str)
+def test_resumed_as_if_never_interrupted(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cuts: list[int]
+) -> None:
+    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
+    whole.fit()
+    assert "has not improved" in str(whole.state.stop_reason)
+    trainer = None
+    for cut in [*cuts, None]:
+        more = {} if cut is None else {"stop": stop_at(cut)}
+        following = make_trainer({**everything(), **more}, tmp_path / "cut", max_epochs=6)
+        if trainer is not None:
+            carry_over(trainer, following)
+        trainer = following
+        trainer.fit()
+    assert trainer is not None
+    assert trainer.state.stop_reason == whole.state.stop_reason  # early stopping had its way
+    assert trainer.state.state_dict() == whole.state.state_dict()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], value)
+    for name, value in whole.callbacks["ema"].state_dict()["model"].items():
+        assert torch.equal(trainer.callbacks["ema"].state_dict()["model"][name], value)
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
+    assert board_of(tmp_path / "cut") == board_of(tmp_path / "whole")
+    assert trainer.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
+
+
+@pytest.mark.parametrize(
+    "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
+)
+def test_each_state_is_needed_for_that(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, lost: str
+) -> None:
+    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
+    first = make_trainer({**everything(), "stop": stop_at(12)}, tmp_path / "cut", max_epochs=6)
+    second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
+    whole.fit()
+    first.fit()
+    first.callbacks[lost].state_dict = dict
+    carry_over(first, second)
+    second.fit()
+    ema = [t.callbacks["ema"].state_dict()["model"]["0.weight"] for t in (whole, second)]
+    same = [
+        second.state.state_dict() == whole.state.state_dict(),
+        torch.equal(*ema),
+        log_of(tmp_path / "cut") == log_of(tmp_path / "whole"),
+        board_of(tmp_path / "cut") == board_of(tmp_path / "whole"),
+        second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best,
+    ]
+    assert not all(same)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_every_yaml_builds_what_it_names(name: str) -> None:
+    node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert list(node) == [name]
+    callback = instantiate(node[name])
+    assert isinstance(callback, Callback)
+    assert type(callback).__module__ == f"callbacks.{name}"
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_yaml_opens_with_a_command_and_explains_its_options(name: str) -> None:
+    first, *lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert first.startswith("# train experiment=")
+    told = {"record_shapes", "profile_memory", "every_n_epochs", "bins", "min_lr", "max_lr"}
+    for line in lines:
+        key = line.strip().split(":")[0]
+        if name in SINGLE and line.startswith("  ") and not line.startswith("   "):
+            assert "#" in line or key == "_target_" or key in told, line
+
+
+DEFAULT = [
+    "progress",
+    "tensorboard",
+    "lr_monitor",
+    "throughput",
+    "memory",
+    "model_summary",
+    "early_stopping",
+    "checkpoint",
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        pytest.param("callbacks=default", DEFAULT, id="default"),
+        pytest.param("callbacks=none", [], id="none"),
+        pytest.param("callbacks=[default,ema]", [*DEFAULT, "ema"], id="added"),
+        pytest.param("callbacks=[ema,default]", ["ema", *DEFAULT], id="before"),
+        pytest.param("callbacks=ema", ["ema"], id="alone"),
+        pytest.param(
+            "~callbacks.early_stopping", [n for n in DEFAULT if n != "early_stopping"], id="dropped"
+        ),
+        pytest.param("callbacks.checkpoint.every_n_steps=3", DEFAULT, id="option"),
+    ],
+)
+def test_composed(override: str, names: list[str]) -> None:
+    found = compose(["experiment=resnet18", override]).config["callbacks"]
+    assert list(found) == names
+    if "every_n_steps" in override:
+        assert found["checkpoint"]["every_n_steps"] == 3

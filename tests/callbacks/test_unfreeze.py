@@ -1,0 +1,104 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.errors import CallbackError
+from callbacks.unfreeze import Unfreeze
+from trainer.callback import Callback
+
+# The model: 0 Linear, 1 BatchNorm, 2 ReLU, 3 Linear; 5 updates an epoch.
+STAGES = {"norm": {"pattern": "1.*", "epoch": 1}, "first": {"pattern": "0.*", "step": 7}}
+
+
+class Moves(Callback):
+    """Note which parameters each update changed, and whether BatchNorm's statistics moved."""
+
+    def __init__(self) -> None:
+        self.moved: list[set[str]] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._before = copy.deepcopy(trainer.model.state_dict())
+
+    def on_update_end(self, trainer: Any) -> None:
+        now = trainer.model.state_dict()
+        names = {n for n, v in now.items() if not torch.equal(v, self._before[n])}
+        self.moved.append(names - {"0.bias", "1.num_batches_tracked"})
+        self._before = copy.deepcopy(now)
+
+
+HEAD = {"3.weight", "3.bias"}
+STATISTICS = {"1.running_mean", "1.running_var"}
+NORM = {"1.weight", "1.bias"}
+FIRST = {"0.weight"}  # its bias means nothing in front of a BatchNorm: it may stay
+
+
+def test_stages_begin_at_their_epoch_and_step(make_trainer: Any) -> None:
+    moves = Moves()
+    make_trainer({"unfreeze": Unfreeze(STAGES), "moves": moves}).fit()
+    assert moves.moved[:5] == [HEAD] * 5
+    assert moves.moved[5:7] == [HEAD | NORM | STATISTICS] * 2
+    assert moves.moved[7:] == [HEAD | NORM | STATISTICS | FIRST] * 3
+
+
+def test_first_match_decides_and_neither_means_never(make_trainer: Any) -> None:
+    moves = Moves()
+    stages = {"head": {"pattern": "3.*", "epoch": 0}, "rest": {"pattern": "*"}}
+    trainer = make_trainer({"unfreeze": Unfreeze(stages), "moves": moves})
+    trainer.fit()
+    assert moves.moved == [HEAD] * 10
+    assert not trainer.model[1].training
+
+
+def test_frozen_parameters_see_no_weight_decay(make_trainer: Any) -> None:
+    moves = Moves()
+    trainer = make_trainer({"unfreeze": Unfreeze(STAGES), "moves": moves}, max_epochs=1)
+    for group in trainer.optimizers.groups():
+        group.options["weight_decay"] = 0.1
+    trainer.fit()
+    assert moves.moved == [HEAD] * 5
+
+
+@pytest.mark.parametrize("cut", [3, 5, 6, 7, 8])
+def test_survives_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut: int) -> None:
+    moves = [Moves() for _ in range(3)]
+    whole, first, second = (
+        make_trainer({"unfreeze": Unfreeze(STAGES), "moves": note, **more})
+        for note, more in zip(moves, ({}, {"stop": stop_at(cut)}, {}), strict=True)
+    )
+    whole.fit()
+    first.fit()
+    carry_over(first, second)
+    second.fit()
+    assert moves[1].moved + moves[2].moved == moves[0].moved
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        pytest.param(
+            {"a": {"pattern": "9.*", "epoch": 1}}, r"a\.pattern=9\.\*: matches no", id="none"
+        ),
+        pytest.param(
+            {"a": {"pattern": "*"}, "b": {"pattern": "0.*"}},
+            r"b\.pattern=0\.\*: matches no",
+            id="hidden",
+        ),
+        pytest.param({"a": {"epoch": 1}}, r"stages\.a=.*give pattern", id="no pattern"),
+        pytest.param({"a": {"pattern": "*", "epoch": 1, "step": 2}}, "epoch or step", id="both"),
+        pytest.param({"a": {"pattern": "*", "epochs": 1}}, "epoch or step", id="typo"),
+    ],
+)
+def test_mistakes(make_trainer: Any, stages: Any, message: str) -> None:
+    with pytest.raises(CallbackError, match=message):
+        make_trainer({"unfreeze": Unfreeze(stages)}).fit()
+
+
+def test_what_no_optimizer_has_cannot_be_unfrozen(make_trainer: Any) -> None:
+    trainer = make_trainer({"unfreeze": Unfreeze(STAGES)})
+    trainer.model[0].weight.requires_grad_(False)
+    with pytest.raises(CallbackError, match=r"stages\.first: the model was built with"):
+        trainer.fit()
