@@ -3,7 +3,7 @@
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,17 @@ _WALL_CLOCK = (
 _SHOWN = 5
 
 
-def differences(first: Path, second: Path, checkpoint: str = "last") -> list[str]:
-    """Return in words how two run directories differ in what a resume must keep; empty if not."""
+def differences(first: Path, second: Path, but: Collection[str] = ()) -> list[str]:
+    """Return in words how two run directories differ in what a resume must keep; empty if not.
+
+    `but` names keys of the last checkpoint that may differ, such as `config`.
+    """
+    states = [
+        {key: value for key, value in state_of(run).items() if key not in but}
+        for run in (first, second)
+    ]
     return [
-        *_differing("state", state_of(first, checkpoint), state_of(second, checkpoint)),
+        *_differing("state", *states),
         *_differing("metrics.jsonl", metrics_of(first), metrics_of(second)),
         *_differing("tensorboard", series_of(first), series_of(second)),
     ]

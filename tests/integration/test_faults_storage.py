@@ -1,0 +1,140 @@
+"""Full, read-only and vanished disks; two runs that want one folder."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from scripts.same_run import differences
+from trainer.checkpoint import CheckpointStore
+from trainer.run_directory import read_status
+
+# 0.6 M parameters with their momentum: 5 MB.
+LARGE = ["experiment=resnet18", "model=mlp", "model.hidden=[800,500]", "loader.num_workers=0"]
+
+
+@pytest.fixture
+def mountable(tmp_path):
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+def test_a_full_disk_ends_in_one_line_and_keeps_the_earlier_checkpoint(train, mountable):
+    run = train(
+        [*LARGE, "trainer.max_epochs=2", f"run_dir={mountable}/run"], tmpfs=(mountable, "size=8m")
+    )
+    assert run.code == 7, run.err
+    pattern = r"cannot write .*/step-00000040.pt: no space left \(need \d\.\d MB, free \d\.\d MB\)"
+    assert re.search(pattern, run.error)
+    assert "enforce fail" not in run.err + run.out
+    checkpoints = run.tree / "run" / "checkpoints"
+    assert not list(checkpoints.glob(".tmp*"))
+    found = CheckpointStore(checkpoints).newest()
+    assert found is not None
+    assert found[0].name == "step-00000020.pt"
+    status = read_status(run.tree / "run")
+    assert (status["state"], status["code"]) == ("failed", 7)
+
+
+def test_a_periodic_save_that_fails_is_a_warning(train, mountable):
+    job = [*LARGE, "trainer.max_epochs=1", "callbacks.checkpoint.every_n_steps=5"]
+    (mountable.parent / "x").mkdir()
+    run = train(
+        [*job, "callbacks.checkpoint.save_top_k=-1", f"run_dir={mountable}/run"],
+        tmpfs=(mountable, "size=8m"),
+    )
+    assert run.code == 7
+    assert "no checkpoint at step 10" in run.err
+    assert "epoch 1/1, step 20" in run.err + run.out
+
+
+def test_logs_that_do_not_fit_are_one_warning_each(train, mountable):
+    job = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=8"]
+    job += ["callbacks=[progress,lr_monitor,throughput,memory]", "trainer.log_every_n_steps=1"]
+    run = train([*job, f"run_dir={mountable}/run"], tmpfs=(mountable, "size=40k"))
+    assert run.code in (0, 7), run.err
+    assert "Traceback" not in run.err
+    assert "Logging error" not in run.err
+    assert run.err.count("metrics.jsonl") <= 2  # the test after the training opens it again
+    assert "step 160" in run.err + run.out
+    lines = (run.tree / "run" / "metrics.jsonl").read_text()
+    assert lines.endswith("}\n")
+
+
+@pytest.mark.parametrize("where", ["itself", "inside"])
+def test_a_read_only_folder_is_answered_before_anything_is_trained(train, mountable, where):
+    folder = mountable if where == "itself" else mountable / "run"
+    run = train(["experiment=resnet18", "model=mlp", f"run_dir={folder}"], tmpfs=(mountable, "ro"))
+    assert run.code == 7, run.err
+    assert str(folder) in run.error
+    assert "read-only file system" in run.error.lower()
+    assert "step" not in run.out
+
+
+def test_a_missing_parent_is_answered_before_anything_is_trained(train, tmp_path):
+    folder = tmp_path / "none" / "run"
+    run = train(["experiment=resnet18", "model=mlp", f"run_dir={folder}"])
+    assert run.code == 7, run.err
+    assert "does not exist" in run.error
+    assert not folder.parent.exists()
+
+
+def test_a_folder_that_vanishes_ends_in_one_line(start, job, tmp_path):
+    path = tmp_path / "run"
+    run = start([*job, "trainer.max_epochs=4", f"run_dir={path}"])
+    run.until(lambda: (path / "checkpoints" / "step-00000010.pt").exists())
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
+    run.wait()
+    assert run.code == 7, run.err
+    assert str(path) in run.error
+
+
+def test_of_two_runs_in_one_folder_the_second_is_refused(start, train, job, tmp_path):
+    path = tmp_path / "run"
+    first = start([*job, "trainer.max_epochs=200", f"run_dir={path}"])
+    first.until((path / "manifest.json").exists)
+    second = train([*job, f"run_dir={path}"])
+    first.until((path / "checkpoints" / "last.pt").exists)
+    third = train([*job, "trainer.max_epochs=200", f"run_dir={path}", "resume=auto"])
+    for refused in (second, third):
+        assert refused.code == 2, refused.err
+        assert f"run dir in use by pid {first.pid} on " in refused.error
+    first.kill()
+
+
+def test_two_runs_that_start_together_end_as_one(start, job, whole, tmp_path):
+    path = tmp_path / "run"
+    runs = [start([*job, f"run_dir={path}"]) for _ in range(2)]
+    codes = sorted(run.wait().code for run in runs)
+    assert codes == [0, 2], [run.err for run in runs]
+    refused = next(run for run in runs if run.code == 2)
+    assert "run dir in use" in refused.error or "already holds a run" in refused.error
+    assert differences(whole, path) == []
+
+
+def test_runs_of_one_name_get_folders_of_their_own(start, tmp_path):
+    job = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]
+    runs = [start([*job, "name=same"], folder=tmp_path) for _ in range(3)]
+    assert [run.wait().code for run in runs] == [0, 0, 0]
+    assert len(list((tmp_path / "runs" / "same").iterdir())) == 3
+
+
+def test_without_a_run_dir_the_newest_unfinished_is_gone_on_with(
+    start, train, job, whole, tmp_path
+):
+    import signal
+
+    run = start([*job, "name=resnet18"], folder=tmp_path)
+    run.until(lambda: list(tmp_path.glob("runs/resnet18/*/checkpoints/step-00000010.pt")))
+    run.send(signal.SIGTERM)
+    assert run.wait().code == 143
+    again = train([*job, "name=resnet18", "resume=auto"], folder=tmp_path)
+    assert again.code == 0, again.err
+    (folder,) = (tmp_path / "runs" / "resnet18").iterdir()
+    assert differences(whole, folder) == []
