@@ -34,12 +34,14 @@ class LRSchedule:
         self,
         tracks: Mapping[str, Track],
         configured: Mapping[str, list[dict[str, Any]]] | None = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
         self.tracks = dict(tracks)
         self.updates = 0  # applied
         self.epochs = 0
         self._tracks = list(self.tracks.values())
         self._configured = dict(configured or {})
+        self._steps_per_epoch = steps_per_epoch
 
     @classmethod
     def none(cls) -> LRSchedule:
@@ -128,19 +130,19 @@ class LRSchedule:
                     track.catch_up(
                         saved.get(name),
                         self._configured.get(name, []),
-                        lambda other: _pass_by(other, updates, epochs),
+                        lambda other: _pass_by(other, updates, epochs, self._steps_per_epoch),
                     )
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
 
 
-def _pass_by(track: Track, updates: int, epochs: int) -> None:
-    """Let `updates` and `epochs` go by, the epochs evenly among the updates."""
+def _pass_by(track: Track, updates: int, epochs: int, steps_per_epoch: int | None) -> None:
+    """Let `updates` and `epochs` go by; skipped updates are taken to be the last ones."""
     done = 0
     for update in range(1, updates + 1):
         track.after_update()
-        while done < epochs and update * epochs >= (done + 1) * updates:
+        if done < epochs and update % (steps_per_epoch or updates) == 0:
             track.after_epoch()
             done += 1
     for _ in range(epochs - done):
@@ -213,7 +215,7 @@ def _build(
             tracks[name] = build_track(
                 chosen, optimizer, names, all_names, total_steps, steps_per_epoch, where
             )
-    return LRSchedule(tracks, optimizers.configured)
+    return LRSchedule(tracks, optimizers.configured, steps_per_epoch)
 
 
 def curve(

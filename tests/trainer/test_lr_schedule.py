@@ -274,17 +274,19 @@ def test_a_schedule_goes_on_exactly_after_a_resume(name: str, cut: int, warm: bo
     assert again.state_dict() == schedule.state_dict()
 
 
+@pytest.mark.parametrize("warm", [pytest.param(0, id="plain"), pytest.param(6, id="warm")])
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "plateau"])
-def test_a_changed_configuration_goes_on_along_its_own_curve(name: str) -> None:
+def test_a_changed_configuration_goes_on_along_its_own_curve(name: str, warm: int) -> None:
     """A longer run, another learning rate: as if they had been so from the start."""
     old = optimizers()
-    schedule = build_lr_schedule(node(name), old, TOTAL, PER_EPOCH)
+    chosen = node(name) | ({"warmup": {"steps": warm}} if warm else {})
+    schedule = build_lr_schedule(chosen, old, TOTAL, PER_EPOCH)
     walk(old, schedule, 0, 20)
     states = through_a_file(old.state_dict(), schedule.state_dict())
     whole, resumed = optimizers([0.7, 0.3]), optimizers([0.7, 0.3])
-    by_whole = build_lr_schedule(node(name), whole, 2 * TOTAL, PER_EPOCH)
+    by_whole = build_lr_schedule(chosen, whole, 2 * TOTAL, PER_EPOCH)
     walk(whole, by_whole, 0, 20)
-    by_resumed = build_lr_schedule(node(name), resumed, 2 * TOTAL, PER_EPOCH)
+    by_resumed = build_lr_schedule(chosen, resumed, 2 * TOTAL, PER_EPOCH)
     resumed.load_state_dict(states[0], hyper_parameters=False)
     by_resumed.load_state_dict(states[1], hyper_parameters=False)
     assert walk(resumed, by_resumed, 20, 96) == walk(whole, by_whole, 20, 96)
