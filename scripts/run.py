@@ -160,6 +160,10 @@ def _fit(
     with stop_signals(trainer):
         trainer.fit()
     seconds = time.monotonic() - started
+    skipped = getattr(trainer.train_loader, "skipped", [])
+    if directory is not None and skipped:
+        listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
+        directory.update_manifest({"skipped_samples": listed})
     if trainer.state.stop_code:
         raise _interrupted(request, experiment)
     tested = _test(experiment)

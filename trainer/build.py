@@ -12,9 +12,9 @@ from torch import nn
 
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
-from data.loader import Loader
+from data.prefetch import OnDevice
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
-from trainer.build_data import Data, build_data, count, eval_loader, train_loader
+from trainer.build_data import Data, build_data, count, eval_loader, overfit_samples, train_loader
 from trainer.callback import Callback
 from trainer.distributed import DDP, is_rank
 from trainer.errors import ModelError
@@ -105,8 +105,9 @@ def build(
     seed_everything(config.seed)
     data = build_data(config)
     loader = train_loader(config, data.sets["train"], strategy)
-    validated = data.sets["train"] if options.overfit_batches is not None else data.sets["val"]
-    val_loader = None if validated is None else eval_loader(config, validated, strategy)
+    few = overfit_samples(config, data.sets["train"])
+    validated = data.sets["val"] if few is None else data.sets["train"]
+    val_loader = None if validated is None else eval_loader(config, validated, strategy, few)
     test_loader = data.sets["test"] and eval_loader(config, data.sets["test"], strategy)
     trainer_options = _options(options, len(loader), len(val_loader) if val_loader else 0)
     if trainer_options.limit_val_batches == 0:
@@ -145,7 +146,7 @@ def build(
 
 def build_evaluation(
     config: Config, strategy: Strategy, split: str
-) -> tuple[Trainer, Loader, int | None]:
+) -> tuple[Trainer, OnDevice, int | None]:
     """Build what judges a model on one split: the trainer, the split's loader, its limit."""
     data = build_data(config, (split,))
     loader = eval_loader(config, data.sets[split], strategy)

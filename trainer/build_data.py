@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from data.device_transforms import DeviceTransforms
 from data.errors import DataError
 from data.loader import Loader
-from data.orders import FirstOf, Sequential, Shuffled
-from data.sampler import Order, UpdateSampler
+from data.orders import FirstOf, Sequential
+from data.prefetch import OnDevice
+from data.sampler import Order, Updates, UpdateSampler
+from data.samplers import as_order, as_updates, default_order
 from data.transforms import Pipeline
 from trainer.instantiate import instantiate
 from trainer.strategy import Strategy
@@ -97,41 +101,91 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     return declared
 
 
-def train_loader(config: Config, dataset: Any, strategy: Strategy) -> Loader:
+def train_loader(config: Config, dataset: Any, strategy: Strategy) -> OnDevice:
     """Build the loader of updates: `loader.batch_size` samples over all devices."""
     options = config.loader
+    chosen = _chosen(config, dataset)
+    given = options.batch_sampler is not None and config.trainer.overfit_batches is None
     sampler = UpdateSampler(
-        _order(config, dataset),
-        batch_size=options.batch_size,
+        chosen,
+        batch_size=None if given else options.batch_size,
         drop_last=options.drop_last,
         gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
-    return _loader(config, dataset, sampler, "replace")
+    steps = {
+        name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
+        for name, node in config.transforms.device.items()
+    }
+    loader = _loader(config, dataset, sampler, "replace")
+    return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
 
 
-def eval_loader(config: Config, dataset: Any, strategy: Strategy) -> Loader:
-    """Build the loader that reads a data set once, in order, shared among the processes."""
-    size = (config.loader.eval_batch_size or config.loader.batch_size) * strategy.world_size
+def eval_loader(
+    config: Config, dataset: Any, strategy: Strategy, samples: int | None = None
+) -> OnDevice:
+    """Build the loader that reads a data set (or its first `samples`) once, in order.
+
+    The processes share each batch; none of them repeats a sample.
+    """
+    whole = Sequential(len(dataset))
     sampler = UpdateSampler(
-        Sequential(len(dataset)),
-        batch_size=size,
+        whole if samples is None else FirstOf(whole, samples),
+        batch_size=(config.loader.eval_batch_size or config.loader.batch_size)
+        * strategy.world_size,
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
-    return _loader(config, dataset, sampler, "drop", evaluating=True)
+    loader = _loader(config, dataset, sampler, "drop", evaluating=True)
+    return _on_device(config, loader, strategy, None)
 
 
-def _order(config: Config, dataset: Any) -> Order:
-    whole = (
-        Shuffled(len(dataset), config.seed) if config.loader.shuffle else Sequential(len(dataset))
-    )
+def overfit_samples(config: Config, dataset: Any) -> int | None:
+    """Return how many samples `trainer.overfit_batches` leaves; None without it."""
     few = config.trainer.overfit_batches
     if few is None:
-        return whole
-    batches = -(-len(dataset) // config.loader.batch_size)
-    return FirstOf(Sequential(len(dataset)), count(few, batches) * config.loader.batch_size)
+        return None
+    size = config.loader.batch_size
+    return min(count(few, -(-len(dataset) // size)) * size, len(dataset))
+
+
+def _chosen(config: Config, dataset: Any) -> Order | Updates:
+    """Return what chooses and orders the training samples."""
+    options, samples = config.loader, overfit_samples(config, dataset)
+    if samples is not None:
+        return FirstOf(Sequential(len(dataset)), samples)
+    if options.batch_sampler is not None:
+        sampler = _over(options.batch_sampler, "loader.batch_sampler", dataset, config.seed)
+        return as_updates(sampler, config.seed)
+    if options.sampler is not None:
+        return as_order(_over(options.sampler, "loader.sampler", dataset, config.seed), config.seed)
+    return default_order(dataset, config.seed, options.shuffle)
+
+
+def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
+    """Build a sampler, given what its signature asks for."""
+    offered: dict[str, Callable[[], Any]] = {
+        "dataset": lambda: dataset,
+        "data_source": lambda: dataset,
+        "targets": lambda: dataset.targets,
+        "seed": lambda: seed,
+    }
+    asked = inspect.signature(locate(node["_target_"])).parameters
+    given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
+    return instantiate(node, _key_=key, **given)
+
+
+def _on_device(
+    config: Config, loader: Loader, strategy: Strategy, transforms: DeviceTransforms | None
+) -> OnDevice:
+    return OnDevice(
+        loader,
+        strategy.device,
+        transforms=transforms,
+        non_blocking=config.loader.non_blocking,
+        prefetch=config.loader.prefetch_to_device,
+    )
 
 
 def _loader(
@@ -147,14 +201,16 @@ def _loader(
             "persistent_workers",
             "timeout",
             "collate_fn",
+            "worker_init_fn",
             "multiprocessing_context",
         )
     }
     if evaluating:
-        own = {name: getattr(options.eval, name) for name in values}
+        own = {name: getattr(options.eval, name, None) for name in values}
         values |= {name: value for name, value in own.items() if value is not None}
-    if values["collate_fn"]:
-        values["collate_fn"] = instantiate(values["collate_fn"], _key_="loader.collate_fn")
+    for name in ("collate_fn", "worker_init_fn"):
+        if values[name]:
+            values[name] = instantiate(values[name], _key_=f"loader.{name}")
     values["pin_memory"] = True if values["pin_memory"] is None else values["pin_memory"]
     return Loader(
         dataset,
