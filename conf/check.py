@@ -58,7 +58,7 @@ def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Proble
     if value == MISSING:
         yield _missing(key, rule)
         return
-    section = _dataclass_in(annotation)
+    section = dataclass_in(annotation)
     named = next((m for m in _members(annotation) if _is_named(m)), None)
     if isinstance(value, dict) and named is not None and rule.words is None:
         for name, child in value.items():
@@ -68,7 +68,7 @@ def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Proble
         yield from _section(value, section, key)
     elif not _takes(annotation, value):
         hint = _type_hint(annotation, value)
-        yield Problem(key, f"expected {_expected(annotation, rule)}, got {shown(value)}", hint=hint)
+        yield Problem(key, f"expected {spelled(annotation, rule)}, got {shown(value)}", hint=hint)
     elif (expected := rule.expects(value)) is not None:
         yield Problem(key, f"expected {expected}, got {shown(value)}")
     elif isinstance(value, dict):
@@ -134,14 +134,15 @@ def _takes(annotation: Any, value: Any) -> bool:
     return type(value) is annotation
 
 
-def _expected(annotation: Any, rule: Rule) -> str:
+def spelled(annotation: Any, rule: Rule) -> str:
+    """Spell what a key takes, for people."""
     parts: dict[str, None] = {}
     for member in _members(annotation):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
             parts.update(dict.fromkeys(str(choice) for choice in args))
         elif origin is list:
-            parts[f"a list, each item {_expected(args[0], _ANY)}"] = None
+            parts[f"a list, each item {spelled(args[0], _ANY)}"] = None
         elif origin is dict:
             parts["a section of keys"] = None
         elif member is type(None):
@@ -173,7 +174,8 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if union else (annotation,)
 
 
-def _dataclass_in(annotation: Any) -> type | None:
+def dataclass_in(annotation: Any) -> type | None:
+    """Return the section that a type stands for, if it stands for one."""
     found = (m for m in _members(annotation) if dataclasses.is_dataclass(m))
     return next((m for m in found if isinstance(m, type)), None)
 
@@ -194,7 +196,7 @@ def _build(schema: Any, raw: dict[str, Any]) -> Any:
 
 
 def _built(annotation: Any, value: Any) -> Any:
-    section = _dataclass_in(annotation)
+    section = dataclass_in(annotation)
     return value if section is None or value is None else _build(section, value)
 
 

@@ -229,8 +229,10 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
+    # Of what everyone has installed, only the very thing: `torch` as a whole can run anything.
+    known = root in sys.stdlib_module_names or root in _tops(ALLOWED)
     return (
-        f"if you trust it, start with `--allow-target {root}`,"
+        f"if you trust it, start with `--allow-target {path if known else root}`,"
         " or put the package in the folder where you start"
     )
 
