@@ -40,6 +40,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """The name that it is saved under."""
         return self.names[0]
 
 
@@ -172,6 +173,7 @@ def _strings(value: Any, key: str, problems: list[str]) -> list[str]:
 
 
 def patterns(value: Any, key: str, problems: list[str]) -> tuple[re.Pattern[str], ...]:
+    """Compile one or several regular expressions; note what is wrong."""
     compiled = []
     for text in _strings(value, key, problems):
         try:
