@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,8 @@ class WeightAverage:
         averages: dict[int, Tensor] = {}  # tied weights have several names and one average
         for name, tensor in _state(model).items():
             if id(tensor) not in averages:
-                average = self._loaded.get(name, tensor).to(tensor, copy=True)
-                averages[id(tensor)] = average
+                value = self._loaded.get(name, tensor.detach())
+                averages[id(tensor)] = average = _placed(value, tensor)
                 follow = id(tensor) in parameters or self._use_buffers
                 moves = follow and tensor.is_floating_point()
                 (self._averaged if moves else self._copied).append((average, tensor))
@@ -44,7 +45,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, weight: float | Tensor) -> None:
         """Move towards the model; a `weight` of 0 on the device changes nothing."""
-        averages, current = [a for a, _ in self._averaged], [m for _, m in self._averaged]
+        averages, current = _columns(self._averaged)
         if isinstance(weight, Tensor):
             steps = torch._foreach_sub(current, averages)
             torch._foreach_mul_(steps, weight)
@@ -52,7 +53,7 @@ class WeightAverage:
         else:
             torch._foreach_lerp_(averages, current, weight)
         if self._copied:
-            torch._foreach_copy_([a for a, _ in self._copied], [m for _, m in self._copied])
+            torch._foreach_copy_(*_columns(self._copied))
 
     def take_buffers(self) -> None:
         """Take the model's buffers as they are."""
@@ -75,15 +76,41 @@ class WeightAverage:
             _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the average, in the form of the model's own state."""
-        return dict(self._tensors) or dict(self._loaded)
+        """Return the average, whole, in the form of the model's own state; a collective."""
+        return {name: _whole(t) for name, t in (self._tensors or self._loaded).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over an average; one under way takes its values, else `begin` does."""
         if self._tensors:
-            _copy([(state[name], average) for name, average in self._tensors.items()])
+            pairs = [(state[name], average) for name, average in self._tensors.items()]
+            _copy([(_placed(value, average), average) for value, average in pairs])
         else:
             self._loaded = dict(state)
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [_part(average) for average, _ in pairs], [_part(model) for _, model in pairs]
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that processes hold in parts; any other as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that processes hold in parts, put together; any other as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _placed(value: Tensor, like: Any) -> Tensor:
+    """Return a copy of `value` where, and in the parts in which, `like` is."""
+    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
+        return value.to(like, copy=True)
+    from torch.distributed.tensor import distribute_tensor  # 2 s, unless there is one anyway
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

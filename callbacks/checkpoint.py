@@ -94,10 +94,12 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Protect the checkpoint that this run goes on from."""
-        step = trainer.state.global_step
-        if trainer.resumed and self._store is not None and self._store.path_of(step).exists():
+        if not trainer.resumed or self._store is None:
+            return
+        path = self._store.path_of(trainer.state.global_step)
+        if trainer.strategy.broadcast(path.exists()):  # or it is another run's
             self._saved = trainer.state.state_dict()
-            self._store.resumed_from = step
+            self._store.resumed_from = trainer.state.global_step
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Remember the values that belong to this update."""

@@ -29,8 +29,9 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Log the table; a resumed run's is in its log already."""
-        if not trainer.is_main or trainer.resumed:
+        if trainer.resumed:
             return
+        # On every process: a sharded model's forward pass is a matter of all of them.
         summary = summarize(
             trainer.model,
             example(trainer),
@@ -38,7 +39,8 @@ class ModelSummary(Callback):
             lambda model, batch: _predict(trainer, model, batch),
             trainer.precision.autocast,
         )
-        _log.info("%s", render(summary))
+        if trainer.is_main:
+            _log.info("%s", render(summary))
 
 
 def example(trainer: Trainer) -> Any:

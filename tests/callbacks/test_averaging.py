@@ -1,9 +1,13 @@
 import copy
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_avg_fn
 
 from callbacks.averaging import WeightAverage
@@ -126,3 +130,32 @@ def test_a_loaded_average_is_used_with_or_without_beginning() -> None:
         target.load_state_dict(source.state_dict())
         with target.exchanged(model):
             assert torch.equal(model.state_dict()["0.weight"], source.state_dict()["0.weight"])
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_model_is_averaged_in_parts_and_saved_whole() -> None:
+    plain, sharded = make_model(), make_model()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    averages = [WeightAverage(), WeightAverage()]
+    for average, model in zip(averages, (plain, sharded), strict=True):
+        average.begin(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        average.update(0.25)
+        average.update(torch.tensor(0.5))
+    expected, found = (average.state_dict() for average in averages)
+    assert all(type(value) is torch.Tensor for value in found.values())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = WeightAverage()
+    loaded.load_state_dict(expected)
+    with loaded.exchanged(sharded):
+        assert torch.equal(sharded[0].weight.full_tensor(), expected["0.weight"])
