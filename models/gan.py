@@ -32,6 +32,11 @@ class Generator(nn.Module):
 
     def forward(self, noise: Tensor) -> Tensor:
         """Map (N, latent_dim) to (N, channels, image_size, image_size)."""
+        if noise.shape[1:] != (self.seed.in_features,):
+            raise ModelError(
+                f"noise of {list(noise.shape[1:])} numbers reaches a generator whose "
+                f"model.latent_dim is {self.seed.in_features}"
+            )
         return self.layers(self.grid(self.seed(noise)))  # type: ignore[no-any-return]
 
 

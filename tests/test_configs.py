@@ -17,7 +17,8 @@ GIVEN = {
     "data=image_folder": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
 }
-EXTRA = {"model=timm": "timm"}  # packages that an option needs and the project does not bring
+# Packages that an option needs and the project does not bring.
+EXTRA = {"model=timm": "timm", "task/metrics=torchmetrics": "torchmetrics"}
 # The groups whose alternatives go with every experiment.
 FREE = (
     "model",

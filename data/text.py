@@ -1,0 +1,112 @@
+"""Text that every Python carries: the documentation strings of its standard library."""
+
+import ast
+import functools
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.images import Transform
+from data.keys import SPLIT, random_state
+from data.sources import Split
+
+ALPHABET = ["\n", *map(chr, range(32, 127))]
+# Those with the most to say among the modules of every Python from 3.11 on.
+MODULES = (
+    "_pydecimal",
+    "argparse",
+    "codecs",
+    "configparser",
+    "difflib",
+    "doctest",
+    "http/server",
+    "imaplib",
+    "inspect",
+    "ipaddress",
+    "logging/__init__",
+    "pdb",
+    "shutil",
+    "smtplib",
+    "socketserver",
+    "statistics",
+    "subprocess",
+    "tarfile",
+    "threading",
+    "typing",
+    "unittest/mock",
+    "urllib/request",
+)
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_HELD_OUT = 0.1  # of the documentation strings, for val and for test each
+
+
+class StandardLibraryText:
+    """Windows of `context` characters, and the character that follows at each place.
+
+    Samples are `(tokens, following)`, both [context]. Every documentation string belongs to one
+    split, by `split_seed`. With `shift` each window begins at a random place in its stretch, one
+    of its own for each epoch. Characters that are not ASCII are left out.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        context: int = 128,
+        shift: bool = False,
+        split_seed: int = 0,
+        modules: Sequence[str] = MODULES,
+        transform: Transform | None = None,
+    ) -> None:
+        texts = [text for module in modules for text in docstrings(module)]
+        text = "\n\n".join(_part(texts, split, split_seed))
+        self.tokens = torch.tensor([_NUMBERS[c] for c in text if c in _NUMBERS], dtype=torch.long)
+        self.classes = ALPHABET
+        self.context = context
+        self.shift = shift
+        self.transform = transform
+        if len(self) < 1:
+            raise DataError(f"data.{split}: {len(self.tokens)} characters, context={context}")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        if self.shift:  # the draw is keyed by seed, epoch and index
+            start += int(torch.randint(self.context, ()))
+        start = min(start, len(self.tokens) - self.context - 1)
+        window = self.tokens[start : start + self.context + 1]
+        tokens = window[:-1] if self.transform is None else self.transform(window[:-1])
+        return tokens, window[1:]
+
+
+_NUMBERS = {character: number for number, character in enumerate(ALPHABET)}
+
+
+@functools.cache  # the splits of a run read the same ones
+def docstrings(module: str) -> tuple[str, ...]:
+    """Return the documentation strings of a module's source file; the module is not imported."""
+    path = Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py"
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"this Python has no source of its standard library: {path}") from error
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    return tuple(text for text in texts if text)
+
+
+def _part(texts: Sequence[str], split: str, seed: int) -> list[str]:
+    order = random_state(seed, SPLIT, 3).permutation(len(texts))
+    held_out = int(len(texts) * _HELD_OUT)
+    parts = {
+        "val": order[:held_out],
+        "test": order[held_out : 2 * held_out],
+        "train": order[2 * held_out :],
+    }
+    if split not in parts:
+        raise DataError(f"split is {split!r}, not one of train, val, test")
+    return [texts[i] for i in sorted(parts[split])]
