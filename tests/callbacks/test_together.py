@@ -124,6 +124,35 @@ def test_resumed_as_if_never_interrupted(
     assert trainer.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
 
 
+class StopInValidation(Callback):
+    """End a run as a signal would that comes while it validates."""
+
+    def on_validation_start(self, trainer: Any) -> None:
+        if trainer.state.global_step == 10:
+            trainer.state.request_stop("SIGTERM", 143)
+
+
+def test_resumed_after_a_signal_during_validation(
+    make_trainer: Any, tmp_path: Path, carry_over: Any
+) -> None:
+    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
+    callbacks = {**everything(), "stop": StopInValidation()}
+    first = make_trainer(callbacks, tmp_path / "cut", max_epochs=6)
+    second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
+    whole.fit()
+    first.fit()
+    assert (first.state.global_step, first.state.validated_at) == (10, 5)
+    carry_over(first, second)
+    second.fit()
+    assert second.state.state_dict() == whole.state.state_dict()
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
+    assert board_of(tmp_path / "cut") == board_of(tmp_path / "whole")
+    assert second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
+    assert second.callbacks["early_stopping"].state_dict() == (
+        whole.callbacks["early_stopping"].state_dict()
+    )
+
+
 @pytest.mark.parametrize(
     "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
 )
