@@ -61,14 +61,12 @@ class LrSchedulerWords:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A search by Optuna (`train -m sweep=optuna`)."""
+    """A search by Optuna (`train -m sweep=optuna`), judged as checkpoints are."""
 
     n_trials: int = option(20, "jobs", at_least=1)
-    sampler: Literal["tpe", "random", "grid"] = option("tpe", "how the next values are chosen")
-    monitor: str = option("val/accuracy", "metric to improve")
-    mode: Literal["max", "min"] = option("max", "which end of it is better")
+    sampler: Literal["tpe", "random"] = option("tpe", "how the next values are chosen")
     params: dict[str, str] = option(
-        {}, "search space: an override's value, such as interval(0.01, 0.1) or choice(a, b)"
+        {}, "what each key may be, as on a command line: interval(0.01,0.1), choice(a,b)"
     )
 
 

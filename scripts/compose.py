@@ -39,7 +39,7 @@ from conf.errors import ConfigError, Problem
 from conf.interpolation import interpolation_problems
 from scripts.arguments import Arguments, parse_arguments
 from scripts.origins import Notes, Origins, Placed, shown_path
-from scripts.overrides import NO_HYDRA, Overrides, Swept
+from scripts.overrides import NO_HYDRA, Dimension, Overrides, Swept
 from scripts.trees import (
     escape_reserved,
     first_lines,
@@ -145,6 +145,19 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     return [list(combination) for combination in itertools.product(*lists)]
+
+
+def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
+    """Separate the overrides that every job of a search has from those that it varies."""
+    with _opened(arguments) as hydra:
+        composition = _Composition(hydra, arguments)
+        dimension = composition.overrides.dimension
+        parsed = [
+            (override.input_line, dimension(override)) for override in composition.parse(True)
+        ]
+        composition.stop_if_wrong()
+    fixed = [str(text) for text, varied in parsed if varied is None]
+    return fixed, [varied for _, varied in parsed if varied is not None]
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:

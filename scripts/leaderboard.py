@@ -30,13 +30,17 @@ class Ranking:
         found = job.results.get(_BEST + self.name, job.results.get(self.name))
         return found if isinstance(found, int | float) else None
 
+    def rank(self, job: Outcome) -> float | None:
+        """Return a number that is smaller for a better job; None for one without a value."""
+        value = self.value(job)
+        return None if value is None else self._monitor.rank(value)
+
     def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
         """Return jobs from the best to the worst; those that failed come last."""
 
         def place(job: Outcome) -> tuple[bool, bool, float, int]:
-            value = self.value(job)
-            rank = 0.0 if value is None else self._monitor.rank(value)
-            return job.failed, value is None, rank, job.number
+            rank = self.rank(job)
+            return job.failed, rank is None, rank or 0.0, job.number
 
         return sorted(jobs, key=place)
 

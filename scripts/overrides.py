@@ -34,6 +34,18 @@ class Swept:
     varies: bool  # between the jobs
 
 
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """The values that a search may give a key: some, or all numbers from `low` to `high`."""
+
+    key: str  # as it stands on a command line, signs included
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    integers: bool = False
+    log: bool = False
+
+
 @dataclass(slots=True)
 class Overrides:
     """Overrides on their way into a composition, and what is wrong with them."""
@@ -84,6 +96,20 @@ class Overrides:
             self.complain(name, first_lines(error))
             return []
         return [Swept(f"{key}={value}", name, value, True) for value in values]
+
+    def dimension(self, override: Any) -> Dimension | None:
+        """Return the values that a search may give a key; None if the override fixes one."""
+        if not override.is_sweep_override():
+            return None
+        key = override.get_key_element()
+        if not override.is_interval_sweep():
+            return Dimension(key, choices=tuple(swept.value for swept in self.values_of(override)))
+        sweep = override.value()
+        low, high, log = sweep.start, sweep.end, "log" in sweep.tags
+        if not low < high or (log and low <= 0):
+            self.complain(override.key_or_group, f"no numbers from {low} to {high}")
+        integers = isinstance(low, int) and isinstance(high, int)
+        return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def complain(self, key: str, message: str, hint: str | None = None) -> None:
         """Note a mistake of the command line."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts import sweep as sweep_module
+from scripts import sweep_jobs
 from scripts.arguments import parse_arguments
 from scripts.compose import split_jobs
 from scripts.sweep import sweep
@@ -24,7 +24,7 @@ import json, pathlib, sys, time
 *overrides, target = sys.argv[1:]
 folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
 folder.mkdir(parents=True)
-lr = float(dict(o.split("=") for o in overrides)["optimizer.lr"])
+lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
 print("job output", lr)
 if lr == 0.5:
     folder.joinpath("started").touch()
@@ -66,7 +66,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def fake(flags: Sequence[str], overrides: Sequence[str], run_dir: Path) -> list[str]:
         return [sys.executable, str(script), *command([], overrides, run_dir)[4:]]
 
-    monkeypatch.setattr(sweep_module, "command", fake)
+    monkeypatch.setattr(sweep_jobs, "command", fake)
     monkeypatch.chdir(tmp_path)
     return script
 
@@ -164,11 +164,12 @@ def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
 
 
 def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
-    driver = (
-        "import sys; from scripts import sweep; from scripts.arguments import parse_arguments\n"
+    driver = "import sys; from scripts import sweep, sweep_jobs\n"
+    driver += "from scripts.arguments import parse_arguments\n"
+    driver += "real = sweep_jobs.command\n"
+    driver += (
+        f"sweep_jobs.command = lambda *a: [sys.executable, {str(job)!r}, *real([], *a[1:])[4:]]\n"
     )
-    driver += "real = sweep.command\n"
-    driver += f"sweep.command = lambda *a: [sys.executable, {str(job)!r}, *real([], *a[1:])[4:]]\n"
     driver += "sys.exit(sweep.sweep(parse_arguments(sys.argv[1:])))"
     argv = [sys.executable, "-c", driver, "-m", "--config-path", "conf", "run_dir=there"]
     argv.append("optimizer.lr=0.1,0.5,0.2")
@@ -185,6 +186,35 @@ def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     states = {row["job"]: row["status"] for row in board(Path("there"))}
     assert states == {"0": "finished", "1": "failed", "2": "not started"}
     assert not Path("there/2").exists()
+
+
+def test_a_search_needs_its_package_and_something_to_search(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("conf/sweep").mkdir()
+    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\n")
+    with pytest.raises(ConfigError, match="nothing to search"):
+        run("+sweep=optuna")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match="pip install optuna"):
+        run("+sweep=optuna", "optimizer.lr=interval(0.1,0.2)")
+    assert not Path("runs").exists()
+
+
+def test_a_search_finds_good_values(job: Path) -> None:
+    pytest.importorskip("optuna")
+    Path("conf/sweep").mkdir()
+    params = "params: {seed: 'choice(1,2)', optimizer.weight_decay: 'interval(0,1)'}\n"
+    Path("conf/sweep/optuna.yaml").write_text("n_trials: 12\nsampler: tpe\n" + params)
+    argv = ["+sweep=optuna", "optimizer.lr=tag(log,interval(0.01,3.0))", "name=mine"]
+    assert run(*argv) in (0, 5)
+    (folder,) = Path("runs/mine/sweeps").iterdir()
+    rows = board(folder)
+    assert len(rows) == 12
+    assert {row["seed"] for row in rows} == {"1", "2"}
+    finished = [float(row["val/accuracy"]) for row in rows if row["status"] == "finished"]
+    assert finished == sorted(finished, reverse=True)
+    assert finished[0] > 0.9
 
 
 def test_a_job_is_a_command_line_of_its_own() -> None:
