@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from conf.errors import ConfigError
 from scripts.arguments import parse_arguments
 from scripts.compose import Composed, compose
 from scripts.console import log_to_stderr, logger
@@ -44,7 +45,10 @@ def _start(composed: Composed, argv: list[str]) -> int:
         return launch(request)
     from scripts.run import run
 
-    return run(request)
+    try:
+        return run(request)
+    except ConfigError as error:  # found in what the keys name: say where they were written
+        raise ConfigError(composed.origins.locate(error.problems)) from error
 
 
 def _is_group(composed: Composed) -> bool:

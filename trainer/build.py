@@ -12,20 +12,23 @@ from torch import nn
 
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
+from conf.schema_strategy import StrategyConfig
 from data.prefetch import OnDevice
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.build_data import Data, build_data, count, eval_loader, overfit_samples, train_loader
 from trainer.callback import Callback
-from trainer.distributed import DDP, is_rank
+from trainer.ddp import DDP
+from trainer.distributed import is_rank
+from trainer.dp import DataParallel
 from trainer.errors import ModelError
 from trainer.gradients import Clipping
 from trainer.instantiate import instantiate
 from trainer.lr_schedule import build_lr_schedule
-from trainer.optimizers import Optimizers, build_optimizers
+from trainer.optimizers import build_optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.precision import Precision
 from trainer.seed import seed_everything, set_switches
-from trainer.strategy import DataParallel, Strategy
+from trainer.strategy import Planned, Strategy, count_devices
 from trainer.task import Task
 from trainer.trainer import Trainer
 
@@ -51,22 +54,33 @@ class Experiment:
 def build_strategy(config: Config) -> Strategy:
     """Choose where to compute."""
     options = config.strategy
-    device = _device(config)
     if options.name == "dp":
         return DataParallel(options.device_ids, options.output_device, options.dim)
-    if options.name == "ddp" or is_rank():
-        return DDP(
-            None if options.backend == "auto" else options.backend,
-            options.timeout,
-            options.sync_batchnorm,
-            options.comm_hook,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-            broadcast_buffers=options.broadcast_buffers,
-        )
-    return Strategy(device)
+    if options.name in ("ddp", "fsdp") or is_rank():
+        backend = None if options.backend == "auto" else options.backend
+        return _group(options, backend)
+    return Strategy(_device(config))
+
+
+def _group(options: StrategyConfig, backend: str | None) -> Strategy:
+    """Choose how processes train together; under torchrun a single device becomes one of many."""
+    count = count_devices(options.devices, options.accelerator)
+    if not is_rank():
+        return Planned(options.name, count, options.accelerator)
+    return DDP(
+        backend,
+        options.timeout,
+        options.accelerator,
+        options.devices if isinstance(options.devices, list) else None,
+        sync_batchnorm=options.sync_batchnorm,
+        comm_hook=options.comm_hook,
+        comm_hook_options=options.comm_hook_options,
+        broadcast_buffers=options.broadcast_buffers,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+    )
 
 
 def _device(config: Config) -> torch.device | None:
@@ -103,7 +117,8 @@ def build(
     )
     torch.autograd.set_detect_anomaly(options.detect_anomaly)
     seed_everything(config.seed)
-    data = build_data(config)
+    with strategy.one_per_node():
+        data = build_data(config)
     loader = train_loader(config, data.sets["train"], strategy)
     few = overfit_samples(config, data.sets["train"])
     validated = data.sets["val"] if few is None else data.sets["train"]
@@ -119,7 +134,10 @@ def build(
     precision = Precision(options.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
     checkpointed = _checkpoint_activations(model, options)
-    optimizers = _build_optimizers(model, fill(config.optimizer, lengths), strategy)
+    # Unfilled: an optimizer's own schedule counts what remains of the run after its warm-up. A
+    # fused step leaves out a non-finite update in its kernel; others' state would be copied.
+    fused = strategy.device.type == "cuda"
+    optimizers = build_optimizers(model, config.optimizer, prefer_fused=fused)
     schedule = build_lr_schedule(config.lr_scheduler, optimizers, total, steps)
     trainer = Trainer(
         model,
@@ -148,7 +166,8 @@ def build_evaluation(
     config: Config, strategy: Strategy, split: str
 ) -> tuple[Trainer, OnDevice, int | None]:
     """Build what judges a model on one split: the trainer, the split's loader, its limit."""
-    data = build_data(config, (split,))
+    with strategy.one_per_node():
+        data = build_data(config, (split,))
     loader = eval_loader(config, data.sets[split], strategy)
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
@@ -209,10 +228,6 @@ def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any
             child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
         )
     return filled
-
-
-def _build_optimizers(model: nn.Module, node: dict[str, Any], strategy: Strategy) -> Optimizers:
-    return build_optimizers(model, node)
 
 
 def _options(options: TrainerConfig, updates: int, val_batches: int) -> TrainerOptions:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
+
+import torch
+from torch import nn
 
 from conf.errors import ConfigError, Problem
 from conf.reserved import fill
 from conf.schema import Config
 from trainer import lr_schedule, optimizers
 from trainer.build import build_task, with_classes
-from trainer.instantiate import build_problems, refused_targets
-from trainer.signatures import TargetProblem, bind_problems, hides_arguments
+from trainer.errors import RunError
+from trainer.instantiate import instantiate, refused_targets
+from trainer.optimization_check import check_optimization
+from trainer.param_groups import ParamGroupError
+from trainer.signatures import TargetProblem, bind_problems
 
 # Stand-ins for what is known only once the data are open.
 _LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
@@ -25,24 +31,74 @@ _CALLED_WITH = {
 
 
 def check_targets(config: Config) -> None:
-    """Raise ConfigError with everything that is wrong with the targets of a configuration."""
+    """Raise ConfigError with everything that is wrong with the targets of a configuration.
+
+    First whether they may be used at all, then their arguments, then what their constructors and
+    the rest of the configuration make of them: each stage rests on the one before.
+    """
     nodes = dict(_nodes(config))
-    refused = [p for key, (node, _) in nodes.items() for p in refused_targets(node, key)]
-    if refused:
-        raise ConfigError([_problem(p) for p in refused])
-    found = [
+    _complain(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
+    _complain(
         problem
         for key, (node, positional) in nodes.items()
         for problem in bind_problems(node, key, _provided(key), positional)
+    )
+    monitors = list(_monitor_problems(config))
+    about = tuple(p.key.rpartition(".")[0] for p in monitors)
+    others = [*_constructor_problems(config), *_model_problems(config)]
+    _complain([*monitors, *(p for p in others if p.key not in about)])
+
+
+def _complain(found: Iterable[TargetProblem | Problem]) -> None:
+    problems = [
+        p if isinstance(p, Problem) else Problem(p.key, p.message, hint=p.hint) for p in found
     ]
-    if found:
-        raise ConfigError([_problem(p) for p in found])
-    model = with_classes(config.model, _CLASSES)
-    if hides_arguments(model):
-        found = build_problems(model, "model")
-    problems = [_problem(p) for p in found] or list(_monitor_problems(config))
     if problems:
         raise ConfigError(problems)
+
+
+def _constructor_problems(config: Config) -> Iterator[Problem]:
+    """Build what costs nothing to build, and report the values that are objected to."""
+    nodes = {"task": with_classes(config.task, _CLASSES)}
+    callbacks = fill(config.callbacks, _LENGTHS)
+    nodes |= {f"callbacks.{name}": node for name, node in callbacks.items() if node}
+    for stage in ("train", "eval", "device"):
+        steps = getattr(config.transforms, stage)
+        nodes |= {f"transforms.{stage}.{name}": node for name, node in steps.items() if node}
+    for key, node in nodes.items():
+        try:
+            instantiate(node, _key_=key)
+        except Exception as error:
+            if not isinstance(getattr(error, "exit_code", None), int):
+                raise
+            yield Problem(key, str(error).removeprefix(f"{key}: "))
+
+
+def _model_problems(config: Config) -> Iterator[Problem]:
+    """Build the model without storage, and hold optimizer and schedule against it."""
+    node = with_classes(config.model, _CLASSES)
+    try:
+        with torch.device("meta"):
+            model = instantiate(node, _key_="model")
+    except Exception as error:
+        # Not every network can be built without storage: what only that forbids shows later.
+        cause = error.__cause__
+        if isinstance(cause, (TypeError, ValueError, AssertionError)) or _is_model_error(error):
+            yield Problem("model", str(error).removeprefix("model: "))
+        return
+    if not isinstance(model, nn.Module):
+        yield Problem("model._target_", f"makes no torch.nn.Module but a {type(model).__name__}")
+        return
+    try:
+        check_optimization(model, config.optimizer, config.lr_scheduler)
+    except ParamGroupError as error:
+        for text in error.args:
+            key, _, message = text.partition(": ")
+            yield Problem(key, message) if " " not in key else Problem("optimizer", text)
+
+
+def _is_model_error(error: Exception) -> bool:
+    return getattr(error, "exit_code", None) == ConfigError.exit_code and error.__cause__ is None
 
 
 def _nodes(config: Config) -> Iterator[tuple[str, tuple[Any, int]]]:
@@ -71,12 +127,11 @@ def _provided(key: str) -> tuple[str, ...]:
     return next((names for prefix, names in _CALLED_WITH.items() if key.startswith(prefix)), ())
 
 
-def _problem(problem: TargetProblem) -> Problem:
-    return Problem(problem.key, problem.message, hint=problem.hint)
-
-
 def _monitor_problems(config: Config) -> Iterator[Problem]:
-    names = build_task(config, _CLASSES).metric_names()
+    try:
+        names = build_task(config, _CLASSES).metric_names()
+    except RunError:  # its constructor's complaint says more
+        return
     known = [f"{stage}/{name}" for stage in ("val", "train") for name in names]
     known.append("train/grad_norm")
     for key, monitor in _monitors(config):
@@ -87,8 +142,13 @@ def _monitor_problems(config: Config) -> Iterator[Problem]:
 
 
 def _monitors(config: Config) -> Iterator[tuple[str, Any]]:
+    several = config.optimizer.get("optimizers") or {}
     sections: Mapping[str, Any] = {
         "lr_scheduler": config.lr_scheduler,
+        **{
+            f"optimizer.optimizers.{name}.lr_scheduler": (node or {}).get("lr_scheduler")
+            for name, node in several.items()
+        },
         **{f"callbacks.{name}": node for name, node in config.callbacks.items()},
     }
     for key, node in sections.items():
