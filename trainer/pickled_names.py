@@ -4,6 +4,7 @@ import _compat_pickle
 import io
 import pickletools
 import sys
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,9 @@ _LARGEST = 1 << 28
 
 def foreign_names(path: Path) -> list[str]:
     """List what the pickles of `path` import beyond tensors and plain data, in order."""
-    names = dict.fromkeys(name for content in _pickles(path) for name in _imported(content))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pickletools remarks on odd escapes
+        names = dict.fromkeys(name for content in _pickles(path) for name in _imported(content))
     return [name for name in names if not _is_plain(name)]
 
 
@@ -64,19 +67,18 @@ def _is_plain(name: str) -> bool:
     return name in _PLAIN or name.startswith(_PLAIN_PREFIXES) or storage_or_dtype
 
 
-def _pickles(path: Path) -> Iterator[bytes]:
+def _pickles(path: Path) -> list[bytes]:
+    """Return the pickles of an archive, or else the file as one; never raises for its content."""
     try:
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.filename.endswith(".pkl") and info.file_size < _LARGEST:
-                    yield archive.read(info)
-            if any(
-                "/code/" in name or name.endswith("constants.pkl") for name in archive.namelist()
-            ):
-                yield b"ctorch.jit\nload\n."  # TorchScript keeps its code beside the pickles
-    except zipfile.BadZipFile:
+            return [
+                archive.read(info)
+                for info in archive.infolist()
+                if info.filename.endswith(".pkl") and info.file_size < _LARGEST
+            ]
+    except Exception:  # zipfile raises some ten types for a damaged archive
         with open(path, "rb") as file:
-            yield file.read(_LARGEST)
+            return [file.read(_LARGEST)]
 
 
 def _imported(content: bytes) -> Iterator[str]:
