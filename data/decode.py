@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from data.errors import DataError, reason
+from data.errors import UnreadableError, reason
 
 # Pillow's own bound against decompression bombs.
 MAX_PIXELS = 89_478_485
@@ -21,15 +21,15 @@ _MODES = {1: "L", 3: "RGB"}
 def read_image(path: Path | str, channels: int = 3) -> Tensor:
     """Return an image file as uint8 (channels, H, W), upright by its EXIF orientation.
 
-    Raises DataError, naming the file, for whatever cannot be read whole as an image.
+    Raises UnreadableError, naming the file, for whatever cannot be read whole as an image.
     """
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or reason(error)}") from error
+        raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
     if not data:
-        raise DataError(f"cannot decode {path}: the file is empty")
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
     return _decode(data, path, channels)
 
 
@@ -40,12 +40,12 @@ def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
             return image
     try:
         return _by_pillow(data, path, channels)
-    except DataError:
+    except UnreadableError:
         raise
     except Exception as error:
         unknown = isinstance(error, UnidentifiedImageError)
         text = "no image format that is known" if unknown else reason(error)
-        raise DataError(f"cannot decode {path}: {text}") from error
+        raise UnreadableError(f"cannot decode {path}: {text}") from error
 
 
 def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
@@ -67,7 +67,7 @@ def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
 
 def _check_size(width: int, height: int, path: Path | str) -> None:
     if width * height > MAX_PIXELS:
-        raise DataError(
+        raise UnreadableError(
             f"refused to decode {path}: {width} x {height} pixels are more than {MAX_PIXELS}"
         )
 
@@ -111,10 +111,10 @@ def _by_pillow(data: bytes, path: Path | str, channels: int) -> Tensor:
 def _to_eight_bits(image: Image.Image, path: Path | str) -> Image.Image:
     """Scale 16-bit greys down; Pillow's own conversion would cut them off at 255."""
     if image.mode == "F":
-        raise DataError(f"cannot decode {path}: floating point pixels have no known range")
+        raise UnreadableError(f"cannot decode {path}: floating point pixels have no known range")
     if not image.mode.startswith("I"):
         return image
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise DataError(f"cannot decode {path}: 32-bit pixels have no known range")
+        raise UnreadableError(f"cannot decode {path}: 32-bit pixels have no known range")
     return Image.fromarray((values >> 8).astype(np.uint8))

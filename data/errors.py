@@ -7,6 +7,10 @@ class DataError(Exception):
     exit_code = 3
 
 
+class UnreadableError(DataError):
+    """One file that cannot be read; the others may be well."""
+
+
 class WorkerError(Exception):
     """A loader worker died, hung or ran out of memory; the text names the keys to turn."""
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from data.collate import map_leaves
-from data.errors import DataError, WorkerError, reason
+from data.errors import DataError, UnreadableError, WorkerError, reason
 from data.keyed import preserved_rng, seed_rng
 from data.keys import REPLACEMENT, SAMPLE, key
 from data.sampler import Piece
@@ -158,6 +158,8 @@ class Fetcher:
 
     def _at_sample(self, error: Exception, index: int) -> DataError:
         text = str(error) if isinstance(error, DataError) else reason(error)
+        if isinstance(error, UnreadableError) and self.on_error == "raise":
+            text = f"{text}; data.on_error=skip leaves such samples out"
         path = path_of(self.dataset, index)
         named = path is not None and path in text
         return DataError(f"sample {index}: {text}" if named else f"{self.name(index)}: {text}")
