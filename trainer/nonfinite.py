@@ -57,7 +57,9 @@ def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
     A fused optimizer does so in its kernel; any other's parameters and state are copied and put
     back, which costs their size in memory.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    # torch's fused SGD leaves its momentum uninitialised if the step that makes it is left out.
+    begun = all(p in optimizer.state for p in _parameters(optimizer) if p.grad is not None)
+    if begun and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -72,10 +74,13 @@ def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
     _select(bad, fresh, [torch.zeros_like(t) for t in fresh])
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    return [*parameters, *states]
+    return [*_parameters(optimizer), *states]
 
 
 @torch.no_grad()
