@@ -1,7 +1,6 @@
 """A run's folder: its files, its state, and the one process that may write to it."""
 
 import contextlib
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,29 @@ import yaml
 
 from trainer import manifest
 from trainer.atomic import remove_orphans, write_json, write_text
-from trainer.errors import RunError
-from trainer.run_lock import RunLock, is_held, read_holder
+from trainer.run_lock import RunLock, read_holder
+from trainer.run_status import (
+    MANIFEST,
+    STATUS,
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    read_json,
+    read_status,
+)
 from trainer.storage import storage_error
 
-MANIFEST = "manifest.json"
-STATUS = "status.json"
-
-
-class RunDirectoryError(RunError):
-    """A run directory that the command line may not use: unsuited name, held, or already a run."""
-
-    exit_code = 2
+__all__ = [
+    "RunDirectory",
+    "RunDirectoryError",
+    "amend_failure",
+    "find_unfinished",
+    "holds_run",
+    "name_folder",
+    "read_status",
+    "reserve",
+    "timestamp",
+]
 
 
 class RunDirectory:
@@ -126,7 +136,7 @@ class RunDirectory:
 
     def manifest(self) -> dict[str, Any]:
         """Read the manifest; an unreadable one is a RunDirectoryError."""
-        return _read_json(self.manifest_path)
+        return read_json(self.manifest_path)
 
     def update_manifest(self, facts: Mapping[str, Any]) -> None:
         """Replace the named top-level entries of the manifest."""
@@ -216,25 +226,12 @@ class RunDirectory:
         write_json(self.status_path, {**empty, **identity, "results": {}, **fields})
 
 
-def holds_run(path: Path) -> bool:
-    """Say whether a run exists in `path`."""
-    return (path / MANIFEST).is_file()
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """Read the status of the run in `path`; `running` without a living process reads `killed`."""
-    status = _read_json(path / STATUS)
-    if status.get("state") == "running" and not is_held(path):
-        status = {**status, "state": "killed"}
-    return status
-
-
-def amend_failure(path: Path, code: int, reason: str) -> None:
+def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
     """Replace the cause in the status of a run whose processes have ended, by the first of all."""
-    status = _read_json(path / STATUS)
+    status = read_json(path / STATUS)
     if status:
-        state = "preempted" if code in (130, 143) else "failed"
-        write_json(path / STATUS, {**status, "state": state, "code": code, "reason": reason})
+        end = {"state": "preempted" if code in (130, 143) else "failed", "code": code}
+        write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
 
 
 def name_folder(root: Path, name: str) -> Path:
@@ -269,42 +266,11 @@ def reserve(folder: Path, stamp: str) -> Path:
         raise storage_error(folder / stamp, error) from error
 
 
-def find_unfinished(folder: Path) -> Path | None:
-    """Return the newest run directly in `folder` that has not finished and that nobody holds."""
-    if not folder.is_dir():
-        return None
-    runs = [path for path in folder.iterdir() if holds_run(path)]
-    for path in sorted(runs, key=_created, reverse=True):
-        with contextlib.suppress(RunDirectoryError):
-            if read_status(path).get("state") != "finished" and not is_held(path):
-                return path
-    return None
-
-
-def _created(path: Path) -> tuple[str, str]:
-    try:
-        return str(_read_json(path / MANIFEST).get("created", "")), path.name
-    except RunDirectoryError:
-        return "", path.name
-
-
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise storage_error(path, error) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise RunDirectoryError(f"cannot read {path}: it holds no JSON object")
-    return value
 
 
 def _plain(results: Mapping[str, float]) -> dict[str, float | None]:
