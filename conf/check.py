@@ -151,7 +151,7 @@ def spelled(annotation: Any, rule: Rule) -> str:
             parts[_NAMES.get(member, str(member))] = None
     text = " or ".join(parts) if len(parts) < 3 else f"one of {', '.join(parts)}"
     limit = rule.expects(-math.inf) if rule.at_least is not None or rule.above is not None else None
-    return f"{text} ({limit.removeprefix('a number ')})" if limit else text
+    return f"{text} ({limit.replace('a number ', '')})" if limit else text
 
 
 def _type_hint(annotation: Any, value: Any) -> str | None:

@@ -74,7 +74,7 @@ class SweepConfig:
 class Config:
     """The whole configuration."""
 
-    name: str = option(REQUIRED, "of the run: runs/<name>/<time>", check=plain_name)
+    name: str = option(REQUIRED, "of the run, which goes to `runs/NAME/TIME`", check=plain_name)
     seed: int = option(0, "of order, augmentation and weights", at_least=0, at_most=2**32 - 1)
     run_dir: str | None = option(None, "put the run exactly here", check=plain_path)
     resume: str | None = option(None, "auto, or the path of a run or checkpoint", check=plain_path)

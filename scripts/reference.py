@@ -34,8 +34,7 @@ def _tables(schema: type, key: str, title: str) -> typing.Iterator[str]:
     for name, one in declared(schema).items():
         section = dataclass_in(hints[name])
         here = f"{key}.{name}" if key else name
-        if section is not None:
-            inner.append((section, here))
+        inner += [(known, here) for known in (section, rule_of(one).words) if known is not None]
         rows.append(_row(here, hints[name], one))
     summary = (schema.__doc__ or "").split("\n")[0]
     yield f"\n### {title}\n\n{summary}\n\n| key | default | takes | meaning |\n|---|---|---|---|\n"
@@ -48,6 +47,9 @@ def _row(key: str, annotation: object, one: "dataclasses.Field[object]") -> str:
     rule, default = rule_of(one), default_of(one)
     section = dataclass_in(annotation) is not None
     takes = "see below" if section else spelled(annotation, rule)
+    named = annotation == dict[str, dict[str, typing.Any] | None]
+    if rule.node or rule.words:
+        takes = takes.replace("a section of keys", "named nodes" if named else "a node")
     only = f" ({', '.join(rule.strategies)} only)" if rule.strategies else ""
     cells = (f"`{key}`", _default(default), takes, rule.doc + only)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
