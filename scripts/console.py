@@ -27,7 +27,7 @@ class StoppedEarlyError(BaseException):
 def guarded(command: Callable[[], int]) -> NoReturn:
     """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop_early)
+        signal.signal(number, stop_early)
     try:
         code = command()
     except BaseException as error:
@@ -45,11 +45,23 @@ def report(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     code = exit_code(error)
+    if not _speaks(error):
+        return code
     if code == 1:
         traceback.print_exception(error, file=sys.stderr)
     first, *rest = describe(error).splitlines() or [""]
     print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
     return code
+
+
+def _speaks(error: BaseException) -> bool:
+    """Tell whether this process is to tell of a failure: of torchrun's, the first that fails."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from trainer.peers import Cause, agent_board
+
+    board = agent_board()
+    return board is None or board.claim(Cause.of(error, int(os.environ["RANK"])))
 
 
 def exit_code(error: BaseException) -> int:
@@ -81,5 +93,6 @@ def log_to_stderr(verbose: bool) -> None:
     root.setLevel(logging.INFO)
 
 
-def _stop_early(number: int, frame: FrameType | None) -> None:
+def stop_early(number: int, frame: FrameType | None) -> None:
+    """End a command that has nothing to save yet, as a signal's handler."""
     raise StoppedEarlyError(number)

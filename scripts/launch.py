@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scripts.rank import work
+from scripts.notes import Notes, Report
 from scripts.request import Request
 from trainer.run_directory import amend_failure
+from trainer.strategy import count_devices
 
 _PEER = 6  # a process that was lost, or that lost another
 
@@ -26,64 +31,107 @@ _PEER = 6  # a process that was lost, or that lost another
 def launch(request: Request) -> int:
     """Run a request in `strategy.devices` processes and return the run's exit code."""
     strategy = request.config["strategy"]
-    processes = _count(strategy)
+    processes = count_devices(strategy["devices"], strategy["accelerator"])
     # As torchrun does: processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    notes = Path(tempfile.mkdtemp(prefix="regimen-"))
-    config = LaunchConfig(
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What goes wrong is told once, and by us.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))
+    try:
+        notes.ask(request, sys.path)
+        with _passing_signals_on(notes):
+            error = _run(_config(processes, strategy["max_restarts"], notes), notes)
+        return (
+            0 if error is None and notes.finished() else _answer(error, processes, request, notes)
+        )
+    finally:
+        shutil.rmtree(notes.folder, ignore_errors=True)
+
+
+def _config(processes: int, max_restarts: int, notes: Notes) -> LaunchConfig:
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=strategy["max_restarts"],
-        start_method="spawn",
-        # Ctrl-C reaches the processes from the terminal itself.
-        signals_to_handle="SIGTERM,SIGHUP,SIGUSR1",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
+        # Those that end a run are passed on by us, for as long as the processes need.
+        signals_to_handle="SIGHUP",
     )
+
+
+def _run(config: LaunchConfig, notes: Notes) -> BaseException | None:
+    """Start the processes and wait for them; return what they ended by."""
+    command = elastic_launch(config, sys.executable)
     try:
-        return int(elastic_launch(config, work)(request, str(notes))[0])
-    except (ChildFailedError, SignalException, KeyboardInterrupt) as error:
-        return _answer(error, notes)
+        # -P: a folder `scripts` where the user stands would take the place of ours.
+        command("-P", "-m", "scripts.rank", str(notes.folder))
+    except (ChildFailedError, SignalException) as error:
+        return error
+    return None
+
+
+@contextmanager
+def _passing_signals_on(notes: Notes) -> Iterator[None]:
+    """Hand signals to the processes, which have sessions of their own; a second Ctrl-C kills."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and notes.stopping():
+            _end_all(notes)
+        notes.stop()
+        for pid in notes.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
     finally:
-        shutil.rmtree(notes, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _count(strategy: dict[str, Any]) -> int:
-    devices = strategy["devices"]
-    if isinstance(devices, list):
-        return len(devices)
-    if devices != "auto":
-        return int(devices)
-    import torch
-
-    return max(1, torch.cuda.device_count())
+def _end_all(notes: Notes) -> None:
+    for pid in notes.pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    shutil.rmtree(notes.folder, ignore_errors=True)
+    os._exit(130)
 
 
-def _answer(error: BaseException, notes: Path) -> int:
+def _answer(error: BaseException | None, processes: int, request: Request, notes: Notes) -> int:
     """Say once what went wrong first, and return its code."""
-    reports = sorted(
-        (json.loads(path.read_text()) for path in notes.glob("rank-*.json")),
-        key=lambda report: (report["code"] == _PEER, report["time"]),
-    )
-    lost = _lost(error)
-    if lost is not None and (not reports or reports[0]["code"] == _PEER):
-        first: dict[str, Any] = {"code": _PEER, "text": lost, "traceback": ""}
-    elif reports:
-        first = reports[0]
-    else:
-        first = {"code": 130, "text": "stopped before the processes had started", "traceback": ""}
-    if first["code"] == 1:
-        print(first["traceback"], file=sys.stderr)
-    print(f"error: {first['text']}", file=sys.stderr)
-    place = notes / "run_dir"
-    if place.exists():
-        amend_failure(Path(place.read_text()), first["code"], first["text"])
-    return int(first["code"])
+    first = _first(error, processes, notes)
+    if first.code == 1:
+        print(first.traceback, file=sys.stderr)
+    print(f"error: {first.text}", file=sys.stderr)
+    if notes.run_dir.exists():
+        run_dir = Path(notes.run_dir.read_text())
+        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
+    return first.code
 
 
-def _lost(error: BaseException) -> str | None:
+def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
+    """Find the failure that the others follow from."""
+    reports = notes.reports()
+    if reports and not reports[0].by_peer:
+        return reports[0]
+    lost = _killed(error)
+    gone = set(range(processes)) - {report.rank for report in reports}
+    if lost is None and notes.stopping():
+        return Report(0, 143, "stopped before the processes had started", 0.0, "", False)
+    if lost is None and reports and ("did not answer" in reports[0].text or not gone):
+        return reports[0]
+    text = lost or f"process {min(gone, default=0)} left before the run was over"
+    return Report(0, _PEER, text, 0.0, "", True)
+
+
+def _killed(error: BaseException | None) -> str | None:
     """Name the process that a signal killed, if one was."""
     if not isinstance(error, ChildFailedError):
         return None

@@ -1,51 +1,89 @@
-"""One of the processes that `scripts.launch` starts."""
+"""One of the processes that `scripts.launch` starts: `python -m scripts.rank FOLDER`."""
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
+import signal
+import sys
 import time
-import traceback
-from dataclasses import replace
 from pathlib import Path
 
-from scripts.console import describe, exit_code, log_to_stderr
+from scripts.console import describe, exit_code, log_to_stderr, stop_early
+from scripts.notes import Notes, Report
 from scripts.request import Request
 
+_PR_SET_PDEATHSIG = 1
+# What a restart could mend: a lost process, memory, a fault that nobody expected.
+_MENDABLE = (1, 6, 8)
+_STOPPED = (130, 143)
 
-def work(request: Request, notes: str) -> int:
-    """Run a request as one rank; how it failed is left for the parent in the folder `notes`."""
-    from scripts.run import run
-    from trainer.errors import Interrupted
 
-    rank, folder = int(os.environ["RANK"]), Path(notes)
+def main() -> None:
+    """Do this process's part of a run; how it failed is left in the folder, for the launcher."""
+    _end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop_early)
+    notes = Notes(Path(sys.argv[1]))
+    rank = int(os.environ["RANK"])
     log_to_stderr(rank == 0)
     try:
-        return run(_restarted(request, folder), folder / "run_dir")
+        notes.sign_in(rank)
+        if notes.stopping():
+            code = 0
+        else:
+            request, sys.path[:] = notes.asked()
+            code = _work(request, notes)
     except BaseException as error:
-        _report(error, folder / f"rank-{rank}.json")
-        if isinstance(error, Interrupted):  # not a failure that a restart could mend
-            return error.exit_code
-        raise SystemExit(exit_code(error)) from None
+        code = _fail(error, rank, notes)
+    _leave(code)
 
 
-def _restarted(request: Request, folder: Path) -> Request:
-    """Go on from the last checkpoint after a restart."""
-    place = folder / "run_dir"
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.exists():
-        return request
-    return replace(
-        request, config={**request.config, "run_dir": place.read_text(), "resume": "auto"}
+def _work(request: Request, notes: Notes) -> int:
+    from scripts.run import run
+
+    code = run(request, notes.run_dir)
+    if os.environ["RANK"] == "0":
+        notes.finish()
+    return code
+
+
+def _fail(error: BaseException, rank: int, notes: Notes) -> int:
+    """Report an exception, and return 0 where the launcher shall not start all over again."""
+    from trainer.errors import PeerError
+
+    code = exit_code(error)
+    notes.report(
+        Report.of(
+            error,
+            rank=rank,
+            code=code,
+            text=describe(error),
+            time=time.time(),
+            by_peer=isinstance(error, PeerError),
+        )
     )
+    restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    hopeless = restarts and code not in _MENDABLE
+    return 0 if code in _STOPPED or notes.stopping() or hopeless else code
 
 
-def _report(error: BaseException, path: Path) -> None:
-    content = {
-        "code": exit_code(error),
-        "text": describe(error),
-        "time": time.time(),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)
+def _leave(code: int) -> None:
+    """End without waiting for threads that wait for other processes."""
+    from trainer.signals import leave_at_once
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        leave_at_once(code)
+    sys.exit(0)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process if its launcher is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from callbacks.metrics_log import MetricsLog
 from conf.check import parse
+from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.weights import no_initial_weights
 from scripts.console import describe, exit_code, log_file
 from scripts.plan import make_plan
 from scripts.report import final_block, results_of
 from scripts.request import Request
-from scripts.resume import Resume, find_resume
+from scripts.resume import Resume, differences, find_resume
 from trainer import snapshot
 from trainer.build import Experiment, build, build_strategy
 from trainer.build_check import check_targets
@@ -43,12 +45,34 @@ def run(request: Request, note: Path | None = None) -> int:
     strategy = build_strategy(config)
     strategy.setup()
     try:
-        return _train(request, config, strategy, note)
+        with strategy.failing_together():
+            _compare(strategy.gather(request.config))
+            return _train(_restarted(request, strategy), strategy, note)
     finally:
         strategy.teardown()
 
 
-def _train(request: Request, config: Config, strategy: Strategy, note: Path | None) -> int:
+def _compare(configs: Sequence[dict[str, Any]]) -> None:
+    """Refuse processes that torchrun started with different configurations."""
+    problems = [
+        Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
+        for rank, config in enumerate(configs)
+        if (keys := differences(configs[0], config))
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _restarted(request: Request, strategy: Strategy) -> Request:
+    """Go on in the same directory once a launcher has started the processes again."""
+    place = strategy.recall("run_dir")
+    if place is None:
+        return request
+    return replace(request, config={**request.config, "run_dir": place, "resume": "auto"})
+
+
+def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
+    config = parse(request.config)
     if config.dry_run:
         return _dry_run(request, config, strategy)
     resume = strategy.broadcast(
@@ -61,9 +85,14 @@ def _train(request: Request, config: Config, strategy: Strategy, note: Path | No
     goes_on = resume is not None and resume.payload is not None
     with no_initial_weights() if goes_on else nullcontext():
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
-    with _directory(request, config, experiment, resume) as directory:
-        if note is not None and directory is not None:
-            note.write_text(str(directory.path))
+    with (
+        _directory(request, config, experiment, resume) as directory,
+        strategy.failing_together(),
+    ):
+        if directory is not None:
+            strategy.remember("run_dir", str(directory.path))
+            if note is not None:
+                note.write_text(str(directory.path))
         return _fit(request, experiment, directory, resume)
 
 
@@ -195,9 +224,10 @@ def _test(experiment: Experiment) -> dict[str, float]:
     if experiment.test_loader is None or trainer.run_dir is None:
         return {}
     store = CheckpointStore(trainer.run_dir / "checkpoints")
-    path = best_or_last(store.folder)
-    if path is not None:
-        snapshot.load_weights(trainer, store.load(path))
+    path = best_or_last(store.folder) if trainer.is_main else None
+    payload = trainer.strategy.broadcast(None if path is None else store.load(path))
+    if payload is not None:
+        snapshot.load_weights(trainer, payload)
     limit = experiment.test_limit
     metrics = trainer.evaluate(experiment.test_loader, "test", limit)
     experiment.test_loader.close()

@@ -15,7 +15,13 @@ from conf.schema import Config, TrainerConfig
 from conf.schema_strategy import StrategyConfig
 from data.prefetch import OnDevice
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
-from trainer.build_data import Data, build_data, count, eval_loader, overfit_samples, train_loader
+from trainer.build_data import (
+    Data,
+    count,
+    eval_loader,
+    overfit_samples,
+    train_loader,
+)
 from trainer.callback import Callback
 from trainer.ddp import DDP
 from trainer.distributed import is_rank
@@ -106,7 +112,6 @@ def build(
     """Build what `config` describes, from the data to the trainer; nothing is written.
 
     `callbacks` come before the configuration's; `config_text` is kept in checkpoints.
-
     Raises the known errors of each room: DataError, ConfigError, ModelError and so on.
     """
     options = config.trainer
@@ -117,8 +122,7 @@ def build(
     )
     torch.autograd.set_detect_anomaly(options.detect_anomaly)
     seed_everything(config.seed)
-    with strategy.one_per_node():
-        data = build_data(config)
+    data = _open_data(config, strategy)
     loader = train_loader(config, data.sets["train"], strategy)
     few = overfit_samples(config, data.sets["train"])
     validated = data.sets["val"] if few is None else data.sets["train"]
@@ -166,8 +170,7 @@ def build_evaluation(
     config: Config, strategy: Strategy, split: str
 ) -> tuple[Trainer, OnDevice, int | None]:
     """Build what judges a model on one split: the trainer, the split's loader, its limit."""
-    with strategy.one_per_node():
-        data = build_data(config, (split,))
+    data = _open_data(config, strategy, (split,))
     loader = eval_loader(config, data.sets[split], strategy)
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
@@ -228,6 +231,11 @@ def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any
             child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
         )
     return filled
+
+
+def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
+    with strategy.one_per_node():  # it may download
+        return build_data(config, splits)
 
 
 def _options(options: TrainerConfig, updates: int, val_batches: int) -> TrainerOptions:

@@ -1,21 +1,27 @@
-"""Several processes that train as one: DistributedDataParallel over nccl or gloo."""
+"""Processes that train as one: how they meet, agree, add up, fail and leave together."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
+from trainer.errors import Interrupted, PeerError, ResourceError
+from trainer.peers import Board, Cause, peer_trouble
+from trainer.signals import leave_at_once
 from trainer.state import TrainState
 from trainer.strategy import Strategy
+
+_GRACE = 5.0  # seconds that a process told to stop has left once another one has failed
 
 
 def is_rank() -> bool:
@@ -23,27 +29,46 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-class ProcessGroup(Strategy):
-    """What strategies of several processes share: they meet, agree, add up and leave together."""
+def _gpu(local_rank: int, numbers: Sequence[int] | None) -> torch.device:
+    number, count = numbers[local_rank] if numbers else local_rank, torch.cuda.device_count()
+    if number >= count:
+        raise ResourceError(
+            f"strategy.devices: process {local_rank} of this machine needs GPU {number}, but it has"
+            f" {count}; strategy.accelerator=cpu trains on the CPU"
+        )
+    return torch.device("cuda", number)
 
-    def __init__(self, backend: str | None = None, timeout: float = 1800.0) -> None:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        use_cuda = backend != "gloo" and torch.cuda.is_available()
-        super().__init__(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
+
+class ProcessGroup(Strategy):
+    """What strategies of several processes share."""
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: float = 1800.0,
+        accelerator: str = "auto",
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.world_size = self.devices = int(os.environ.get("WORLD_SIZE", 1))
+        use_cuda = accelerator in ("auto", "cuda") and torch.cuda.is_available()
+        super().__init__(_gpu(self.local_rank, numbers) if use_cuda else "cpu")
         self.backend = backend or ("nccl" if use_cuda else "gloo")
         self.timeout = timedelta(seconds=timeout)
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = self.devices = int(os.environ.get("WORLD_SIZE", 1))
         self._control: dist.ProcessGroup | None = None
+        self._board: Board | None = None
+        self._failed = False
 
     def setup(self) -> None:
         """Meet the other processes; keys of an attempt before a restart are not seen."""
         super().setup()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
+        self._board = Board(store, rank)
         dist.init_process_group(
             self.backend,
-            store=PrefixStore(f"regimen/attempt-{attempt}", store),
+            store=PrefixStore(f"regimen/group-{attempt}", store),
             rank=rank,
             world_size=world_size,
             timeout=self.timeout,
@@ -67,13 +92,26 @@ class ProcessGroup(Strategy):
 
     def agree(self, state: TrainState) -> None:
         """Make the wish of any process to stop the wish of all, at the same update."""
-        wish = torch.tensor([state.stop_reason is not None, state.stop_code])
+        signal = state.signal  # read once: a handler may write it at any moment
+        if signal is not None:
+            state.request_stop(*signal)
+        own = (state.stop_reason, state.stop_code)
+        wish = torch.tensor([own[0] is not None, own[1]])
         dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._control)
         if wish[0]:
             code = int(wish[1])
-            wishes = self.gather((state.stop_reason, state.stop_code))
-            reason = next(r for r, c in wishes if r is not None and c == code)
+            reason = next(r for r, c in self.gather(own) if r is not None and c == code)
             state.stop_reason, state.stop_code = reason, code
+
+    def on_signal(self) -> None:
+        """Leave if the signal came because another process failed, and this one hangs."""
+        threading.Thread(target=self._leave_with_the_failed, daemon=True).start()
+
+    def _leave_with_the_failed(self) -> None:
+        wait = threading.Event()
+        while not wait.wait(_GRACE):
+            if self._board is not None and self._board.cause() is not None:
+                leave_at_once(PeerError.exit_code)
 
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value."""
@@ -91,59 +129,59 @@ class ProcessGroup(Strategy):
         """Wait for all processes."""
         dist.barrier(group=self._control)
 
+    @contextmanager
+    def one_per_node(self) -> Iterator[None]:
+        """Let the first process of each machine go ahead: it downloads, the others find it done."""
+        if self.local_rank:
+            self.barrier()
+        yield
+        if not self.local_rank:
+            self.barrier()
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the others why this process fails; a failure of theirs becomes a PeerError."""
+        try:
+            yield
+        except Interrupted:  # on all alike
+            raise
+        except Exception as error:
+            self._failed = True
+            told = self.in_words(error)
+            assert self._board is not None
+            self._board.claim(Cause.of(told, self.rank))
+            if told is error:
+                raise
+            raise told from error
+
+    def in_words(self, error: Exception) -> Exception:
+        """Return a PeerError where `error` says that another process is lost, else `error`."""
+        trouble = peer_trouble(error, self.timeout)
+        if trouble is None:
+            return error
+        cause = self._board.cause() if self._board is not None else None
+        if cause is None:
+            return PeerError(trouble)
+        told = PeerError(f"process {cause.rank} failed: {cause.text}")
+        told.exit_code = cause.code
+        told.add_note(f"Process {cause.rank}:\n{cause.traceback}")
+        return told
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a word in the launcher's store."""
+        assert self._board is not None
+        self._board.remember(key, value)
+
+    def recall(self, key: str) -> str | None:
+        """Return a word of an earlier attempt."""
+        assert self._board is not None
+        return self._board.recall(key)
+
     def teardown(self) -> None:
-        """Leave the group; the last collective is over on every process before any leaves."""
-        if dist.is_initialized():
+        """Leave the group; the last collective is over on every process before any leaves.
+
+        After a failure nobody is waited for: the process ends, and with it its connections.
+        """
+        if dist.is_initialized() and not self._failed:
+            self.barrier()
             dist.destroy_process_group()
-
-
-class DDP(ProcessGroup):
-    """Train a copy of the model on each process; gradients are averaged during backward."""
-
-    name = "ddp"
-    # Evaluation uses each process's own copy: its ranks may have different numbers of batches.
-    evaluates_wrapped = False
-
-    def __init__(
-        self,
-        backend: str | None = None,
-        timeout: float = 1800.0,
-        sync_batchnorm: bool = False,
-        comm_hook: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(backend, timeout)
-        self._sync_batchnorm = sync_batchnorm
-        self._comm_hook = comm_hook
-        self._options = options  # DistributedDataParallel's own
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model; where asked, BatchNorm takes its statistics over all processes."""
-        if self._sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return super().prepare(model)
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that averages gradients."""
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=ids, **self._options)
-        if self._comm_hook is not None:
-            _register_hook(wrapped, self._comm_hook)
-        return wrapped
-
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients in an update's last micro-batch only."""
-        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]
-
-
-def _register_hook(wrapped: DistributedDataParallel, name: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(process_group=None)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[
-            name
-        ]
-        wrapped.register_comm_hook(None, hook)

@@ -40,7 +40,8 @@ class Evaluator:
         for metric in metrics.values():
             metric.reset()
         stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
-        with self._evaluating(), weights:
+        buffers = self._parts.strategy.same_buffers(self._parts.model)
+        with self._evaluating(), weights, buffers:
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.agree(self._parts.state)

@@ -23,11 +23,13 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]
-        if number == signal.SIGINT and trainer.state.stop_code:
+        if number == signal.SIGINT and trainer.state.signal:
             leave_at_once(code)
-        trainer.state.request_stop(signal.Signals(number).name, code)
+        trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
+        trainer.strategy.on_signal()
         # Several processes agree at a boundary; one alone need not wait for a slow loader.
         if trainer.waiting.active and trainer.strategy.world_size == 1:
+            trainer.state.settle()
             raise StopWaiting
 
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in EXIT_CODES}

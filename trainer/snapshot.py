@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer import rng
+from trainer.batch import updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
 from trainer.trainer import Trainer
@@ -19,7 +20,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
     callbacks = {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
     return {
         "model": strategy.model_state(trainer.model),
-        "optimizer": trainer.optimizers.state_dict(),
+        "optimizer": strategy.gather_tensors(trainer.optimizers.state_dict()),
         "lr_scheduler": trainer.lr_schedule.state_dict(),
         "scaler": trainer.precision.state_dict(),
         "ema": callbacks.pop("ema", {}),
@@ -27,6 +28,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "state": {
             "counters": trainer.state.state_dict(),
             "sums": strategy.gather(trainer.updater.sums.state_dict()),
+            "own": strategy.gather(strategy.own_state(trainer.model)),
             "metrics": dict(trainer.metrics),
             "world_size": strategy.world_size,
             "torch": str(torch.__version__),
@@ -47,9 +49,13 @@ def restore(
     trainer.setup()
     notes: list[str] = []
     state, rank = payload["state"], trainer.strategy.rank
+    _rehearse(trainer)
     compare_names(payload, trainer.strategy.model_state(trainer.model))
     trainer.strategy.load_model_state(trainer.model, payload["model"])
-    notes += trainer.optimizers.load_state_dict(payload["optimizer"], hyper_parameters)
+    optimizer = trainer.strategy.split_like(
+        payload["optimizer"], dict(trainer.optimizers.named_parameters())
+    )
+    notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
@@ -61,6 +67,7 @@ def restore(
     trainer.resumed = True
     if state["world_size"] == trainer.strategy.world_size:
         trainer.updater.sums.load_state_dict(state["sums"][rank])
+        trainer.strategy.load_own_state(trainer.model, state["own"][rank])
         notes += rng.restore(payload["rng"][rank])
     else:
         notes.append(
@@ -69,6 +76,17 @@ def restore(
         )
         _merge_sums(trainer, state["sums"])
     return notes
+
+
+def _rehearse(trainer: Trainer) -> None:
+    """Let the strategy's wrapper learn what it had learnt when the run was saved."""
+
+    def compute() -> None:
+        stream = trainer.train_loader.epoch(trainer.state.epoch, trainer.state.position)
+        trainer.updater.rehearse(next(updates(stream)))
+
+    trainer.parts.wrapped.train()
+    trainer.strategy.rehearse(trainer.parts.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:

@@ -27,15 +27,22 @@ class TrainState:
     validated_at: int = 0
     stop_reason: str | None = None
     stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
+    # A signal that came at no particular moment: it counts from where all processes agree on it.
+    signal: tuple[str, int] | None = None
 
     def request_stop(self, reason: str, code: int = 0) -> None:
         """End the run after this update; the first reason stays, a signal's goes before others."""
         if self.stop_reason is None or (code and not self.stop_code):
             self.stop_reason, self.stop_code = reason, code
 
+    def settle(self) -> None:
+        """Turn a signal into a wish to stop."""
+        if self.signal is not None:
+            self.request_stop(*self.signal)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values; a stop is not carried into the next run."""
-        return asdict(self) | {"stop_reason": None, "stop_code": 0}
+        return asdict(self) | {"stop_reason": None, "stop_code": 0, "signal": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""

@@ -1,19 +1,19 @@
-"""Where a run computes: one device, or several under one process (DataParallel).
+"""Where a run computes: the verbs that every strategy has, and the single device.
 
 A strategy has few verbs and the single device is its null object, so that neither the loop nor a
-callback asks how many there are. Processes that train together: `trainer/distributed.py`.
+callback asks how many there are. Several under one process: `trainer/dp.py`; processes that train
+together: `trainer/distributed.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ResourceError
 from trainer.state import TrainState
 
 
@@ -26,11 +26,21 @@ def default_device(index: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto") -> int:
+    """Return how many devices of this machine `strategy.devices` means."""
+    if isinstance(devices, int):
+        return devices
+    if not isinstance(devices, str):
+        return len(devices)
+    return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
+
+
 class Strategy:
     """Train in one process on one device."""
 
     name = "single"
     rank = 0
+    local_rank = 0  # on this machine
     world_size = 1
     devices = 1
     evaluates_wrapped = True  # whether evaluation, too, calls the wrapped module
@@ -71,7 +81,11 @@ class Strategy:
         return tensor
 
     def agree(self, state: TrainState) -> None:
-        """Make the wish of any process to stop the wish of all."""
+        """Make the wish of any process to stop the wish of all; signals count from here on."""
+        state.settle()
+
+    def on_signal(self) -> None:
+        """Hear of a signal to stop; called within its handler."""
 
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value."""
@@ -84,8 +98,37 @@ class Strategy:
     def barrier(self) -> None:
         """Wait for all processes."""
 
+    def failing_together(self) -> AbstractContextManager[Any]:
+        """Return the context that tells the others of a failure, and turns theirs into words."""
+        return nullcontext()
+
+    def one_per_node(self) -> AbstractContextManager[Any]:
+        """Return the context that one process of each machine enters before its others do."""
+        return nullcontext()
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a word for the processes that take over after a restart."""
+
+    def recall(self, key: str) -> str | None:
+        """Return a word kept before a restart; None if there was none."""
+        return None
+
     def teardown(self) -> None:
         """Leave the other processes."""
+
+    def same_buffers(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which all processes have the main one's buffers."""
+        return nullcontext()
+
+    def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
+        """Before a resume, let `compute` gradients to be dropped if the wrapper learns by them."""
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return what only this process has of the run, as tensors and plain containers."""
+        return {}
+
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take over what `own_state` returned."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the whole state of `model`, on every process."""
@@ -95,47 +138,19 @@ class Strategy:
         """Load a whole state into `model`."""
         model.load_state_dict(state)
 
+    def gather_tensors(self, tree: Any) -> Any:
+        """Return `tree` with the tensors whole of which each process has a part."""
+        return tree
 
-class DataParallel(Strategy):
-    """Train in one process on several GPUs; the loss is taken over the gathered outputs.
+    def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Return `tree`, the state by parameter name, with tensors split as the parameters are."""
+        return tree
 
-    Shards of uneven size are exact by that: a mean over the gathered batch knows no shards.
-    """
 
-    name = "dp"
+class Planned(Strategy):
+    """Stand for processes that are not started: a dry run builds what one of them would have."""
 
-    def __init__(
-        self,
-        device_ids: Sequence[int] | None = None,
-        output_device: int | None = None,
-        dim: int = 0,
-    ) -> None:
-        super().__init__()
-        count = torch.cuda.device_count()
-        self.device_ids = list(range(count)) if device_ids is None else list(device_ids)
-        if any(i >= count for i in self.device_ids):
-            raise ResourceError(
-                f"strategy.device_ids={self.device_ids}: this machine has {count} GPUs"
-            )
-        self._output_device = output_device
-        self._dim = dim
-        self.devices = max(1, len(self.device_ids))
-        if self.device_ids:
-            self.device = torch.device("cuda", self.device_ids[0])
-
-    def explain(self) -> str | None:
-        """Say what happens on a machine without two GPUs; None where all is as asked."""
-        if len(self.device_ids) > 1:
-            return None
-        return (
-            f"strategy=dp: {len(self.device_ids)} GPU(s) here, so nn.DataParallel has nothing to "
-            f"split: training runs on {self.device} alone, with the same result"
-        )
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Split each forward pass over the GPUs, if there are two."""
-        if len(self.device_ids) < 2:
-            return model
-        return nn.DataParallel(
-            model, device_ids=self.device_ids, output_device=self._output_device, dim=self._dim
-        )
+    def __init__(self, name: str, devices: int, accelerator: str = "auto") -> None:
+        super().__init__(None if accelerator == "auto" else accelerator)
+        self.name = name
+        self.devices = devices

@@ -73,6 +73,15 @@ class Updater:
         self._guard.remember()
         return all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
 
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute an update's gradients and drop them, for `Strategy.rehearse`."""
+        batches = [self._parts.to_device(m.batch) for m in micro_batches]
+        self._guard.remember()
+        for turn in self._turns:
+            self._accumulate(turn, micro_batches, batches)
+            self._optimizers.zero_grad()
+        self._guard.restore()
+
     def _take_turn(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
     ) -> bool:

@@ -1,0 +1,158 @@
+"""A copy of the model on each process, gradients averaged during backward."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import rng
+from trainer.distributed import ProcessGroup
+from trainer.errors import ModelError
+
+# torch 2.15 has a new name for it; buffers are made the same at the start in any case.
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+)
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+
+
+class DDP(ProcessGroup):
+    """Train with torch's DistributedDataParallel."""
+
+    name = "ddp"
+    # Evaluation uses each process's own copy: its ranks may have different numbers of batches.
+    evaluates_wrapped = False
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: float = 1800.0,
+        accelerator: str = "auto",
+        numbers: Sequence[int] | None = None,
+        *,
+        sync_batchnorm: bool = False,
+        comm_hook: str | None = None,
+        comm_hook_options: Mapping[str, Any] | None = None,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__(backend, timeout, accelerator, numbers)
+        self._sync_batchnorm = sync_batchnorm
+        self._comm_hook = comm_hook
+        self._comm_hook_options = dict(comm_hook_options or {})
+        self._broadcast_buffers = broadcast_buffers
+        self._options: dict[str, Any] = {
+            _SYNC_BUFFERS: broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._trained: list[str] = []  # names of parameters, as DDP counts them
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model; where asked, BatchNorm takes its statistics over all processes."""
+        if self._sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return super().prepare(model)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that averages gradients."""
+        self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not self._trained:  # an evaluation, or a model without parameters
+            return model
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, **self._options)
+        _register(wrapped, self._comm_hook, self._comm_hook_options)
+        return wrapped
+
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients in an update's last micro-batch only."""
+        if last or not isinstance(wrapped, DistributedDataParallel):
+            return nullcontext()
+        return wrapped.no_sync()
+
+    def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
+        """Have DDP order its buckets before the state is loaded, as it had done when it was saved.
+
+        It orders them by the first backward pass and uses the order from the second forward on.
+        Sums over three or more processes depend on where in a bucket a gradient lies. Nothing but
+        the order stays: gradients and buffers are `compute`'s to drop, randomness is put back.
+        """
+        if self.world_size < 3:
+            return
+        before = rng.capture()
+        for _ in range(2):
+            compute()
+        rng.restore(before)
+
+    @contextmanager
+    def same_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Judge the weights that are saved: those of the main process, buffers included."""
+        buffers = list(model.buffers())
+        own = [] if self._broadcast_buffers else [b.clone() for b in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=False):
+                buffer.copy_(value)
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return this process's buffers where they are not the same for all."""
+        if self._broadcast_buffers:
+            return {}
+        return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
+
+    @torch.no_grad()
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take over this process's buffers."""
+        for name, buffer in model.named_buffers():
+            if name in state.get("buffers", {}):
+                buffer.copy_(state["buffers"][name])
+
+    def in_words(self, error: Exception) -> Exception:
+        """Name the parameters that DDP only counts."""
+        if isinstance(error, RuntimeError) and _UNUSED in str(error):
+            return ModelError(_unused(str(error), self._trained))
+        return super().in_words(error)
+
+
+def _unused(text: str, names: list[str]) -> str:
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = [int(n) for n in found.group(1).split()] if found else []
+    listed = ", ".join(names[n] for n in numbers[:8] if n < len(names))
+    more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
+    return (
+        f"no gradient reached {listed or 'some parameters'}{more}: set "
+        "strategy.find_unused_parameters=true, or freeze what the model does not use"
+    )
+
+
+def _register(
+    wrapped: DistributedDataParallel, name: str | None, options: Mapping[str, Any]
+) -> None:
+    """Have gradients compressed on their way."""
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(process_group=None, **options)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name is not None:
+        hooks = {
+            "fp16_compress": default_hooks.fp16_compress_hook,
+            "bf16_compress": default_hooks.bf16_compress_hook,
+        }
+        wrapped.register_comm_hook(None, hooks[name])
