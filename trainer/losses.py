@@ -37,7 +37,7 @@ class Losses:
     `ignore_index` it is the number of labels that count.
     """
 
-    terms: Mapping[str, Term]
+    terms: Mapping[str, Term]  # a loss without a name has the name ""
     single: nn.Module | None  # a mean over the samples: the path without detours
     counted: Sequence[str]  # terms whose denominators depend on the labels
 
@@ -50,22 +50,21 @@ class Losses:
         `per_label`: samples have several labels each (pixels, tokens), any of which may be left
         out of the mean by torch's own `ignore_index` of -100.
         """
-        named = loss if isinstance(loss, Mapping) else {"loss": loss}
+        named = loss if isinstance(loss, Mapping) else {"": loss}
         given = {name: module for name, module in named.items() if module is not None}
         terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
         if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
             raise ModelError("task.loss has no term but penalties on gradients")
         counted = [name for name, term in terms.items() if _is_counted(term.loss, per_label)]
         simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
-        simple = simple and _reduction(terms["loss"].loss) != "sum"
+        simple = simple and _reduction(terms[""].loss) != "sum"
         return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
 
     @property
     def names(self) -> list[str]:
         """Name what an evaluation gives: penalties on gradients are of training alone."""
-        if self.single is not None:
-            return ["loss"]
-        return ["loss", *(f"loss_{name}" for name, term in self.terms.items() if not _wrt(term))]
+        named = [f"loss_{name}" for name, term in self.terms.items() if name and not _wrt(term)]
+        return ["loss", *named]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move class weights to where the labels are, in the format of the outputs."""

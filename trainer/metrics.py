@@ -110,11 +110,12 @@ class Sums:
 
 
 def add_up_terms(means: Mapping[str, float]) -> dict[str, float]:
-    """Turn `loss:<term>` into `loss_<term>`, and into `loss` their sum."""
+    """Turn `loss:<term>` into `loss_<term>`, and into `loss` their sum; a term may lack a name."""
     result: dict[str, float] = {}
     for name, value in means.items():
-        whole, colon, _ = name.partition(":")
-        result[name.replace(":", "_")] = value
+        whole, colon, term = name.partition(":")
+        if term or not colon:
+            result[name.replace(":", "_")] = value
         if colon:
             result[whole] = result.get(whole, 0.0) + value
     return result
