@@ -83,7 +83,7 @@ def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = Trainer(model, Classification(3), optimizer, batches())
-    with pytest.raises(DivergedError, match="sample 3 holds NaN.*update 3") as error:
+    with pytest.raises(DivergedError, match=r"sample 3 holds NaN.*update 3") as error:
         trainer.fit()
     assert error.value.exit_code == 5
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
@@ -138,6 +138,8 @@ def test_the_guard_counts_and_restores_on_the_device() -> None:
     guard.remember()
     model(torch.full((8, 4), float("nan"))).sum().backward()
     guard.step([optimizer], torch.tensor(float("nan")))
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
     assert guard.take_skipped() == 1
     assert guard.take_skipped() == 0
