@@ -16,7 +16,9 @@ from conf.schema_strategy import StrategyConfig
 from data.prefetch import OnDevice
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.build_data import (
+    SPLITS,
     Data,
+    build_data,
     count,
     eval_loader,
     overfit_samples,
