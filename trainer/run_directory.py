@@ -13,7 +13,7 @@ import yaml
 
 from trainer import manifest
 from trainer.atomic import remove_orphans, write_json, write_text
-from trainer.run_lock import RunLock, read_holder
+from trainer.run_lock import RunLock, is_held, read_holder
 from trainer.run_status import (
     MANIFEST,
     STATUS,
@@ -57,8 +57,10 @@ class RunDirectory:
         Raises RunDirectoryError if a run is there or a process holds it, StorageError if it cannot
         be written.
         """
-        _make_folder(path)
         run = cls(path)
+        if not is_held(path):  # before anything is made here: a refusal leaves no trace
+            run._refuse_existing()
+        _make_folder(path)
         run._hold()
         try:
             run._refuse_existing()
@@ -201,7 +203,7 @@ class RunDirectory:
         remove_orphans(self.path)
         write_text(self.config_path, config_yaml)
         write_text(self.overrides_path, yaml.safe_dump(list(overrides), allow_unicode=True))
-        self.running()
+        self._write_status(state="running", started=manifest.now())
         start = manifest.start_record(facts)
         # Last: from here on it is a run.
         write_json(self.manifest_path, {"created": start["started"], **start, "resumed": []})
@@ -211,19 +213,23 @@ class RunDirectory:
             remove_orphans(folder)
         resumed = [*self.manifest().get("resumed", []), manifest.start_record(facts)]
         self.update_manifest({"resumed": resumed, "exit": None})
-        self.running()
+        self._write_status(state="running", started=manifest.now())
 
     def _write_status(self, **fields: Any) -> None:
         holder = read_holder(self.path)
-        started = holder.since if holder else None
         identity = {
             "pid": holder.pid if holder else os.getpid(),
             "host": holder.host if holder else None,
-            "started": started,
+            "started": self._started(),
             "updated": manifest.now(),
         }
         empty = {"state": None, "code": None, "reason": None, "resume": None}
         write_json(self.status_path, {**empty, **identity, "results": {}, **fields})
+
+    def _started(self) -> Any:
+        with contextlib.suppress(RunDirectoryError):
+            return read_json(self.status_path).get("started")
+        return None
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:

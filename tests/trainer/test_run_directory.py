@@ -108,14 +108,13 @@ def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, mon
 
 def test_an_existing_run_is_refused_and_left_alone(tmp_path):
     create(tmp_path / "run", seed=1).release()
-    before = {
-        path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.name[0] != "."
-    }
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     with pytest.raises(RunDirectoryError, match="already holds a run") as caught:
         create(tmp_path / "run", seed=2)
     assert caught.value.exit_code == 2
     assert "resume=auto" in str(caught.value)
-    assert {path: path.read_bytes() for path in before} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
 def test_a_second_run_is_refused_naming_the_first(tmp_path, holding):
@@ -229,6 +228,7 @@ def test_the_end_is_recorded_twice(tmp_path):
     with create(tmp_path / "run") as run:
         run.running(resume="train run_dir=x resume=auto")
         assert run.status()["resume"] == "train run_dir=x resume=auto"
+        started = run.status()["started"]
         run.finish(
             "preempted",
             code=143,
@@ -238,6 +238,7 @@ def test_the_end_is_recorded_twice(tmp_path):
         )
     status = read_status(tmp_path / "run")
     assert status["state"] == "preempted"
+    assert started == status["started"] < status["updated"]
     assert status["resume"] == "train 'name=a b' resume=auto"
     assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
     end = RunDirectory.open(tmp_path / "run").manifest()["exit"]
