@@ -252,5 +252,5 @@ def test_an_output_of_another_shape_is_refused(task, output, target, named) -> N
 def test_a_label_too_high_is_named() -> None:
     model = network("pixels")
     batch = (torch.zeros(2, 1, 6, 6).double(), torch.full((2, 6, 6), 3))
-    with pytest.raises(SampleError, match="to 3, but data.num_classes=3"):
+    with pytest.raises(SampleError, match=r"to 3, but data\.num_classes=3"):
         Segmentation(3).training_step(model, batch)
