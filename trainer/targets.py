@@ -229,12 +229,24 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
+    near = get_close_matches(root, [*_tops(ALLOWED), *_in_folder()], n=1)
+    if near and near[0] != root:
+        return f"did you mean {near[0]!r}?"
     # Of what everyone has installed, only the very thing: `torch` as a whole can run anything.
     known = root in sys.stdlib_module_names or root in _tops(ALLOWED)
     return (
         f"if you trust it, start with `--allow-target {path if known else root}`,"
         " or put the package in the folder where you start"
     )
+
+
+def _in_folder() -> list[str]:
+    """Return the names in the working folder that could be the user's packages."""
+    try:
+        names = [name.removesuffix(".py") for name in os.listdir(_working_folder())]
+    except OSError:
+        return []
+    return [name for name in names if name.isidentifier()]
 
 
 def _tops(paths: Iterable[str]) -> tuple[str, ...]:

@@ -210,6 +210,11 @@ def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
     assert sys.path[-1] == str(folder)
 
 
+def test_a_misspelt_package_of_the_user_gets_the_nearest(folder: Path) -> None:
+    (folder / "my_networks.py").touch()
+    assert "did you mean 'my_networks'?" in (refusal("my_netwroks.Net") or "")
+
+
 def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
     (folder / "my_doors.py").write_text("import os\nfrom os import system\nimport torch\n")
     for path in ("my_doors.os.system", "my_doors.system", "my_doors.torch.load"):
