@@ -25,22 +25,22 @@ class Unfreeze(Callback):
     """Freeze parameters at the start and let them train from an epoch or a step on.
 
     `stages`: by name, `{pattern: "layer4.*", epoch: 2}` or `{pattern: .., step: 500}`; neither
-    means never. `pattern` is a glob over full parameter names; the first stage that matches a
-    parameter decides, and what none matches trains from the start. BatchNorm whose parameters are
-    frozen stays in evaluation: its statistics, too, are the pretrained ones.
+    means never, None drops a stage. `pattern` is a glob over full parameter names; the first stage
+    that matches a parameter decides, and what none matches trains from the start. BatchNorm whose
+    parameters are frozen stays in evaluation: its statistics, too, are the pretrained ones.
 
     What is frozen follows from epoch and step, so a resumed run needs no state. Parameters stay in
     their optimizer's group: without a gradient they are passed over, weight decay included.
     """
 
-    def __init__(self, stages: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, stage in stages.items():
+    def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
+        self._stages = {name: stage for name, stage in stages.items() if stage is not None}
+        for name, stage in self._stages.items():
             unknown = stage.keys() - _KEYS
             if unknown or "pattern" not in stage or {"epoch", "step"} <= stage.keys():
                 raise CallbackError(
                     f"stages.{name}={dict(stage)}: give pattern, and epoch or step or neither"
                 )
-        self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         self._members: dict[str, list[nn.Parameter]] = {}
         self._frozen: set[str] = set()  # names of stages
 

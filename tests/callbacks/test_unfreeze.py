@@ -44,7 +44,11 @@ def test_stages_begin_at_their_epoch_and_step(make_trainer: Any) -> None:
 
 def test_first_match_decides_and_neither_means_never(make_trainer: Any) -> None:
     moves = Moves()
-    stages = {"head": {"pattern": "3.*", "epoch": 0}, "rest": {"pattern": "*"}}
+    stages = {
+        "dropped": None,
+        "head": {"pattern": "3.*", "epoch": 0},
+        "rest": {"pattern": "*"},
+    }
     trainer = make_trainer({"unfreeze": Unfreeze(stages), "moves": moves})
     trainer.fit()
     assert moves.moved == [HEAD] * 10
