@@ -94,7 +94,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f"{TEMPORARY}{os.getpid()}-{time.monotonic_ns():x}-{path.name[:100]}")
+    # The suffix comes last: a search for *.pt must not find what is half written.
+    return path.with_name(f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}")
 
 
 @contextlib.contextmanager

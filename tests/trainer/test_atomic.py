@@ -52,6 +52,13 @@ def write_half_of(path, error):
         raise error
 
 
+def test_a_half_written_file_is_found_under_no_suffix(tmp_path):
+    with replacing(tmp_path / "a.pt") as file:
+        file.write(b"half")
+        assert not list(tmp_path.glob("*.pt"))
+    assert list(tmp_path.glob("*.pt"))
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
 def test_whatever_is_raised_nothing_half_written_stays(tmp_path, error):
     path = tmp_path / "a.txt"

@@ -344,7 +344,7 @@ def test_cleaning_spares_living_writers(store):
     with module.replacing(store.folder / "x.json") as file:
         file.write(b"{}")
         file.flush()
-        living = list(store.folder.glob(".tmp*x.json"))
+        living = list(store.folder.glob(".tmp-x.json*"))
         assert [path.name for path in store.clean()] == [".tmp-1-dead-step-00000001.pt"]
         assert living[0].exists()
     assert files(store) == ["x.json"]
