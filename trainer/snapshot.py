@@ -90,11 +90,13 @@ def _rehearse(trainer: Trainer) -> None:
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
-    """Give the model the weights of a checkpoint, its average included, and nothing else."""
+    """Give the model the weights of a checkpoint, its averages included, and nothing else."""
     compare_names(payload, trainer.strategy.model_state(trainer.model))
     trainer.strategy.load_model_state(trainer.model, payload["model"])
-    if payload["ema"] and "ema" in trainer.callbacks:
-        trainer.callbacks["ema"].load_state_dict(payload["ema"])
+    saved = {**payload["callbacks"], "ema": payload["ema"]}
+    for name, callback in trainer.callbacks.items():
+        if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
+            callback.load_state_dict(saved[name])
 
 
 def _merge_sums(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
