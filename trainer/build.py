@@ -29,7 +29,7 @@ from trainer.ddp import DDP
 from trainer.distributed import is_rank
 from trainer.dp import DataParallel
 from trainer.errors import ModelError
-from trainer.gradients import Clipping
+from trainer.gradients import Clipping, GradientNoise
 from trainer.instantiate import instantiate
 from trainer.lr_schedule import build_lr_schedule
 from trainer.optimizers import build_optimizers
@@ -130,7 +130,7 @@ def build(
     validated = data.sets["val"] if few is None else data.sets["train"]
     val_loader = None if validated is None else eval_loader(config, validated, strategy, few)
     test_loader = data.sets["test"] and eval_loader(config, data.sets["test"], strategy)
-    trainer_options = _options(options, len(loader), len(val_loader) if val_loader else 0)
+    trainer_options = _options(config, len(loader), len(val_loader) if val_loader else 0)
     if trainer_options.limit_val_batches == 0:
         val_loader = None
     steps = trainer_options.limit_train_batches or len(loader)
@@ -240,7 +240,8 @@ def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPL
         return build_data(config, splits)
 
 
-def _options(options: TrainerConfig, updates: int, val_batches: int) -> TrainerOptions:
+def _options(config: Config, updates: int, val_batches: int) -> TrainerOptions:
+    options, noise = config.trainer, config.trainer.gradient_noise
     limit, limit_val = options.limit_train_batches, options.limit_val_batches
     return TrainerOptions(
         max_epochs=options.max_epochs,
@@ -253,6 +254,9 @@ def _options(options: TrainerConfig, updates: int, val_batches: int) -> TrainerO
             options.clip_grad_per_group,
             options.clip_grad_value,
         ),
+        gradient_noise=None
+        if noise is None
+        else GradientNoise(noise.eta, noise.gamma, config.seed),
         on_nonfinite="stop" if options.error_if_nonfinite else options.on_nonfinite,
         max_skipped_in_a_row=options.max_skipped_in_a_row,
         log_every_n_steps=options.log_every_n_steps,

@@ -1,4 +1,4 @@
-"""Between backward and step: the norm of the gradients, and their clipping."""
+"""Between backward and step: the norm of the gradients, their clipping, and noise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainer.optimizers import Optimizers
+from trainer.seed import derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,47 @@ class Clipping:
     norm_type: float = 2.0
     per_group: bool = False  # bound the norm of each parameter group by itself
     value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNoise:
+    """Gaussian noise of variance `eta / (1 + update)**gamma` (Neelakantan et al. 2015).
+
+    It is a function of seed and update alone: the same after a resume, and on every process.
+    """
+
+    eta: float
+    gamma: float
+    seed: int
+
+    def std(self, update: int) -> float:
+        """Return the standard deviation at an update, counted from 0."""
+        return math.sqrt(self.eta / (1 + update) ** self.gamma)
+
+    @torch.no_grad()
+    def add(self, parameters: Sequence[Tensor], update: int, turn: str = "") -> None:
+        """Add an update's noise to the gradients, drawn on their device."""
+        std, seed = self.std(update), derived(self.seed, "gradient noise", update, turn)
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.device not in generators:
+                generators[grad.device] = torch.Generator(grad.device).manual_seed(seed)
+            noise = torch.randn(
+                grad.shape, generator=generators[grad.device], dtype=grad.dtype, device=grad.device
+            )
+            grad.add_(_placed_like(noise, grad), alpha=std)
+
+
+def _placed_like(noise: Tensor, grad: Tensor) -> Tensor:
+    """Cut a shard's part out of what every process has drawn alike."""
+    if not hasattr(grad, "device_mesh"):
+        return noise
+    from torch.distributed.tensor import distribute_tensor  # half a second that few runs need
+
+    return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)  # type: ignore[arg-type]
 
 
 def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

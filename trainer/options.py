@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.gradients import Clipping
+from trainer.gradients import Clipping, GradientNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class TrainerOptions:
     max_time: float | None = None  # seconds
     gradient_accumulation_steps: int = 1
     clipping: Clipping = field(default_factory=Clipping)
+    gradient_noise: GradientNoise | None = None  # added after clipping
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skipped_in_a_row: int = 20
     log_every_n_steps: int = 50

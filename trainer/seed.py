@@ -16,7 +16,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     Rank 0 gets `seed` as it is; the others streams of their own, or all would draw the same
     dropout masks.
     """
-    value = seed if rank == 0 else _derived(seed, rank)
+    value = seed if rank == 0 else derived(seed, rank)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.manual_seed(value)
@@ -48,6 +48,8 @@ def _set_tf32(enabled: bool) -> None:
     torch.backends.cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
 
 
-def _derived(seed: int, rank: int) -> int:
-    content = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8).digest()
+def derived(seed: int, *parts: object) -> int:
+    """Return a seed for what the parts name, unrelated to all others."""
+    text = "/".join(map(str, (seed, *parts)))
+    content = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(content, "little") >> 1  # torch takes no more than 63 bits everywhere

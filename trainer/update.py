@@ -92,6 +92,8 @@ class Updater:
             self._refuse(micro_batches, batches)
             return False
         clip(self._options.clipping, self._optimizers, turn.parameters, norm)
+        if self._options.gradient_noise is not None:
+            self._options.gradient_noise.add(turn.parameters, self._state.updates, turn.name)
         if self._verdict_on_host:
             for optimizer in turn.optimizers:
                 optimizer.step()
