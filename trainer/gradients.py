@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,13 +57,13 @@ class GradientNoise:
             grad.add_(_placed_like(noise, grad), alpha=std)
 
 
-def _placed_like(noise: Tensor, grad: Tensor) -> Tensor:
+def _placed_like(noise: Tensor, grad: Any) -> Tensor:
     """Cut a shard's part out of what every process has drawn alike."""
     if not hasattr(grad, "device_mesh"):
         return noise
     from torch.distributed.tensor import distribute_tensor  # half a second that few runs need
 
-    return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)  # type: ignore[arg-type]
+    return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)
 
 
 def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
