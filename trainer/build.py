@@ -217,7 +217,7 @@ def build_task(config: Config, num_classes: int | None) -> Task:
 def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callback]:
     """Build the callbacks in the order of the configuration, what saves checkpoints last.
 
-    `callbacks=[default,ema]` names it before others, whose state must be up to date in what it saves.
+    `callbacks=[default,ema]` names it before others, whose state must be up to date by then.
     """
     built = {n: instantiate(node, _key_=f"callbacks.{n}") for n, node in nodes.items() if node}
     return dict(sorted(built.items(), key=lambda pair: hasattr(pair[1], "save_now")))

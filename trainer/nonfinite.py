@@ -124,10 +124,8 @@ def explain(
     if weights:
         return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
     gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
-    name = f"of {gradients}" if gradients else "norm"
-    return Finding(
-        2, f"the gradient {name} is not finite, {where}{shown if indices else ''}: {advice}"
-    )
+    name = f"gradient of {gradients}" if gradients else "loss"
+    return Finding(2, f"the {name} is not finite, {where}{shown if indices else ''}: {advice}")
 
 
 def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:

@@ -241,8 +241,7 @@ class Trainer:
 
     def _log(self) -> None:
         self.updater.learn_of_skipped()
-        means = self.updater.sums.means(self.strategy.reduce)
-        self.updater.sums.reset()
+        means = self.updater.take_means()
         scalars = {f"train/{name}": value for name, value in means.items()}
         if self.precision.scales:
             scalars["train/loss_scale"] = self.precision.scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +86,10 @@ class Updater:
     def _take_turn(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
     ) -> bool:
-        outputs, _ = self._accumulate(turn, micro_batches, batches)
+        outputs, shares = self._accumulate(turn, micro_batches, batches)
         self._precision.unscale(turn.optimizers)
         norm = total_norm(turn.parameters, self._options.clipping.norm_type)
-        if self._verdict_on_host and not is_finite(norm):
+        if self._verdict_on_host and not (is_finite(norm) and self._is_finite(shares)):
             self._refuse(micro_batches, batches)
             return False
         clip(self._options.clipping, self._optimizers, turn.parameters, norm)
@@ -105,6 +106,11 @@ class Updater:
         self._optimizers.zero_grad()
         self._add_sums(turn, micro_batches, outputs, norm)
         return True
+
+    def _is_finite(self, shares: Sequence[Tensor]) -> bool:
+        # An infinite loss may have a finite gradient. Where several processes see different
+        # losses their verdicts could differ: there the mean at the log boundary tells all.
+        return self._strategy.world_size > 1 or all(is_finite(share) for share in shares)
 
     def _accumulate(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
@@ -191,6 +197,18 @@ class Updater:
         # The norm is the same on every process, so one of them counts it.
         once = int(self._strategy.is_main)
         self.sums.add(f"grad_norm{suffix}", norm, once, once, finite)
+
+    def take_means(self) -> dict[str, float]:
+        """Return the means since the last call; one that is not finite ends the run."""
+        means = self.sums.means(self._strategy.reduce)
+        self.sums.reset()
+        bad = [name for name, value in means.items() if not math.isfinite(value)]
+        if bad and self._options.on_nonfinite == "stop":
+            raise DivergedError(
+                f"train/{bad[0]} is {means[bad[0]]} (step {self._state.global_step}, epoch "
+                f"{self._state.epoch}): lower optimizer.lr, or go on with trainer.on_nonfinite=skip"
+            )
+        return means
 
     def count_skipped(self, count: int) -> None:
         """Count updates that were not applied; too many in a row end the run."""

@@ -143,3 +143,17 @@ def test_the_guard_counts_and_restores_on_the_device() -> None:
     )
     assert guard.take_skipped() == 1
     assert guard.take_skipped() == 0
+
+
+def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
+    model = network()
+
+    class Infinite(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(output, target) + float("inf")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, Classification(3, Infinite()), optimizer, batches(bad=False))
+    with pytest.raises(DivergedError, match="loss is not finite"):
+        trainer.fit()
+    assert trainer.state.global_step == 0
