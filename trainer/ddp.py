@@ -66,6 +66,8 @@ class DDP(ProcessGroup):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model; where asked, BatchNorm takes its statistics over all processes."""
         if self._sync_batchnorm:
+            if self.device.type == "cpu":
+                raise ModelError("strategy.sync_batchnorm=true: torch has it for GPUs only")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return super().prepare(model)
 

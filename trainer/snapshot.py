@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer import rng
-from trainer.batch import updates
+from trainer.batch import MicroBatch, updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
 from trainer.trainer import Trainer
@@ -81,9 +81,12 @@ def restore(
 def _rehearse(trainer: Trainer) -> None:
     """Let the strategy's wrapper learn what it had learnt when the run was saved."""
 
+    batches: list[MicroBatch] = []
+
     def compute() -> None:
-        stream = trainer.train_loader.epoch(trainer.state.epoch, trainer.state.position)
-        trainer.updater.rehearse(next(updates(stream)))
+        if not batches:
+            batches.extend(next(updates(trainer.train_loader.epoch(trainer.state.epoch))))
+        trainer.updater.rehearse(batches)
 
     trainer.parts.wrapped.train()
     trainer.strategy.rehearse(trainer.parts.wrapped, compute)
