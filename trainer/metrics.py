@@ -74,7 +74,7 @@ class Sums:
         if count is None:
             self.add(name, term.mean(), samples, samples, finite)
         elif isinstance(count, Tensor):
-            self.add(name, term.mean() * count, count * real, real, finite)
+            self.add(name, mean_of(term, count) * count, count * real, real, finite)
         else:  # a sum over the samples: over the updates, its mean
             self.add(name, term.sum(), real, real, finite)
 
@@ -107,6 +107,11 @@ class Sums:
         """Take over partial sums."""
         self._sums = {k: v.to(self._device) for k, v in state["sums"].items()}
         self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+
+
+def mean_of(term: Tensor, count: Tensor) -> Tensor:
+    """Return a term's mean, or 0 where nothing in it counts: torch gives NaN for no labels."""
+    return torch.where(count > 0, term.mean(), 0.0)
 
 
 def add_up_terms(means: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.batch import MicroBatch, Piece
 from trainer.errors import DivergedError
 from trainer.gradients import clip, is_finite, total_norm
-from trainer.metrics import Sums
+from trainer.metrics import Sums, mean_of
 from trainer.nonfinite import Guard, explain
 from trainer.optimizers import needs_closure
 from trainer.parts import Parts
@@ -159,7 +159,7 @@ class Updater:
                 terms.append(term.sum() * scale)
             elif isinstance(count, Tensor):
                 part = count.to(self.sums.dtype) * scale / totals[name]
-                terms.append(term.mean() * part.to(term.dtype))
+                terms.append(mean_of(term, count) * part.to(term.dtype))
             else:
                 terms.append(term.mean() * share)
         return _add(terms)
