@@ -11,7 +11,7 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.signatures import SPECIAL, TargetProblem, bind_problems, hides_arguments
+from trainer.signatures import SPECIAL, TargetProblem, bind_problems
 from trainer.targets import ALLOWED, TargetError, allow, allowed_extra, locate, refusal, under
 
 __all__ = [
@@ -20,8 +20,6 @@ __all__ = [
     "allow",
     "allowed_extra",
     "bind_problems",
-    "build_problems",
-    "hides_arguments",
     "instantiate",
     "locate",
     "refused_targets",
@@ -85,23 +83,6 @@ def _built(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return [_built(child, f"{key}.{index}") for index, child in enumerate(value)]
     return value
-
-
-def build_problems(
-    node: dict[str, Any], key: str, *args: Any, **kwargs: Any
-) -> list[TargetProblem]:
-    """Build `node` on the meta device, which allocates nothing, and report what it objects to.
-
-    For targets that hide their arguments behind `**kwargs`, as torchvision's models do.
-    """
-    import torch  # the rest of this module serves checks that must answer before torch is loaded
-
-    try:
-        with torch.device("meta"):
-            instantiate(node, *args, _key_=key, **kwargs)
-    except TargetError as error:
-        return [TargetProblem(key, str(error).removeprefix(f"{key}: "))]
-    return []
 
 
 def _targets(node: Any, key: str) -> Iterator[tuple[str, Any]]:

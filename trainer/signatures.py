@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any, Literal, Union
 
-from trainer.errors import RunError
 from trainer.targets import REFUSED_ARGUMENTS, TargetError, locate, under
 
 # Hydra's own keys of a node; every other key is an argument.
@@ -46,15 +45,6 @@ def bind_problems(
     for name, child in node.items():
         found += bind_problems(child, f"{key}.{name}")
     return found
-
-
-def hides_arguments(node: Mapping[str, Any]) -> bool:
-    """Tell whether the target takes `**kwargs`, so that only building it finds a wrong name."""
-    try:
-        parameters = _parameters(locate(node["_target_"]))
-    except RunError:
-        return False
-    return parameters is None or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def _node_problems(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.instantiate import build_problems, instantiate
+from trainer.instantiate import instantiate
 from trainer.targets import TargetError
 
 
@@ -100,13 +100,3 @@ def test_a_fault_in_the_users_own_code_comes_through(
     with pytest.raises(TypeError, match="unsupported operand"):
         instantiate({"_target_": "my_faulty.build"})
     monkeypatch.delitem(sys.modules, "my_faulty")
-
-
-def test_building_on_meta_finds_what_a_signature_hides() -> None:
-    node = {"_target_": "torchvision.models.resnet18", "num_classez": 3}
-    (problem,) = build_problems(node, "model")
-    assert problem.key == "model"
-    assert "num_classez" in problem.message
-    assert (
-        build_problems({"_target_": "torchvision.models.resnet18", "num_classes": 3}, "model") == []
-    )

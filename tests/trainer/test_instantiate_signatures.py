@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.signatures import bind_problems, hides_arguments, may_hold
+from trainer.signatures import bind_problems, may_hold
 
 SGD = "torch.optim.SGD"
 CONV = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
@@ -109,14 +109,6 @@ class Base:
 )
 def test_may_hold(annotation: Any, value: Any, may: bool) -> None:
     assert may_hold(annotation, value) is may
-
-
-@pytest.mark.parametrize(
-    ("path", "hidden"),
-    [("torchvision.models.resnet18", True), ("torch.nn.Linear", False), ("os.system", False)],
-)
-def test_hides_arguments(path: str, hidden: bool) -> None:
-    assert hides_arguments({"_target_": path}) is hidden
 
 
 @pytest.mark.parametrize("name", ["checkpoint_path", "pretrained_cfg"])
