@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from conf.yaml_dump import dump
+from scripts.sweep_job import quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Request:
     def resume_command(self, run_dir: Path) -> str:
         """Return the command that goes on with this run."""
         kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
-        return shlex.join(["train", *kept, f"run_dir={run_dir}", "resume=auto"])
+        return shlex.join(["train", *kept, f"run_dir={quoted(str(run_dir))}", "resume=auto"])
 
     def config_text(self) -> str:
         """Return the configuration as YAML; what belongs to one start only is null."""
         stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None}
-        return yaml.safe_dump(stored, sort_keys=False, allow_unicode=True)
+        return dump(stored)

@@ -46,8 +46,8 @@ class BatchSource(Protocol):
     """What the trainer draws from; `data.loader.Loader` is the exact one."""
 
     def __len__(self) -> int: ...
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from its update `start` on."""
+    def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
 
     def close(self) -> None:
         """Release worker processes."""
@@ -134,12 +134,12 @@ class PlainBatches:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from its update `start` on."""
+    def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
-        for update, batch in enumerate(self._loader):
+        for update, batch in enumerate(itertools.islice(self._loader, stop)):
             if update >= start:
                 yield from self._cut(batch, epoch, update)
 

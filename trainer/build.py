@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
@@ -23,6 +23,7 @@ from trainer.build_data import (
     eval_loader,
     overfit_samples,
     train_loader,
+    with_classes,
 )
 from trainer.callback import Callback
 from trainer.ddp import DDP
@@ -125,7 +126,7 @@ def build(
     torch.autograd.set_detect_anomaly(options.detect_anomaly)
     seed_everything(config.seed)
     data = _open_data(config, strategy)
-    loader = train_loader(config, data.sets["train"], strategy)
+    loader = train_loader(config, data, strategy)
     few = overfit_samples(config, data.sets["train"])
     validated = data.sets["val"] if few is None else data.sets["train"]
     val_loader = None if validated is None else eval_loader(config, validated, strategy, few)
@@ -201,6 +202,9 @@ def build_model(
     model = instantiate(with_classes(config.model, num_classes), _key_="model")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model._target_ makes no torch.nn.Module: {type(model).__name__}")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ModelError(f"model: {lazy[0]} is lazy: give its layer its sizes, or call it once")
     if config.trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return strategy.prepare(precision.convert(model))
@@ -221,20 +225,6 @@ def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callba
     """
     built = {n: instantiate(node, _key_=f"callbacks.{n}") for n, node in nodes.items() if node}
     return dict(sorted(built.items(), key=lambda pair: hasattr(pair[1], "save_now")))
-
-
-def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    """Return `node` with every `num_classes: null` filled with what the data have."""
-    filled: dict[str, Any] = copy.deepcopy(node)
-    pending: list[Any] = [filled]
-    while pending:
-        child = pending.pop()
-        if isinstance(child, dict) and child.get("num_classes", 0) is None:
-            child["num_classes"] = num_classes
-        pending += (
-            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
-        )
-    return filled
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:

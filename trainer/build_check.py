@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from conf.errors import ConfigError, Problem
 from conf.reserved import fill
 from conf.schema import Config
 from trainer import lr_schedule, optimizers
-from trainer.build import build_task, with_classes
+from trainer.build import build_task
+from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.instantiate import instantiate, refused_targets
 from trainer.optimization_check import check_optimization
@@ -63,7 +65,7 @@ def _constructor_problems(config: Config) -> Iterator[Problem]:
     callbacks = fill(config.callbacks, _LENGTHS)
     nodes |= {f"callbacks.{name}": node for name, node in callbacks.items() if node}
     for stage in ("train", "eval", "device"):
-        steps = getattr(config.transforms, stage)
+        steps = with_classes(getattr(config.transforms, stage), _CLASSES)
         nodes |= {f"transforms.{stage}.{name}": node for name, node in steps.items() if node}
     for key, node in nodes.items():
         try:
@@ -89,6 +91,9 @@ def _model_problems(config: Config) -> Iterator[Problem]:
     if not isinstance(model, nn.Module):
         yield Problem("model._target_", f"makes no torch.nn.Module but a {type(model).__name__}")
         return
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        yield Problem("model", "has lazy parameters", hint="give its layers their sizes")
+        return
     try:
         check_optimization(model, config.optimizer, config.lr_scheduler)
     except ParamGroupError as error:
@@ -108,7 +113,8 @@ def _nodes(config: Config) -> Iterator[tuple[str, tuple[Any, int]]]:
     for split in ("train", "val", "test", "predict"):
         yield f"data.{split}", (getattr(config.data, split), 0)
     for stage in ("train", "eval", "device"):
-        for name, node in getattr(config.transforms, stage).items():
+        steps = with_classes(getattr(config.transforms, stage), _CLASSES)
+        for name, node in steps.items():
             yield f"transforms.{stage}.{name}", (node, 0)
     for name in ("sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
         yield f"loader.{name}", (getattr(config.loader, name), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from data.device_transforms import DeviceTransforms
 from data.errors import DataError
+from data.fingerprint import fingerprint
 from data.loader import Loader
 from data.orders import FirstOf, Sequential
 from data.prefetch import OnDevice
 from data.sampler import Order, Updates, UpdateSampler
 from data.samplers import as_order, as_updates, default_order
+from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.instantiate import instantiate
 from trainer.strategy import Strategy
@@ -39,6 +42,7 @@ class Data:
                 "type": type(dataset).__name__,
                 "samples": len(dataset) if hasattr(dataset, "__len__") else None,
                 "classes": len(classes) if (classes := getattr(dataset, "classes", None)) else None,
+                "fingerprint": fingerprint(dataset),
             }
             for split, dataset in self.sets.items()
             if dataset is not None
@@ -72,7 +76,8 @@ def _open(node: dict[str, Any], key: str, pipeline: Pipeline) -> Any:
     # A data set of the user's own may do without our transforms: it then has no such parameter.
     takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
     given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
-    return instantiate(node, _key_=key, **given)
+    dataset = instantiate(node, _key_=key, **given)
+    return None if dataset is None else as_dataset(dataset)
 
 
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
@@ -101,9 +106,23 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     return declared
 
 
-def train_loader(config: Config, dataset: Any, strategy: Strategy) -> OnDevice:
+def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    """Return `node` with every `num_classes: null` filled with what the data have."""
+    filled: dict[str, Any] = copy.deepcopy(node)
+    pending: list[Any] = [filled]
+    while pending:
+        child = pending.pop()
+        if isinstance(child, dict) and child.get("num_classes", 0) is None:
+            child["num_classes"] = num_classes
+        pending += (
+            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
+        )
+    return filled
+
+
+def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
     """Build the loader of updates: `loader.batch_size` samples over all devices."""
-    options = config.loader
+    options, dataset = config.loader, data.sets["train"]
     chosen = _chosen(config, dataset)
     given = options.batch_sampler is not None and config.trainer.overfit_batches is None
     sampler = UpdateSampler(
@@ -114,9 +133,10 @@ def train_loader(config: Config, dataset: Any, strategy: Strategy) -> OnDevice:
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
+    nodes = with_classes(config.transforms.device, data.num_classes)
     steps = {
         name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
-        for name, node in config.transforms.device.items()
+        for name, node in nodes.items()
     }
     loader = _loader(config, dataset, sampler, "replace")
     return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))

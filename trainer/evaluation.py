@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -39,7 +38,7 @@ class Evaluator:
         sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
         for metric in metrics.values():
             metric.reset()
-        stream = itertools.islice(as_source(loader, 1).epoch(0), limit)
+        stream = as_source(loader, 1).epoch(0, 0, limit)
         buffers = self._parts.strategy.same_buffers(self._parts.model)
         with self._evaluating(), weights, buffers:
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:

@@ -169,7 +169,7 @@ class Trainer:
 
     def _run_epoch(self) -> None:
         state, length = self.state, self.steps_per_epoch
-        stream = updates(self.train_loader.epoch(state.epoch, state.position))
+        stream = updates(self.train_loader.epoch(state.epoch, state.position, length))
         while length is None or state.position < length:
             micro_batches = self.waiting.next(stream)
             if micro_batches is None:

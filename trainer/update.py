@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.batch import MicroBatch, Piece
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, SampleError
 from trainer.gradients import clip, is_finite, total_norm
 from trainer.metrics import Sums, mean_of
 from trainer.nonfinite import Guard, explain
@@ -129,9 +129,17 @@ class Updater:
         return outputs, shares
 
     def _forward(self, turn: _Turn, batch: Any) -> StepOutput:
-        if turn.name:
-            return self._task.turn_step(self._parts.wrapped, batch, turn.name)
-        return self._task.training_step(self._parts.wrapped, batch)
+        try:
+            if turn.name:
+                return self._task.turn_step(self._parts.wrapped, batch, turn.name)
+            return self._task.training_step(self._parts.wrapped, batch)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise SampleError(
+                "BatchNorm has no statistics of a single sample: leave a short last batch out with "
+                "loader.drop_last=true, or change loader.batch_size"
+            ) from error
 
     def _totals(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> dict[str, Tensor]:
         """Return the update's denominators that depend on the data, over all devices."""

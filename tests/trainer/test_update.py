@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from data.loader import Loader
 from data.orders import Shuffled
 from data.sampler import UpdateSampler
+from trainer.errors import SampleError
 from trainer.gradients import Clipping
 from trainer.losses import Term
 from trainer.options import TrainerOptions
@@ -148,3 +149,11 @@ def test_counters() -> None:
     state = trainer.state
     assert (state.epoch, state.position, state.global_step, state.updates) == (2, 0, 6, 6)
     assert (state.micro_batches, state.samples, state.skipped_updates) == (12, 46, 0)
+
+
+def test_a_batch_of_one_before_batchnorm_is_explained() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    single = loader(data=Points(BATCH + 1))
+    with pytest.raises(SampleError, match="drop_last"):
+        Trainer(model, Classification(CLASSES), optimizer, single, precision="fp64").fit()
