@@ -43,6 +43,7 @@ def fine_tune(
     drop: Sequence[str] = (),
     head: str | None = None,
     strict: bool = True,
+    average: bool = True,
 ) -> nn.Module:
     """Give `model` the weights of a file, a run directory or torchvision, and return it.
 
@@ -54,10 +55,11 @@ def fine_tune(
         drop: globs over names whose weights stay as initialised.
         head: the module that may have another number of outputs (default: the last layer).
         strict: refuse names that only one side has.
+        average: of a run that kept an average of its weights (EMA, SWA), take that one.
     """
     if not weights_wanted():
         return model
-    report = load_weights(model, read_weights(weights, checkpoint, prefix), drop, head)
+    report = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
     differing = (*report.missing, *report.unexpected)
     if strict and differing:
         raise WeightsError(

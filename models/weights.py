@@ -1,6 +1,7 @@
 """Read trained weights: from a file, a run directory or torchvision. Nothing in them is run."""
 
 import importlib
+import logging
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from models.errors import ModelError, WeightsError
 
+log = logging.getLogger(__name__)
 _wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
@@ -39,17 +41,21 @@ def weights_wanted() -> bool:
 
 
 def read_weights(
-    source: str, checkpoint: Literal["best", "last"] = "best", prefix: str = ""
+    source: str,
+    checkpoint: Literal["best", "last"] = "best",
+    prefix: str = "",
+    average: bool = True,
 ) -> dict[str, Tensor]:
     """Return a state dict from `source`.
 
     `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
     `torchvision:ResNet18_Weights.DEFAULT`. Names keep what follows `prefix`; others are left out.
+    `average`: of a checkpoint with an average of its weights (EMA, SWA), take that one.
     """
     if source.startswith("torchvision:"):
         state: Mapping[str, Any] = _from_torchvision(source.removeprefix("torchvision:"))
     else:
-        state = _from_file(_locate(Path(source), checkpoint))
+        state = _from_file(_locate(Path(source), checkpoint), average)
     chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
     if not chosen:
         raise WeightsError(f"{source} has no name that begins with {prefix!r}")
@@ -87,14 +93,30 @@ def _locate(path: Path, checkpoint: str) -> Path:
     return path
 
 
-def _from_file(path: Path) -> Mapping[str, Any]:
+def _from_file(path: Path, average: bool) -> Mapping[str, Any]:
     loaded = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    averaged = _average(loaded)
+    if average and averaged is not None:
+        log.info("%s: taking the average of the weights, not the trained ones", path)
+        return averaged
     for key in ("model", "state_dict"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
         raise WeightsError(f"{path} holds no state dict: no mapping of names to tensors")
     return loaded
+
+
+def _average(checkpoint: Any) -> Mapping[str, Any] | None:
+    """Return the average that a run's checkpoint keeps beside its weights: EMA's, or SWA's."""
+    if not isinstance(checkpoint, Mapping) or "format_version" not in checkpoint:
+        return None
+    states = [checkpoint.get("ema"), *(checkpoint.get("callbacks") or {}).values()]
+    for state in states:
+        if isinstance(state, Mapping) and state.get("model") and state.get("averaged", 1):
+            found: Mapping[str, Any] = state["model"]
+            return found
+    return None
 
 
 def _torch_file(path: Path) -> Any:

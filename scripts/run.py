@@ -20,6 +20,7 @@ from scripts.plan import make_plan
 from scripts.report import final_block, results_of
 from scripts.request import Request
 from scripts.resume import Resume, differences, find_resume
+from scripts.run_log import Backlog, backlog, logged_to
 from trainer import snapshot
 from trainer.build import Experiment, build, build_strategy
 from trainer.build_check import check_targets
@@ -83,10 +84,10 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         return 0
     config = config if resume is None else parse(resume.config)
     goes_on = resume is not None and resume.payload is not None
-    with no_initial_weights() if goes_on else nullcontext():
+    with backlog() as earlier, no_initial_weights() if goes_on else nullcontext():
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
     with (
-        _directory(request, config, experiment, resume) as directory,
+        _directory(request, config, experiment, resume, earlier) as directory,
         strategy.failing_together(),
     ):
         if directory is not None:
@@ -118,7 +119,11 @@ def _new_folder(config: Config) -> Path:
 
 @contextmanager
 def _directory(
-    request: Request, config: Config, experiment: Experiment, resume: Resume | None
+    request: Request,
+    config: Config,
+    experiment: Experiment,
+    resume: Resume | None,
+    earlier: Backlog,
 ) -> Iterator[RunDirectory | None]:
     """Hold the run's directory in the main process, and record there how the run ends."""
     trainer = experiment.trainer
@@ -135,7 +140,7 @@ def _directory(
                 facts=facts,
             )
     trainer.run_dir = trainer.strategy.broadcast(directory and directory.path)
-    with _logged(directory):
+    with logged_to(directory.log_path if directory else None, earlier):
         try:
             yield directory
         except BaseException as error:
@@ -159,22 +164,6 @@ def _record_failure(request: Request, directory: RunDirectory, error: BaseExcept
         )
     except StorageError:
         logger.warning("status.json could not be written")
-
-
-@contextmanager
-def _logged(directory: RunDirectory | None) -> Iterator[None]:
-    """Copy log lines to `train.log`, with their times."""
-    if directory is None:
-        yield
-        return
-    handler = logging.FileHandler(directory.log_path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
 
 
 def _fit(

@@ -167,3 +167,30 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "x.pt")
     with pytest.raises(WeightsError, match="no state dict"):
         read_weights(str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "ema"),
+    [
+        pytest.param({}, True, id="ema"),
+        pytest.param({"swa": 2}, False, id="swa"),
+    ],
+)
+def test_the_average_of_a_run_goes_before_its_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: dict[str, int], ema: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    average = net(seed=2).state_dict()
+    kept = {name: {"model": average, "averaged": count} for name, count in callbacks.items()}
+    payload = {"model": net(seed=1).state_dict(), "format_version": 1, "callbacks": kept}
+    torch.save(payload | {"ema": {"model": average} if ema else {}}, tmp_path / "run.pt")
+    assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=2))
+    assert "the average of the weights" in caplog.text
+    assert same(fine_tune(net(), str(tmp_path / "run.pt"), average=False), net(seed=1))
+
+
+def test_an_average_of_nothing_is_none(tmp_path: Path) -> None:
+    kept = {"swa": {"model": net(seed=2).state_dict(), "averaged": 0}}
+    payload = {"model": net(seed=1).state_dict(), "format_version": 1, "ema": {}, "callbacks": kept}
+    torch.save(payload, tmp_path / "run.pt")
+    assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=1))
