@@ -17,6 +17,8 @@ GIVEN = {
     "data=image_folder": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
 }
+# Options that belong to a model of their own, and the experiment that has it.
+HOMES = {"optimizer=gan": "gan"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {"model=timm": "timm", "task/metrics=torchmetrics": "torchmetrics"}
 # The groups whose alternatives go with every experiment.
@@ -62,7 +64,8 @@ def test_a_file_opens_with_the_command_that_uses_it(path: Path) -> None:
 def test_an_option_composes_and_its_targets_bind(group: str, option: str) -> None:
     if f"{group}={option}" in EXTRA:
         pytest.importorskip(EXTRA[f"{group}={option}"])
-    base = [] if group == "experiment" else picked("experiment", BASE)
+    home = HOMES.get(f"{group}={option}", BASE)
+    base = [] if group == "experiment" else picked("experiment", home)
     composed = compose([*base, *picked(group, option)])
     check_targets(parse(composed.config))
 
