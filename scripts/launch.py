@@ -26,6 +26,7 @@ from trainer.run_directory import amend_failure
 from trainer.strategy import count_devices
 
 _PEER = 6  # a process that was lost, or that lost another
+_STOPPED = (130, 143)
 
 
 def launch(request: Request) -> int:
@@ -119,6 +120,9 @@ def _answer(error: BaseException | None, processes: int, request: Request, notes
 def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
     """Find the failure that the others follow from."""
     reports = notes.reports()
+    if isinstance(error, ChildFailedError) and not notes.stopping():
+        # Told to stop by torch's launcher, since another one had failed.
+        reports = [report for report in reports if report.code not in _STOPPED]
     if reports and not reports[0].by_peer:
         return reports[0]
     lost = _killed(error)

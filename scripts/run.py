@@ -22,8 +22,9 @@ from scripts.request import Request
 from scripts.resume import Resume, differences, find_resume
 from scripts.run_log import Backlog, backlog, logged_to
 from trainer import snapshot
-from trainer.build import Experiment, build, build_strategy
+from trainer.build import Experiment, build
 from trainer.build_check import check_targets
+from trainer.build_strategy import build_strategy
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import Interrupted, StorageError
 from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp

@@ -13,8 +13,9 @@ from conf.errors import ConfigError, Problem
 from models.weights import no_initial_weights
 from scripts.run import best_or_last
 from trainer import snapshot
-from trainer.build import build_evaluation, build_strategy
+from trainer.build import build_evaluation
 from trainer.build_check import check_targets
+from trainer.build_strategy import build_strategy
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.targets import allow

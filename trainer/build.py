@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
-from conf.schema_strategy import StrategyConfig
 from data.prefetch import OnDevice
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.build_data import (
@@ -26,9 +25,6 @@ from trainer.build_data import (
     with_classes,
 )
 from trainer.callback import Callback
-from trainer.ddp import DDP
-from trainer.distributed import is_rank
-from trainer.dp import DataParallel
 from trainer.errors import ModelError
 from trainer.gradients import Clipping, GradientNoise
 from trainer.instantiate import instantiate
@@ -37,7 +33,7 @@ from trainer.optimizers import build_optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.precision import Precision
 from trainer.seed import seed_everything, set_switches
-from trainer.strategy import Planned, Strategy, count_devices
+from trainer.strategy import Strategy
 from trainer.task import Task
 from trainer.trainer import Trainer
 
@@ -58,52 +54,6 @@ class Experiment:
     def threads(self) -> int:
         """Threads that torch computes with."""
         return torch.get_num_threads()
-
-
-def build_strategy(config: Config) -> Strategy:
-    """Choose where to compute."""
-    options = config.strategy
-    if options.name == "dp":
-        return DataParallel(options.device_ids, options.output_device, options.dim)
-    if options.name in ("ddp", "fsdp") or is_rank():
-        backend = None if options.backend == "auto" else options.backend
-        return _group(options, backend)
-    return Strategy(_device(config))
-
-
-def _group(options: StrategyConfig, backend: str | None) -> Strategy:
-    """Choose how processes train together; under torchrun a single device becomes one of many."""
-    count = count_devices(options.devices, options.accelerator)
-    if not is_rank():
-        return Planned(options.name, count, options.accelerator)
-    return DDP(
-        backend,
-        options.timeout,
-        options.accelerator,
-        options.devices if isinstance(options.devices, list) else None,
-        sync_batchnorm=options.sync_batchnorm,
-        comm_hook=options.comm_hook,
-        comm_hook_options=options.comm_hook_options,
-        broadcast_buffers=options.broadcast_buffers,
-        bucket_cap_mb=options.bucket_cap_mb,
-        find_unused_parameters=options.find_unused_parameters,
-        static_graph=options.static_graph,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
-    )
-
-
-def _device(config: Config) -> torch.device | None:
-    options = config.strategy
-    first = options.devices[0] if isinstance(options.devices, list) else None
-    if options.accelerator == "auto" and first is None:
-        return None
-    kind = options.accelerator if options.accelerator != "auto" else "cuda"
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
-    if not available[kind]:
-        raise ModelError(
-            f"strategy.accelerator={kind}: this machine has none; auto takes what it has"
-        )
-    return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
 
 
 def build(

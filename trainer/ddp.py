@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -50,10 +48,10 @@ class DDP(ProcessGroup):
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__(backend, timeout, accelerator, numbers)
+        self.shares_buffers = broadcast_buffers
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
-        self._broadcast_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
             _SYNC_BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -65,11 +63,7 @@ class DDP(ProcessGroup):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model; where asked, BatchNorm takes its statistics over all processes."""
-        if self._sync_batchnorm:
-            if self.device.type == "cpu":
-                raise ModelError("strategy.sync_batchnorm=true: torch has it for GPUs only")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return super().prepare(model)
+        return super().prepare(self.synchronize_batchnorm(model, self._sync_batchnorm))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that averages gradients."""
@@ -100,32 +94,6 @@ class DDP(ProcessGroup):
         for _ in range(2):
             compute()
         rng.restore(before)
-
-    @contextmanager
-    def same_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Judge the weights that are saved: those of the main process, buffers included."""
-        buffers = list(model.buffers())
-        own = [] if self._broadcast_buffers else [b.clone() for b in buffers]
-        for buffer in buffers:
-            dist.broadcast(buffer, src=0)
-        try:
-            yield
-        finally:
-            for buffer, value in zip(buffers, own, strict=False):
-                buffer.copy_(value)
-
-    def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return this process's buffers where they are not the same for all."""
-        if self._broadcast_buffers:
-            return {}
-        return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
-
-    @torch.no_grad()
-    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take over this process's buffers."""
-        for name, buffer in model.named_buffers():
-            if name in state.get("buffers", {}):
-                buffer.copy_(state["buffers"][name])
 
     def in_words(self, error: Exception) -> Exception:
         """Name the parameters that DDP only counts."""

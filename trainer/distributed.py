@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.errors import Interrupted, PeerError, ResourceError
+from trainer.errors import Interrupted, ModelError, PeerError, ResourceError
 from trainer.peers import Board, Cause, peer_trouble
-from trainer.signals import leave_at_once
+from trainer.signals import EXIT_CODES, leave_at_once
 from trainer.state import TrainState
 from trainer.strategy import Strategy
 
@@ -41,6 +42,9 @@ def _gpu(local_rank: int, numbers: Sequence[int] | None) -> torch.device:
 
 class ProcessGroup(Strategy):
     """What strategies of several processes share."""
+
+    # Whether forward passes begin with the main process's buffers (BatchNorm's statistics).
+    shares_buffers = False
 
     def __init__(
         self,
@@ -92,9 +96,9 @@ class ProcessGroup(Strategy):
 
     def agree(self, state: TrainState) -> None:
         """Make the wish of any process to stop the wish of all, at the same update."""
-        signal = state.signal  # read once: a handler may write it at any moment
-        if signal is not None:
-            state.request_stop(*signal)
+        heard = state.signal  # read once: a handler may write it at any moment
+        if heard is not None:
+            state.request_stop(*heard)
         own = (state.stop_reason, state.stop_code)
         wish = torch.tensor([own[0] is not None, own[1]])
         dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._control)
@@ -129,6 +133,41 @@ class ProcessGroup(Strategy):
         """Wait for all processes."""
         dist.barrier(group=self._control)
 
+    def synchronize_batchnorm(self, model: nn.Module, asked: bool) -> nn.Module:
+        """Have BatchNorm take its statistics over all processes."""
+        if not asked:
+            return model
+        if self.device.type == "cpu":
+            raise ModelError("strategy.sync_batchnorm=true: torch has it for GPUs only")
+        changed: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return changed
+
+    @contextmanager
+    def same_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Judge the weights that are saved: those of the main process, buffers included."""
+        buffers = list(model.buffers())
+        own = [] if self.shares_buffers else [b.clone() for b in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=False):
+                buffer.copy_(value)
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return this process's buffers where they are not the same for all."""
+        if self.shares_buffers:
+            return {}
+        return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
+
+    @torch.no_grad()
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take over this process's buffers."""
+        for name, buffer in model.named_buffers():
+            if name in state.get("buffers", {}):
+                buffer.copy_(state["buffers"][name])
+
     @contextmanager
     def one_per_node(self) -> Iterator[None]:
         """Let the first process of each machine go ahead: it downloads, the others find it done."""
@@ -147,6 +186,8 @@ class ProcessGroup(Strategy):
             raise
         except Exception as error:
             self._failed = True
+            for number in EXIT_CODES:  # the launcher tells the rest to stop: this one is at it
+                signal.signal(number, signal.SIG_IGN)
             told = self.in_words(error)
             assert self._board is not None
             self._board.claim(Cause.of(told, self.rank))

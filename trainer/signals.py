@@ -35,6 +35,11 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in EXIT_CODES}
     try:
         yield
+    except BaseException:
+        if trainer.strategy.world_size > 1:
+            # A launcher tells a process to stop whose peer has failed: it is about to.
+            previous = dict.fromkeys(previous, signal.SIG_IGN)
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

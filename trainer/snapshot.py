@@ -17,7 +17,9 @@ from trainer.trainer import Trainer
 def take(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the rest of the run depends on; a collective of all processes."""
     strategy = trainer.strategy
-    callbacks = {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+    callbacks = strategy.gather_tensors(
+        {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+    )
     return {
         "model": strategy.model_state(trainer.model),
         "optimizer": strategy.gather_tensors(trainer.optimizers.state_dict()),
@@ -52,13 +54,13 @@ def restore(
     _rehearse(trainer)
     compare_names(payload, trainer.strategy.model_state(trainer.model))
     trainer.strategy.load_model_state(trainer.model, payload["model"])
-    optimizer = trainer.strategy.split_like(
-        payload["optimizer"], dict(trainer.optimizers.named_parameters())
-    )
+    parameters = dict(trainer.model.named_parameters())
+    optimizer = trainer.strategy.split_like(payload["optimizer"], parameters)
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
+    saved = trainer.strategy.split_like(saved, parameters)
     for name, callback in trainer.callbacks.items():
         if saved.get(name):
             callback.load_state_dict(saved[name])
@@ -97,6 +99,7 @@ def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
     compare_names(payload, trainer.strategy.model_state(trainer.model))
     trainer.strategy.load_model_state(trainer.model, payload["model"])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
+    saved = trainer.strategy.split_like(saved, dict(trainer.model.named_parameters()))
     for name, callback in trainer.callbacks.items():
         if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
             callback.load_state_dict(saved[name])

@@ -1,0 +1,138 @@
+"""Each process keeps a shard of every parameter, its gradient and its optimizer state (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.batch import map_tensors
+from trainer.distributed import ProcessGroup
+from trainer.errors import ModelError
+
+_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+class FSDP(ProcessGroup):
+    """Train with torch's `fully_shard`.
+
+    `wrap_modules` names classes whose instances are gathered as units, one at a time; without it
+    the whole model is one unit, which saves optimizer memory but not that of the parameters.
+    """
+
+    name = "fsdp"
+    evaluates_in_step = True
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: float = 1800.0,
+        accelerator: str = "auto",
+        numbers: Sequence[int] | None = None,
+        *,
+        wrap_modules: Sequence[str] | None = None,
+        mixed_precision: str | None = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__(backend, timeout, accelerator, numbers)
+        self._wrap_modules = list(wrap_modules or [])
+        self._sync_batchnorm = sync_batchnorm
+        self._reshard_after_forward = reshard_after_forward
+        # Gradients are added up in full precision whatever is computed with.
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=_FORMATS[mixed_precision],
+            reduce_dtype=torch.float32 if mixed_precision else None,
+        )
+        offloads = cpu_offload and self.device.type != "cpu"
+        self._offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Shard the parameters, before an optimizer knows them."""
+        model = super().prepare(self.synchronize_batchnorm(model, self._sync_batchnorm))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for module in [*self._units(model), model]:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=self._precision,
+                offload_policy=self._offload,
+            )
+        return model
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        kinds = [type(module).__name__ for module in model.modules()]
+        for name in self._wrap_modules:
+            if name not in kinds:
+                raise ModelError(
+                    f"strategy.wrap_modules: the model has no module of class {name}, but "
+                    f"{', '.join(sorted(set(kinds)))}"
+                )
+        # Inner ones first, as fully_shard wants it.
+        found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
+        return [m for m in reversed(found) if m is not model]
+
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients in an update's last micro-batch only."""
+        return _exchanging(wrapped, last)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the whole state, on the host."""
+        return {name: _whole(value) for name, value in model.state_dict().items()}
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take this process's part of a whole state."""
+        own = model.state_dict()
+        model.load_state_dict({name: _part(value, own.get(name)) for name, value in state.items()})
+
+    def gather_tensors(self, tree: Any) -> Any:
+        """Return `tree` with whole tensors, on the host; all processes must have the same tree."""
+        return map_tensors(_whole, tree)
+
+    def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Return `tree` with this process's parts of the tensors under a parameter's name."""
+        if not isinstance(tree, Mapping):
+            return tree
+        return {
+            key: _split(value, parameters[key])
+            if key in parameters
+            else self.split_like(value, parameters)
+            for key, value in tree.items()
+        }
+
+
+@contextmanager
+def _exchanging(wrapped: nn.Module, last: bool) -> Iterator[None]:
+    assert isinstance(wrapped, FSDPModule)
+    wrapped.set_requires_gradient_sync(last)
+    yield
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def _part(value: Any, like: Any) -> Any:
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    value = value.to(like.device, copy=True)
+    # Every process has the whole: nothing needs to be sent.
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _split(tree: Any, like: Tensor) -> Any:
+    return map_tensors(lambda value: _part(value, like), tree)
