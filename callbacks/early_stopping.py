@@ -53,6 +53,11 @@ class EarlyStopping(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Refuse to wait for a metric that cannot come."""
         self._monitor.resolve(trainer)
+        if self._patience and self.monitor is None:
+            raise CallbackError(
+                f"callbacks.{self.name}.patience={self._patience}: this task is judged by no "
+                f"metric; name one in callbacks.{self.name}.monitor"
+            )
         if self._patience and self._monitor.on_validation and trainer.val_loader is None:
             raise CallbackError(
                 f"callbacks.{self.name}.monitor={self.monitor}: there is no validation set; "
@@ -72,7 +77,7 @@ class EarlyStopping(Callback):
         """Look at an epoch."""
         state = trainer.state
         at_end = not state.position and state.global_step > self._looked_at
-        if at_end and not self._monitor.on_validation:
+        if at_end and self.monitor is not None and not self._monitor.on_validation:
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:

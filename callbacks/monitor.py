@@ -25,6 +25,7 @@ _LARGER = {
     "auroc",
     "map",
     "precision",
+    "r2",
     "recall",
 }
 
@@ -32,7 +33,7 @@ _LARGER = {
 class Monitor:
     """Compare values of the metric `name`.
 
-    `name`: "auto" becomes val/accuracy where the task has it and else val/loss; None watches
+    `name`: "auto" becomes what the task is judged by, such as val/accuracy; None watches
     nothing. `mode`: min, max, or "auto": known from the metric's name, an error if it is not.
     """
 
@@ -48,9 +49,9 @@ class Monitor:
     def resolve(self, trainer: Trainer) -> None:
         """Choose the metric, where that was left to the task."""
         if self.name == AUTO:
-            names = trainer.task.metric_names()
-            self.name = "val/accuracy" if "accuracy" in names else "val/loss"
-            self._sign = _sign(self.name, self._mode)
+            metric = trainer.task.monitor()
+            self.name = None if metric is None else f"val/{metric}"
+            self._sign = 1 if self.name is None else _sign(self.name, self._mode)
 
     @property
     def on_validation(self) -> bool:

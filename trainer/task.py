@@ -62,6 +62,13 @@ class Task:
         """Name the metrics that an evaluation gives, without the stage: `loss`, `accuracy`."""
         return ["loss"]
 
+    def monitor(self) -> str | None:
+        """Name the metric that tells a better model from a worse one; None: no metric does.
+
+        It decides where a callback's `monitor` is `auto`.
+        """
+        return "accuracy" if "accuracy" in self.metric_names() else "loss"
+
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute the loss of a micro-batch."""
         raise TypeError(f"{type(self).__name__} defines no training_step")

@@ -6,6 +6,8 @@ import pytest
 
 from callbacks.errors import CallbackError
 from callbacks.monitor import Monitor
+from trainer.task import Task
+from trainer.tasks.gan import GAN
 
 
 @pytest.mark.parametrize(
@@ -41,11 +43,21 @@ def test_unknown_direction_is_asked_for() -> None:
 def test_auto_takes_the_tasks_metric(
     metrics: list[str], mode: str, chosen: str, rising: bool
 ) -> None:
-    trainer: Any = SimpleNamespace(task=SimpleNamespace(metric_names=lambda: metrics))
+    task = Task()
+    task.metric_names = lambda: metrics  # type: ignore[method-assign]
+    trainer: Any = SimpleNamespace(task=task)
     monitor = Monitor("auto", mode)
     monitor.resolve(trainer)
     assert monitor.name == chosen
     assert monitor.better(2.0, 1.0) == rising
+
+
+def test_a_task_may_be_judged_by_no_metric() -> None:
+    trainer: Any = SimpleNamespace(task=GAN())
+    monitor = Monitor("auto")
+    monitor.resolve(trainer)
+    assert monitor.name is None
+    assert not monitor.on_validation
 
 
 def test_nan_is_never_better_and_an_improvement_must_exceed_min_delta() -> None:

@@ -184,6 +184,12 @@ def test_the_metrics_named_are_those_that_come(kind: str) -> None:
     assert sums == {name for name in trainer.metrics if name.startswith("train/")}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_are_judged_by_a_metric_that_comes(kind: str) -> None:
+    task = CASES[kind][1]()
+    assert task.monitor() in task.metric_names()
+
+
 def figures(kind: str) -> tuple[dict[str, float], Tensor, Tensor]:
     """Return the metrics of an untrained model, its outputs and the targets."""
     trainer = trainer_of(kind, lr=0.0)

@@ -32,6 +32,10 @@ class MultiLabel(Supervised):
         super().__init__(losses, {"f1": MicroF1(threshold), **(metrics or {})})
         self._threshold = threshold
 
+    def monitor(self) -> str:
+        """Name the metric that models are chosen by."""
+        return "f1"
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse another number of labels."""
         if output.shape != target.shape:

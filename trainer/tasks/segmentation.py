@@ -35,6 +35,10 @@ class Segmentation(Supervised):
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 
+    def monitor(self) -> str:
+        """Name the metric that models are chosen by."""
+        return "miou"
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse other sizes."""
         wanted = (len(target), self.num_classes, *target.shape[1:])
