@@ -38,7 +38,7 @@ class Plan:
     data: Sequence[DataRow]
     model: ModelSummary
     groups: Sequence[GroupRow]
-    curves: Mapping[str, Sequence[float]]  # learning rates of each group, one for each update
+    curves: Mapping[str, Sequence[float]]  # learning rates of each group, evenly over the run
     split: BatchSplit
     updates_per_epoch: int | None  # None: a stream of unknown length
     total_steps: int | None  # None: no horizon but a time
@@ -59,7 +59,7 @@ def _sections(plan: Plan) -> Iterator[RenderableType]:
     yield from _section("Data", _data_table(plan.data))
     yield from _section("Model", modules_table(plan.model), totals(plan.model))
     yield from _section("Optimizer", _groups_table(plan.groups))
-    yield from _section("Learning rate", *curve_lines(plan.curves))
+    yield from _section("Learning rate", *curve_lines(plan.curves, plan.total_steps))
     yield from _section("Updates", *_updates(plan), *plan.split.lines())
     yield from _section("Memory on one device", _memory_table(plan.memory), *_memory_note(plan))
     yield from _section("Callbacks", *(f"{name}: {kind}" for name, kind in plan.callbacks.items()))
@@ -121,25 +121,28 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def curve_lines(curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """Draw each learning-rate curve; groups whose curves differ by a factor share a drawing."""
+def curve_lines(curves: Mapping[str, Sequence[float]], length: int | None = None) -> Iterator[str]:
+    """Draw each learning-rate curve over `length` updates.
+
+    Groups whose curves differ by a factor share a drawing.
+    """
     shapes: dict[tuple[float, ...], list[str]] = {}
     for name, values in curves.items():
         top = max(values, default=0.0)
         shape = tuple(round(v / top, 6) for v in values) if top > 0 else tuple(values)
         shapes.setdefault(shape, []).append(name)
     for names in shapes.values():
-        yield from _drawing({name: curves[name] for name in names})
+        yield from _drawing({name: curves[name] for name in names}, length)
 
 
-def _drawing(curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
+def _drawing(curves: Mapping[str, Sequence[float]], length: int | None) -> Iterator[str]:
     captions: dict[str, list[str]] = {}
     for name, values in curves.items():
         captions.setdefault(_caption(values), []).append(name)
     yield from (f"{', '.join(names)}: {caption}" for caption, names in captions.items())
     first = next(iter(curves.values()))
     if first and min(first) < max(first):
-        yield from plot(first)
+        yield from plot(first, length)
 
 
 def _caption(values: Sequence[float]) -> str:

@@ -6,12 +6,16 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def plot(
-    values: Sequence[float], label: str = "updates", width: int = 64, height: int = 5
+    values: Sequence[float], length: int | None = None, width: int = 64, height: int = 5
 ) -> list[str]:
-    """Draw `values` over their index as an area from zero to their maximum."""
+    """Draw `values` as an area from zero to their maximum, over `length` updates.
+
+    They lie at even distances; without a length there is one for each update.
+    """
+    length = len(values) if length is None else length
     top = max(values)
     if top <= 0:
-        return [f"0 over {len(values)} {label}"]
+        return [f"0 over {length:,} updates"]
     columns = _sample(values, width)
     # Eighths of a line; what is above zero shows.
     filled = [max(round(v / top * height * 8), v > 0) for v in columns]
@@ -21,7 +25,7 @@ def plot(
         blocks = "".join(_BLOCKS[min(max(f - 8 * line, 0), 8)] for f in filled)
         lines.append(f"{axis if line == height - 1 else '':>9} │{blocks}".rstrip())
     lines.append(f"{'0':>9} └{'─' * len(columns)}")
-    end = f"{len(values)} {label}"
+    end = f"{length:,} updates"
     lines.append(f"{'':>11}0{end:>{max(len(columns) - 1, len(end) + 1)}}")
     return lines
 
