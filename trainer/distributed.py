@@ -143,8 +143,8 @@ class ProcessGroup(Strategy):
         return changed
 
     @contextmanager
-    def same_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Judge the weights that are saved: those of the main process, buffers included."""
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Judge what is saved: the weights with the main process's buffers."""
         buffers = list(model.buffers())
         own = [] if self.shares_buffers else [b.clone() for b in buffers]
         for buffer in buffers:

@@ -39,8 +39,8 @@ class Evaluator:
         for metric in metrics.values():
             metric.reset()
         stream = as_source(loader, 1).epoch(0, 0, limit)
-        buffers = self._parts.strategy.same_buffers(self._parts.model)
-        with self._evaluating(), weights, buffers:
+        alike = self._parts.strategy.evaluating(self._parts.model)
+        with self._evaluating(), weights, alike:
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.agree(self._parts.state)

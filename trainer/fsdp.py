@@ -90,6 +90,16 @@ class FSDP(ProcessGroup):
         """Exchange gradients in an update's last micro-batch only."""
         return _exchanging(wrapped, last)
 
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Judge what is saved; the weights may be an average that took their place."""
+        _forget_gathered(model)
+        try:
+            with super().evaluating(model):
+                yield
+        finally:
+            _forget_gathered(model)
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Gather the whole state, on the host."""
         return {name: _whole(value) for name, value in model.state_dict().items()}
@@ -98,6 +108,7 @@ class FSDP(ProcessGroup):
         """Take this process's part of a whole state."""
         own = model.state_dict()
         model.load_state_dict({name: _part(value, own.get(name)) for name, value in state.items()})
+        _forget_gathered(model)
 
     def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with whole tensors, on the host; all processes must have the same tree."""
@@ -120,6 +131,13 @@ def _exchanging(wrapped: nn.Module, last: bool) -> Iterator[None]:
     assert isinstance(wrapped, FSDPModule)
     wrapped.set_requires_gradient_sync(last)
     yield
+
+
+def _forget_gathered(model: nn.Module) -> None:
+    """Have the next forward pass gather parameters anew: their shards were written to."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _whole(value: Any) -> Any:

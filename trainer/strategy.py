@@ -116,8 +116,8 @@ class Strategy:
     def teardown(self) -> None:
         """Leave the other processes."""
 
-    def same_buffers(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which all processes have the main one's buffers."""
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of an evaluation: all processes judge what the main one saves."""
         return nullcontext()
 
     def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:

@@ -183,7 +183,7 @@ def test_all_processes_judge_the_buffers_that_are_saved(ranks, broadcast):
         strategy.setup()
         model = strategy.prepare(nn.BatchNorm1d(2))
         model.running_mean.fill_(rank)
-        with strategy.same_buffers(model):
+        with strategy.evaluating(model):
             within = model.running_mean.tolist()
         after = model.running_mean.tolist()
         strategy.teardown()
