@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.instantiate import instantiate, refused_targets
 from trainer.optimization_check import check_optimization
+from trainer.optimizer_nodes import SINGLE
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
 
@@ -45,7 +46,7 @@ def check_targets(config: Config) -> None:
         for key, (node, positional) in nodes.items()
         for problem in bind_problems(node, key, _provided(key), positional)
     )
-    monitors = list(_monitor_problems(config))
+    monitors = list(_task_problems(config))
     about = tuple(p.key.rpartition(".")[0] for p in monitors)
     others = [*_constructor_problems(config), *_model_problems(config)]
     _complain([*monitors, *(p for p in others if p.key not in about)])
@@ -133,11 +134,27 @@ def _provided(key: str) -> tuple[str, ...]:
     return next((names for prefix, names in _CALLED_WITH.items() if key.startswith(prefix)), ())
 
 
-def _monitor_problems(config: Config) -> Iterator[Problem]:
+def _task_problems(config: Config) -> Iterator[Problem]:
     try:
-        names = build_task(config, _CLASSES).metric_names()
+        task = build_task(config, _CLASSES)
     except RunError:  # its constructor's complaint says more
         return
+    yield from _turn_problems(config, task.turns)
+    yield from _monitor_problems(config, task.metric_names())
+
+
+def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
+    several = config.optimizer.get("optimizers") or {SINGLE: config.optimizer}
+    names = [name for name, node in several.items() if node]
+    if turns and set(turns) != set(names):
+        yield Problem(
+            "optimizer.optimizers",
+            f"the optimizers are {', '.join(names)}, but those of task.turns {', '.join(turns)}",
+            hint="a task that takes turns has one optimizer for each, such as optimizer=gan",
+        )
+
+
+def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
     known = [f"{stage}/{name}" for stage in ("val", "train") for name in names]
     known.append("train/grad_norm")
     for key, monitor in _monitors(config):
