@@ -80,6 +80,21 @@ def test_two_stops_in_one_epoch_add_up(start, train, job, whole, tmp_path):
     assert differences(whole, path) == []
 
 
+def test_stops_among_validations_repeat_and_lose_none(start, train, job, tmp_path):
+    often = [*job, "trainer.validate_every_n_steps=1", "trainer.limit_train_batches=10"]
+    assert train([*often, f"run_dir={tmp_path / 'whole'}"]).code == 0
+    path = tmp_path / "run"
+    command = [*often, f"run_dir={path}", "resume=auto"]
+    for step in (2, 5, 9, 13, 17):  # four fifths of the time is spent validating
+        run = start(command)
+        run.until(lambda step=step: logged_step(path) >= step)
+        run.send(signal.SIGTERM)
+        assert run.wait(30).code in (143, 0), run.err
+    assert train(command).code == 0
+    assert differences(tmp_path / "whole", path) == []
+    assert repeated_steps(path) == []
+
+
 def test_a_second_interrupt_leaves_at_once(start, job, tmp_path):
     path = tmp_path / "run"
     run = start([*job, "trainer.max_epochs=200", "loader.num_workers=2", f"run_dir={path}"])
