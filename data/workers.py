@@ -2,11 +2,13 @@
 
 import atexit
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any
 
 # The parent decides when a run ends; a worker that died of a signal to the whole process group
@@ -29,8 +31,17 @@ class WorkerInit:
         for number in PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+        sys.excepthook = _quiet_about_the_parent
         if self.then is not None:
             self.then(worker_id)
+
+
+def _quiet_about_the_parent(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an exception of a worker, unless it is that the parent went away."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, traceback)
 
 
 @contextmanager

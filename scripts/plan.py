@@ -15,6 +15,7 @@ from trainer.lr_schedule import curve
 from trainer.memory_estimate import estimate
 from trainer.model_summary import summarize
 from trainer.plan import DataRow, Plan, render
+from trainer.storage import storage_error
 
 if TYPE_CHECKING:
     from scripts.request import Request
@@ -26,7 +27,10 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     print(render(plan, width=width, colour=sys.stdout.isatty()))
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise storage_error(folder, error) from error
     write_text(folder / "plan.txt", render(plan, width=100))
 
 

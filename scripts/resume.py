@@ -69,6 +69,7 @@ class Resume:
 
     config: dict[str, Any]  # the configuration that holds from here on
     run_dir: Path | None = None  # the run to go on in; None: its checkpoint begins a new one
+    checkpoint: Path | None = None
     payload: dict[str, Any] | None = None  # None: that run was killed before its first checkpoint
     notes: list[str] = field(default_factory=list)
     new_values: bool = False  # the configuration's hyper-parameters hold, not the checkpoint's
@@ -121,7 +122,7 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
     payload = store.load(path)
     own_run = path.parent.parent
     inside = path.parent.name == "checkpoints" and holds_run(own_run) and config.run_dir is None
-    return _checked(Resume(raw, own_run if inside else None, payload), config, raw)
+    return _checked(Resume(raw, own_run if inside else None, path, payload), config, raw)
 
 
 def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
@@ -130,12 +131,13 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     newest = CheckpointStore(folder / "checkpoints").newest()
     if newest is None:
         note = "the run was stopped before its first checkpoint: it starts anew"
-        return Resume(raw, folder, None, [note])
+        return Resume(raw, folder, notes=[note])
     path, payload, passed = newest
     for reason in passed:
         logger.warning("warning: passed over %s", reason)
-    resume = _checked(Resume(raw, folder, payload, [f"from {path}"]), config, raw)
-    if read_status(folder).get("state") == "finished" and not _horizon_moved(payload, raw):
+    resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
+    finished = read_status(folder).get("state") == "finished"
+    if finished and not passed and not _horizon_moved(payload, raw):
         counters = payload["state"]["counters"]
         where = f"epoch {counters['epoch']}, step {counters['global_step']}"
         resume.finished = f"{folder}: already finished at {where}"

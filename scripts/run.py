@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from trainer.build import Experiment, build
 from trainer.build_check import check_targets
 from trainer.build_strategy import build_strategy
 from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint_reader import compare_names
 from trainer.errors import Interrupted, StorageError
+from trainer.evaluation import EvaluationAbandoned
 from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.signals import stop_signals
 from trainer.strategy import Strategy
@@ -68,6 +71,9 @@ def _compare(configs: Sequence[dict[str, Any]]) -> None:
 def _restarted(request: Request, strategy: Strategy) -> Request:
     """Go on in the same directory once a launcher has started the processes again."""
     place = strategy.recall("run_dir")
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if count != "0":
+        logger.warning("restart %s of %s", count, os.environ["TORCHELASTIC_MAX_RESTARTS"])
     if place is None:
         return request
     return replace(request, config={**request.config, "run_dir": place, "resume": "auto"})
@@ -87,6 +93,9 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
     goes_on = resume is not None and resume.payload is not None
     with backlog() as earlier, no_initial_weights() if goes_on else nullcontext():
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
+    if resume is not None and resume.payload is not None:  # before anything of the run is touched
+        trainer = experiment.trainer
+        compare_names(resume.payload, strategy.model_state(trainer.model), resume.checkpoint)
     with (
         _directory(request, config, experiment, resume, earlier) as directory,
         strategy.failing_together(),
@@ -110,12 +119,7 @@ def _new_folder(config: Config) -> Path:
     """Reserve where a run goes: `run_dir`, or a new folder of its name and the time."""
     if config.run_dir is None:
         return reserve(name_folder(RUNS, config.name), timestamp())
-    folder = Path(config.run_dir)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {folder} (run_dir): {error.strerror}") from error
-    return folder
+    return Path(config.run_dir)
 
 
 @contextmanager
@@ -140,6 +144,7 @@ def _directory(
                 overrides=request.overrides,
                 facts=facts,
             )
+        directory.running(resume=request.resume_command(directory.path))  # also after a kill -9
     trainer.run_dir = trainer.strategy.broadcast(directory and directory.path)
     with logged_to(directory.log_path if directory else None, earlier):
         try:
@@ -176,16 +181,18 @@ def _fit(
     if resume is not None and resume.payload is not None:
         resume.apply(trainer)
     started = time.monotonic()
-    with stop_signals(trainer):
+    tested = {}
+    with stop_signals(trainer), suppress(EvaluationAbandoned):
         trainer.fit()
-    seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
+        if not trainer.state.stop_code:
+            tested = _test(experiment)
     skipped = getattr(trainer.train_loader, "skipped", [])
     if directory is not None and skipped:
         listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
         directory.update_manifest({"skipped_samples": listed})
     if trainer.state.stop_code:
         raise _interrupted(request, experiment)
-    tested = _test(experiment)
     if directory is not None:
         results = results_of(experiment, tested)
         directory.finish("finished", results=results)
@@ -200,6 +207,8 @@ def _interrupted(request: Request, experiment: Experiment) -> Interrupted:
     last = trainer.run_dir / "checkpoints" / "last.pt"
     if not state.updates:
         saved = "before the first update: there was nothing to save"
+    elif not last.exists():
+        saved = f"nothing was saved of step {state.global_step}: there is no callbacks.checkpoint"
     else:
         saved = f"saved {last} at step {state.global_step}"
     command = request.resume_command(trainer.run_dir)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer.log_file import LogFileHandler
+
 
 class Backlog(logging.Handler):
     """Keep log lines until there is a file for them."""
@@ -37,8 +39,7 @@ def logged_to(path: Path | None, earlier: Backlog) -> Iterator[None]:
     if path is None:
         yield
         return
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = LogFileHandler(path)
     for record in earlier.records:
         handler.handle(record)
     logging.getLogger().addHandler(handler)

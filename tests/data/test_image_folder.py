@@ -78,9 +78,7 @@ def test_dangling_link_is_a_sample_that_fails_by_name(picture_tree: Path) -> Non
     train = _open(picture_tree, val_fraction=0.0)
     broken = [i for i in range(len(train)) if train.path(i).endswith("aa.jpg")]
     loader = Loader(train, UpdateSampler(Sequential(len(train)), batch_size=4), seed=0)
-    with pytest.raises(
-        DataError, match=rf"sample {broken[0]}: cannot read .*aa\.jpg.*=skip"
-    ):
+    with pytest.raises(DataError, match=rf"sample {broken[0]}: cannot read .*aa\.jpg.*=skip"):
         list(loader.epoch(0))
 
 
