@@ -40,7 +40,7 @@ class EMA(Callback):
         self._decay = decay
         self._warmup = warmup
         self._update_every = update_every
-        self._use_for_evaluation = use_for_evaluation
+        self.used_for_evaluation = use_for_evaluation
         self._average = WeightAverage(use_buffers)
         self._skipped: Tensor | None = None
 
@@ -71,7 +71,7 @@ class EMA(Callback):
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights."""
-        return self._average.exchanged(trainer.model) if self._use_for_evaluation else nullcontext()
+        return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, in the form of the model's state."""

@@ -48,7 +48,7 @@ class SWA(Callback):
         self._start_epoch = start_epoch
         self._update_bn = update_bn
         self._bn_batches = bn_batches
-        self._use_for_evaluation = use_for_evaluation
+        self.used_for_evaluation = use_for_evaluation
         self._average = WeightAverage(use_buffers=False)
         self.averaged = 0  # epochs
 
@@ -85,7 +85,7 @@ class SWA(Callback):
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights, once there is one."""
-        used = self._use_for_evaluation and self.averaged
+        used = self.used_for_evaluation and self.averaged
         return self._average.exchanged(trainer.model) if used else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def final_block(
     lines += [(stage, _values(results, stage)) for stage in ("train", "val")]
     if best:
         lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
+    average = experiment.trainer.average
+    if average is not None:
+        lines.append(("weights", f"val and test see the average of callbacks.{average.name}"))
     which = "best" if best else "last"
     tested = _values(results, "test")
     lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from trainer.checkpoint import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.targets import allow
 
+logger = logging.getLogger("regimen")
+
 
 def test_again(
     raw: dict[str, Any], run_dir: Path, checkpoint: str, split: str, allowed: Iterable[str]
@@ -37,6 +40,8 @@ def test_again(
     with no_initial_weights():  # the checkpoint brings its own
         trainer, loader, limit = build_evaluation(config, strategy, split)
     snapshot.load_weights(trainer, payload)
+    if trainer.average is not None:
+        logger.info("evaluating the average of callbacks.%s", trainer.average.name)
     with torch.no_grad():
         metrics = trainer.evaluate(loader, split, limit)
     loader.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.errors import ModelError
+
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
@@ -90,3 +92,23 @@ class Hooks:
     def listeners(self, hook: str) -> list[Any]:
         """Return the bound methods that `emit` would call."""
         return self._listeners[hook]
+
+
+def judged_average(callbacks: Mapping[str, Callback]) -> Callback | None:
+    """Return the callback whose average of the weights is evaluated instead of the weights.
+
+    Such a callback has a method `swap`, a context in which the model has the average, and may say
+    by `used_for_evaluation` that it only keeps one. Raises ModelError if there are two.
+    """
+    found = [
+        callback
+        for callback in callbacks.values()
+        if hasattr(callback, "swap") and getattr(callback, "used_for_evaluation", True)
+    ]
+    if len(found) > 1:
+        names = " and ".join(f"callbacks.{callback.name}" for callback in found)
+        raise ModelError(
+            f"{names} each keep an average of the weights that would be evaluated: set "
+            "use_for_evaluation=false for all but one"
+        )
+    return found[0] if found else None

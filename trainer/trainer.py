@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.batch import BatchSource, MicroBatch, as_source, updates
-from trainer.callback import Callback, Hooks
+from trainer.callback import Callback, Hooks, judged_average
 from trainer.evaluation import EvaluationAbandoned, Evaluator
 from trainer.lr_schedule import LRSchedule
 from trainer.optimizers import Optimizers
@@ -67,6 +67,7 @@ class Trainer:
         self.callbacks = dict(callbacks or {})
         for name, callback in self.callbacks.items():
             callback.name = name
+        self.average = judged_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = run_dir
         self.config_text = config_text  # kept in every checkpoint
@@ -278,8 +279,8 @@ class Trainer:
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to be judged by (an average's)."""
-        swaps = [c.swap for c in self.callbacks.values() if hasattr(c, "swap")]
-        return swaps[0](self) if swaps else nullcontext()
+        average: Any = self.average
+        return nullcontext() if average is None else average.swap(self)
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
