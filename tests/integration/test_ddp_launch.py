@@ -1,0 +1,188 @@
+"""The launcher: processes of its own, one answer, nothing left behind."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.same_run import differences
+from trainer.checkpoint import CheckpointStore
+
+JOB = [
+    "experiment=resnet18",
+    "model=mlp",
+    "model.hidden=[32,16]",
+    "loader.num_workers=0",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=5",
+    "strategy=ddp",
+    "strategy.devices=2",
+    "strategy.timeout=20",
+    "callbacks.checkpoint.every_n_steps=3",
+    "callbacks.model_summary=null",
+]
+FAULTS = """
+import os, signal, sys, time
+from trainer.callback import Callback
+
+
+class Break(Callback):
+    def __init__(self, how, step=7):
+        self.how, self.step = how, step
+
+    def on_update_end(self, trainer):
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and trainer.state.updates == self.step:
+            if self.how == "wait":  # for the test
+                print(f"here {trainer.strategy.rank}", file=sys.stderr, flush=True)
+                while trainer.state.signal is None:
+                    time.sleep(0.01)
+            if self.how == "die" and trainer.strategy.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def broken(how):
+    return ["+callbacks.break._target_=faults.Break", f"+callbacks.break.how={how}"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "faults.py").write_text(FAULTS)
+    return tmp_path
+
+
+def status(run):
+    return json.loads((run / "status.json").read_text())
+
+
+def children(pid):
+    """Return the processes that a process started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def descriptors_of_children(run):
+    """Hold on to a launcher's processes."""
+    found = [os.pidfd_open(pid) for pid in children(run.pid)]
+    assert len(found) == 2
+    return found
+
+
+def assert_ended(descriptors):
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 10)[0], "a process lives on"
+        os.close(descriptor)
+
+
+def notes_of(run):
+    """Return the folder of a launcher's notes, from its processes' command lines."""
+    first = children(run.pid)[0]
+    return Path(Path(f"/proc/{first}/cmdline").read_bytes().split(b"\0")[-2].decode())
+
+
+def test_a_run_of_two_processes(train, folder):
+    run = train(JOB, folder=folder)
+    assert run.code == 0, run.err
+    assert run.out.count("\nrun ") == 1
+    (path,) = (folder / "runs" / "resnet18").iterdir()
+    assert status(path)["state"] == "finished"
+    assert json.loads((path / "manifest.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="INT"),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="TERM"),
+    ],
+)
+def test_a_signal_saves_and_ends_all(start, folder, number, code):
+    run = start([*JOB, *broken("wait"), "run_dir=run"], folder=folder)
+    run.until(lambda: "here 0" in run.err and "here 1" in run.err)
+    notes = notes_of(run)
+    run.send(number)
+    run.wait(30)
+    assert run.code == code, run.err
+    assert f"stopped by {number.name}; saved " in run.error
+    _, payload, _ = CheckpointStore(folder / "run" / "checkpoints").newest()
+    assert payload["state"]["counters"]["updates"] == 7
+    assert (status(folder / "run")["state"], status(folder / "run")["code"]) == ("preempted", code)
+    assert not notes.exists()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(start, folder):
+    fault = FAULTS.replace("trainer.state.signal is None", "True")
+    (folder / "faults.py").write_text(fault)
+    run = start([*JOB, *broken("wait"), "run_dir=run"], folder=folder)
+    run.until(lambda: "here 0" in run.err and "here 1" in run.err)
+    descriptors, notes = descriptors_of_children(run), notes_of(run)
+    run.send(signal.SIGINT)
+    run.until((notes / "stop").exists)
+    run.send(signal.SIGINT)
+    assert run.wait(10).code == 130
+    assert_ended(descriptors)
+    assert not notes.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_replaced(train, folder):
+    whole = train([*JOB, *broken("none"), "run_dir=whole"], folder=folder)
+    assert whole.code == 0, whole.err
+    run = train([*JOB, *broken("die"), "strategy.max_restarts=1", "run_dir=run"], folder=folder)
+    assert run.code == 0, run.err
+    assert "restart 1 of 1" in run.err
+    assert differences(folder / "whole", folder / "run", but=("config",)) == []
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all(train, folder):
+    run = train([*JOB, *broken("die"), "run_dir=run"], folder=folder)
+    assert run.code == 6
+    assert re.fullmatch(r"process 1 \(pid \d+\) was killed by SIGKILL", run.error)
+    assert status(folder / "run")["reason"] == run.error
+    assert "resume=auto" in status(folder / "run")["resume"]
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher(start, folder):
+    run = start([*JOB, *broken("wait"), "run_dir=run"], folder=folder)
+    run.until(lambda: "here 0" in run.err and "here 1" in run.err)
+    descriptors = descriptors_of_children(run)
+    run.kill()
+    assert_ended(descriptors)
+
+
+@pytest.mark.slow
+def test_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "scripts.train", *JOB, "run_dir=run"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nrun ") == 1
+    assert status(folder / "run")["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_sweep_makes_one_directory_a_job(train, folder):
+    run = train(
+        [*JOB, "trainer.max_epochs=1", "optimizer.lr=0.1,0.05", "-m", "run_dir=sweep"],
+        folder=folder,
+    )
+    assert run.code == 0, run.err
+    assert sorted(path.name for path in (folder / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+    assert not (folder / "runs").exists()
