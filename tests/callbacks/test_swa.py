@@ -66,10 +66,10 @@ def test_before_it_begins_the_model_itself_is_judged(make_trainer: Any) -> None:
     class Judge(Callback):
         def on_validation_end(self, trainer: Any, metrics: Any) -> None:
             with_swap = trainer.evaluate(trainer.val_loader, "val")
-            callback = trainer.callbacks.pop("swa")
+            average, trainer.average = trainer.average, None
             seen.append({"swa": with_swap["val/loss"]})
             seen[-1]["own"] = trainer.evaluate(trainer.val_loader, "val")["val/loss"]
-            trainer.callbacks["swa"] = callback
+            trainer.average = average
 
     make_trainer({"swa": SWA(1), "judge": Judge()}, max_epochs=3).fit()
     assert [entry["swa"] == entry["own"] for entry in seen] == [True, False, False]
