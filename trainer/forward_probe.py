@@ -35,6 +35,8 @@ def probe(model: nn.Module, example: Any, call: Call, autocast: Context = nullco
 
     Parameters, buffers, random numbers and the training mode stay as they are.
     """
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return Probe(problem="its parameters are sharded")  # their modules accept no stand-ins
     step = _Step(model, call)
     try:
         return _try(step, example, torch.device("meta"), autocast)
