@@ -48,6 +48,8 @@ def run(request: Request, note: Path | None = None) -> int:
     config = parse(request.config)
     check_targets(config)
     strategy = build_strategy(config)
+    if (remark := strategy.explain()) is not None:
+        logger.info("%s", remark)
     strategy.setup()
     try:
         with strategy.failing_together():

@@ -31,7 +31,7 @@ def build_strategy(config: Config) -> Strategy:
     """Choose where to compute."""
     options = config.strategy
     if options.name == "dp":
-        return DataParallel(options.device_ids, options.output_device, options.dim)
+        return DataParallel(options.device_ids, options.output_device, options.dim, options.devices)
     if options.name in ("ddp", "fsdp") or is_rank():
         return _group(options)
     return Strategy(_device(config))

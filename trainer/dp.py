@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.batch import map_tensors
 from trainer.errors import ResourceError
 from trainer.strategy import Strategy
 
@@ -15,6 +17,8 @@ class DataParallel(Strategy):
     """Train in one process on several GPUs; the loss is taken over the gathered outputs.
 
     Shards of uneven size are exact by that: a mean over the gathered batch knows no shards.
+    `device_ids`, `output_device` and `dim` are nn.DataParallel's; `devices` says how many, or
+    which, where `device_ids` does not.
     """
 
     name = "dp"
@@ -24,14 +28,10 @@ class DataParallel(Strategy):
         device_ids: Sequence[int] | None = None,
         output_device: int | None = None,
         dim: int = 0,
+        devices: int | Sequence[int] | str = "auto",
     ) -> None:
         super().__init__()
-        count = torch.cuda.device_count()
-        self.device_ids = list(range(count)) if device_ids is None else list(device_ids)
-        if any(i >= count for i in self.device_ids):
-            raise ResourceError(
-                f"strategy.device_ids={self.device_ids}: this machine has {count} GPUs"
-            )
+        self.device_ids = _numbers(device_ids, devices)
         self._output_device = output_device
         self._dim = dim
         self.devices = max(1, len(self.device_ids))
@@ -43,14 +43,45 @@ class DataParallel(Strategy):
         if len(self.device_ids) > 1:
             return None
         return (
-            f"strategy=dp: {len(self.device_ids)} GPU(s) here, so nn.DataParallel has nothing to "
-            f"split: training runs on {self.device} alone, with the same result"
+            f"strategy=dp: there is no second GPU to share a batch with, so {self.device} trains "
+            "alone, with the same result; strategy=ddp uses several processes, on CPUs as well"
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split each forward pass over the GPUs, if there are two."""
         if len(self.device_ids) < 2:
             return model
-        return nn.DataParallel(
-            model, device_ids=self.device_ids, output_device=self._output_device, dim=self._dim
+        return _Gathered(model, self.device_ids, self._output_device, self._dim, self.device)
+
+
+class _Gathered(nn.Module):
+    """Compute on all GPUs, and hand the outputs over to where the targets are."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_ids: Sequence[int],
+        output_device: int | None,
+        dim: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(model, list(device_ids), output_device, dim)
+        self._device = device
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return map_tensors(lambda t: t.to(self._device), self.parallel(*inputs, **named))
+
+
+def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | str) -> list[int]:
+    count = torch.cuda.device_count()
+    if device_ids is None and isinstance(devices, int | str):
+        return list(range(min(devices, count) if isinstance(devices, int) else count))
+    chosen = devices if device_ids is None else device_ids
+    assert not isinstance(chosen, int | str)
+    missing = [number for number in chosen if number >= count]
+    if missing:
+        raise ResourceError(
+            f"strategy.device_ids={list(chosen)}: this machine has {count} GPUs, so no {missing[0]}"
         )
+    return list(chosen)

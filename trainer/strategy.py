@@ -59,6 +59,10 @@ class Strategy:
         """By what the gradients are divided on their way: a loss is multiplied by it."""
         return 1.0
 
+    def explain(self) -> str | None:
+        """Say where things are not as asked; None where they are."""
+        return None
+
     def setup(self) -> None:
         """Join the other processes."""
         if self.device.type == "cuda":
