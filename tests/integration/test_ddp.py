@@ -111,7 +111,9 @@ class Group:
 def ranks(start, tmp_path_factory):
     """Start ranks of one command; `own` are further arguments of single ranks."""
 
-    def begin(world_size, *arguments, own=None, folder=None, attempt=0, store=None, job=JOB):
+    def begin(
+        world_size, *arguments, own=None, folder=None, attempt=0, store=None, job=JOB, tmpfs=None
+    ):
         folder = folder or tmp_path_factory.mktemp("group")
         (folder / "faults.py").write_text(FAULTS)
         store = store or TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -129,6 +131,7 @@ def ranks(start, tmp_path_factory):
                 [*job, *arguments, *(own or {}).get(rank, [])],
                 folder=folder,
                 environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                tmpfs=tmpfs if rank == 0 else None,
             )
             for rank in range(world_size)
         ]
@@ -203,6 +206,16 @@ def test_the_main_process_is_lost(ranks):
     group = ranks(3, *broken("die", rank=0))
     assert group.wait() == [-signal.SIGKILL, 6, 6]
     assert group.error() == "another process of the run was lost"
+
+
+def test_a_full_disk_of_the_main_process_ends_all(ranks, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    arguments = [f"run_dir={small / 'run'}", "callbacks.tensorboard=null"]
+    group = ranks(2, *arguments, tmpfs=(small, "size=128k"))
+    assert group.wait() == [7, 7]
+    assert "no space left" in group.error()
+    assert "no checkpoint at step" in group.err  # tried before, and the run went on
 
 
 def test_a_signal_to_one_process_stops_and_saves_all(ranks):
