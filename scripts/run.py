@@ -229,8 +229,7 @@ def _test(experiment: Experiment) -> dict[str, float]:
     payload = trainer.strategy.broadcast(None if path is None else store.load(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
-    limit = experiment.test_limit
-    metrics = trainer.evaluate(experiment.test_loader, "test", limit)
+    metrics = trainer.evaluate(experiment.test_loader, "test")
     experiment.test_loader.close()
     trainer.log(metrics)
     return metrics

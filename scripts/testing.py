@@ -38,12 +38,12 @@ def test_again(
     strategy = build_strategy(config)
     strategy.setup()
     with no_initial_weights():  # the checkpoint brings its own
-        trainer, loader, limit = build_evaluation(config, strategy, split)
+        trainer, loader = build_evaluation(config, strategy, split)
     snapshot.load_weights(trainer, payload)
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)
     with torch.no_grad():
-        metrics = trainer.evaluate(loader, split, limit)
+        metrics = trainer.evaluate(loader, split)
     loader.close()
     return metrics
 

@@ -46,7 +46,6 @@ class Experiment:
     data: Data
     trainer: Trainer
     test_loader: Any  # None where the data have no test split
-    test_limit: int | None
     switches: dict[str, bool]
     checkpointed: list[str]  # modules whose activations are computed again
 
@@ -79,11 +78,8 @@ def build(
     loader = train_loader(config, data, strategy)
     few = overfit_samples(config, data.sets["train"])
     validated = data.sets["val"] if few is None else data.sets["train"]
-    val_loader = None if validated is None else eval_loader(config, validated, strategy, few)
-    test_loader = data.sets["test"] and eval_loader(config, data.sets["test"], strategy)
-    trainer_options = _options(config, len(loader), len(val_loader) if val_loader else 0)
-    if trainer_options.limit_val_batches == 0:
-        val_loader = None
+    val_loader = _held_out(config, validated, strategy, options.limit_val_batches, few)
+    trainer_options = _options(config, len(loader))
     steps = trainer_options.limit_train_batches or len(loader)
     total = horizon(options.max_epochs, options.max_steps, steps)
     lengths = {"steps_per_epoch": steps} | ({"total_steps": total} if total is not None else {})
@@ -112,19 +108,18 @@ def build(
     )
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.rank)
-    limit = options.limit_test_batches
-    if limit == 0:
-        test_loader = None
-    test_limit = None if limit is None or not test_loader else count(limit, len(test_loader))
-    return Experiment(config, data, trainer, test_loader, test_limit, switches, checkpointed)
+    test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
+    return Experiment(config, data, trainer, test_loader, switches, checkpointed)
 
 
-def build_evaluation(
-    config: Config, strategy: Strategy, split: str
-) -> tuple[Trainer, OnDevice, int | None]:
-    """Build what judges a model on one split: the trainer, the split's loader, its limit."""
+def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Trainer, OnDevice]:
+    """Build what judges a model on one split: the trainer, and the split's loader.
+
+    A limit of no batches at all meant the run that set it: who asks for a test gets one.
+    """
+    limits = {"val": config.trainer.limit_val_batches, "test": config.trainer.limit_test_batches}
     data = _open_data(config, strategy, (split,))
-    loader = eval_loader(config, data.sets[split], strategy)
+    loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
     averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
@@ -139,10 +134,7 @@ def build_evaluation(
         options=TrainerOptions(channels_last=config.trainer.channels_last),
     )
     trainer.setup()
-    limit = (
-        config.trainer.limit_test_batches if split == "test" else config.trainer.limit_val_batches
-    )
-    return trainer, loader, None if limit is None else count(limit, len(loader))
+    return trainer, loader
 
 
 def build_model(
@@ -182,9 +174,21 @@ def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPL
         return build_data(config, splits)
 
 
-def _options(config: Config, updates: int, val_batches: int) -> TrainerOptions:
+def _held_out(
+    config: Config,
+    dataset: Any,
+    strategy: Strategy,
+    limit: int | float | None,
+    samples: int | None = None,
+) -> OnDevice | None:
+    if dataset is None or limit == 0:
+        return None
+    return eval_loader(config, dataset, strategy, limit, samples)
+
+
+def _options(config: Config, updates: int) -> TrainerOptions:
     options, noise = config.trainer, config.trainer.gradient_noise
-    limit, limit_val = options.limit_train_batches, options.limit_val_batches
+    limit = options.limit_train_batches
     return TrainerOptions(
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
@@ -205,7 +209,6 @@ def _options(config: Config, updates: int, val_batches: int) -> TrainerOptions:
         validate_every_n_epochs=options.validate_every_n_epochs,
         validate_every_n_steps=options.validate_every_n_steps,
         limit_train_batches=None if limit is None else count(limit, updates),
-        limit_val_batches=None if limit_val is None else count(limit_val, val_batches),
         sanity_batches=options.validate_at_start,
         channels_last=options.channels_last,
     )

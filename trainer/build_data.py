@@ -143,15 +143,21 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
 
 
 def eval_loader(
-    config: Config, dataset: Any, strategy: Strategy, samples: int | None = None
+    config: Config,
+    dataset: Any,
+    strategy: Strategy,
+    limit: int | float | None = None,
+    samples: int | None = None,
 ) -> OnDevice:
     """Build the loader that reads a data set (or its first `samples`) once, in order.
 
-    The processes share each batch; none of them repeats a sample.
+    `limit`: so many batches of `loader.batch_size`, or such a share. The processes share each
+    batch; none of them repeats a sample.
     """
     whole = Sequential(len(dataset))
+    samples = limited(len(dataset) if samples is None else samples, limit, config)
     sampler = UpdateSampler(
-        whole if samples is None else FirstOf(whole, samples),
+        whole if samples == len(dataset) else FirstOf(whole, samples),
         batch_size=(config.loader.eval_batch_size or config.loader.batch_size)
         * strategy.world_size,
         rank=strategy.rank,
@@ -164,10 +170,13 @@ def eval_loader(
 def overfit_samples(config: Config, dataset: Any) -> int | None:
     """Return how many samples `trainer.overfit_batches` leaves; None without it."""
     few = config.trainer.overfit_batches
-    if few is None:
-        return None
+    return None if few is None else limited(len(dataset), few, config)
+
+
+def limited(samples: int, limit: int | float | None, config: Config) -> int:
+    """Return how many of the samples are in a number, or a share, of batches."""
     size = config.loader.batch_size
-    return min(count(few, -(-len(dataset) // size)) * size, len(dataset))
+    return samples if limit is None else min(samples, count(limit, -(-samples // size)) * size)
 
 
 def _chosen(config: Config, dataset: Any) -> Order | Updates:

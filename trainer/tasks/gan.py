@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from trainer.errors import ModelError
-from trainer.penalties import penalty
 from trainer.task import StepOutput, Task
 
 DISCRIMINATOR: Final = "discriminator"
@@ -73,11 +72,12 @@ class GAN(Task):
         images = images.detach().requires_grad_(self._r1 > 0)
         real_said, fake_said = self._said(model, images, fake)
         loss = softplus(-real_said).mean() + softplus(fake_said).mean()
-        terms = {"told": loss}
-        if self._r1:
-            (gradient,) = torch.autograd.grad(real_said.sum(), images, create_graph=True)
-            terms["r1"] = penalty(gradient.flatten(1).square().sum(1)).mean() * (self._r1 / 2)
-        return StepOutput(terms, sums={"accuracy_real": _positive(real_said)})
+        sums = {"accuracy_real": _positive(real_said)}
+        if not self._r1:
+            return StepOutput(loss, sums=sums)
+        (gradient,) = torch.autograd.grad(real_said.sum(), images, create_graph=True)
+        r1 = gradient.flatten(1).square().sum(1).mean() * (self._r1 / 2)
+        return StepOutput({"told": loss, "r1": r1}, sums=sums)
 
     def _said(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
         # One call for both: wrappers such as DDP expect a single one before each backward.
