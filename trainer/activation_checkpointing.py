@@ -84,7 +84,23 @@ def _wrap(module: nn.Module) -> None:
 def _contexts(
     module: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    return lambda: (nullcontext(), frozen_statistics(module))
+    return lambda: (nullcontext(), _Repetitions(module))
+
+
+class _Repetitions(AbstractContextManager[None]):
+    """Enter `frozen_statistics` anew each time: gradients of gradients repeat a pass twice."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = frozen_statistics(self._module)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 @contextmanager

@@ -76,3 +76,21 @@ def test_a_pattern_without_a_match_is_an_error() -> None:
 def test_segments_that_cannot_be_cut(model: nn.Module, segments: int) -> None:
     with pytest.raises(ModelError, match="checkpoint_segments"):
         checkpoint_segments(model, segments)
+
+
+def test_gradients_of_gradients() -> None:
+    """A penalty on gradients goes back through a pass twice, and so repeats it twice."""
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), nn.Linear(4, 1)
+        ).double()
+        if checkpointed:
+            checkpoint_modules(model, ["0"])
+        x = torch.randn(6, 4, dtype=torch.float64).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    for plain, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, plain, rtol=0, atol=1e-12)
