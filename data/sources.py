@@ -23,6 +23,8 @@ class Digits(ImageTensors):
     The split is stratified and fixed by `split_seed`: 1,257 train, 270 val, 270 test.
     """
 
+    concurrent = True  # nothing is prepared: processes may open it at once
+
     def __init__(
         self,
         split: Split,
@@ -50,6 +52,8 @@ class Cifar10(ImageTensors):
 
     `val` is cut from the 50,000 training images, `val_size` of them, stratified by `split_seed`.
     """
+
+    concurrent = True  # a lock lets one process of a machine download
 
     def __init__(
         self,
@@ -79,6 +83,8 @@ class FashionMnist(ImageTensors):
 
     `val` is cut from the 60,000 training images, `val_size` of them, stratified by `split_seed`.
     """
+
+    concurrent = True  # a lock lets one process of a machine download
 
     def __init__(
         self,

@@ -10,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-BENCHMARKS = {"step": "what the loop costs on top of the computation, for each update"}
+BENCHMARKS = {
+    "step": "what the loop costs on top of the computation, for each update",
+    "ddp": "throughput of one and two processes, and their start, against the same by hand",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from trainer.options import TrainerOptions, horizon
 from trainer.precision import Precision
 from trainer.seed import seed_everything, set_switches
 from trainer.strategy import Strategy
+from trainer.targets import locate
 from trainer.task import Task
 from trainer.trainer import Trainer
 
@@ -170,7 +172,10 @@ def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callba
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
-    with strategy.one_per_node():  # it may download
+    # It may download, which is one process's work; a class can say that this does not concern it.
+    nodes = [node for split in splits if (node := getattr(config.data, split))]
+    at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
+    with nullcontext() if at_once else strategy.one_per_node():
         return build_data(config, splits)
 
 
