@@ -18,7 +18,7 @@ GIVEN = {
     "model=finetune": ["model.weights=weights.pt"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {"model=timm": "timm", "task/metrics=torchmetrics": "torchmetrics"}
 # The groups whose alternatives go with every experiment.

@@ -59,7 +59,7 @@ BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
     "lambda": ("S", lambda o: LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 48)))),
     "linear": ("S", lambda o: LinearLR(o, 1.0, 0.0, 48)),
     "multi_step": ("E", lambda o: MultiStepLR(o, [4, 6], 0.1)),
-    "one_cycle": ("S", lambda o: OneCycleLR(o, LRS, 48)),
+    "one_cycle": ("S", lambda o: OneCycleLR(o, LRS, 48, cycle_momentum=False)),
     "plateau": ("V", lambda o: ReduceLROnPlateau(o, "min", 0.1, 2)),
     "polynomial": ("S", lambda o: PolynomialLR(o, 48, 1.0)),
     "sequential": (
