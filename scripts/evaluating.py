@@ -81,4 +81,3 @@ def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None
     for name, value in metrics.items():
         print(f"{name:<20} {value:.4f}")
     print(f"written to {run_dir / 'evaluation.json'}")
-
