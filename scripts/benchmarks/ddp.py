@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from data.images import ImageTensors
 from data.loader import Loader
 from data.orders import Shuffled
 from data.sampler import UpdateSampler
@@ -44,11 +47,29 @@ from trainer.trainer import Trainer
 
 BATCH, UPDATES, WARMUP = 128, 30, 10  # samples an update; updates a turn; those not counted
 SIZE = 16  # pixels a side
+CLASSES = [str(number) for number in range(10)]
 PROCESSES = (1, 2)
 STARTS = 3
 _PLAIN = Path(__file__).with_name("ddp_plain.py")
 
-Speeds = dict[tuple[str, int], list[float]]  # samples a second, by contender and processes
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Samples a second of wall time, and of the first process's CPU time."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds to the first update, and CPU seconds of all processes to the end of the command."""
+
+    wall: float
+    cpu: float
+
+
+Speeds = dict[tuple[str, int], list[Speed]]  # by contender and processes
 
 
 def measure(rounds: int) -> Report:
@@ -65,17 +86,18 @@ def measure(rounds: int) -> Report:
         unit="samples/s",
         rows=rows,
         headlines={
-            "ratio_to_reference": _ratio(speeds, max(PROCESSES)),
-            "ratio_to_reference_one_process": _ratio(speeds, 1),
-            "start_ratio_to_torchrun": statistics.median(ours / plain for ours, plain in starts),
-            "start_seconds": statistics.median(ours for ours, _ in starts),
-            "start_seconds_torchrun": statistics.median(plain for _, plain in starts),
+            "ratio_to_reference": _ratio(speeds, max(PROCESSES), "wall"),
+            "cpu_ratio_to_reference": _ratio(speeds, max(PROCESSES), "cpu"),
+            "ratio_to_reference_one_process": _ratio(speeds, 1, "wall"),
+            "start_ratio_to_torchrun": statistics.median(o.wall / p.wall for o, p in starts),
+            "start_cpu_ratio_to_torchrun": statistics.median(o.cpu / p.cpu for o, p in starts),
+            "start_seconds": statistics.median(ours.wall for ours, _ in starts),
         },
         settings={"rounds": rounds, "updates": UPDATES, "starts": STARTS},
     )
 
 
-def _run(processes: int, rounds: int) -> dict[str, list[float]]:
+def _run(processes: int, rounds: int) -> dict[str, list[Speed]]:
     context = multiprocessing.get_context("spawn")
     port, (receiver, sender) = _free_port(), context.Pipe(duplex=False)
     ranks = [
@@ -85,7 +107,7 @@ def _run(processes: int, rounds: int) -> dict[str, list[float]]:
     for rank in ranks:
         rank.start()
     sender.close()
-    speeds: dict[str, list[float]] = receiver.recv()  # EOFError if they fail
+    speeds: dict[str, list[Speed]] = receiver.recv()  # EOFError if they fail
     for rank in ranks:
         rank.join()
     return speeds
@@ -98,7 +120,7 @@ def _rank(rank: int, processes: int, port: int, rounds: int, results: Connection
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     strategy = DDP("gloo", accelerator="cpu") if processes > 1 else Strategy("cpu")
     strategy.setup()
-    speeds: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
+    speeds: dict[str, list[Speed]] = {name: [] for name in _CONTENDERS}
     for _ in range(rounds):
         for name, contender in _CONTENDERS.items():
             strategy.barrier()
@@ -116,7 +138,7 @@ def _parts() -> tuple[nn.Module, SGD, TensorDataset]:
     return model, SGD(model.parameters(), lr=0.01, momentum=0.9), TensorDataset(*samples)
 
 
-def by_hand(strategy: Strategy) -> float:
+def by_hand(strategy: Strategy) -> Speed:
     """Train as a person would: DistributedSampler, DDP, clipping, running sums."""
     model, optimizer, samples = _parts()
     wrapped: nn.Module = model
@@ -127,7 +149,8 @@ def by_hand(strategy: Strategy) -> float:
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
         samples, BATCH // strategy.world_size, sampler=sampler, shuffle=sampler is None
     )
-    losses, correct, stamps = torch.zeros(()), torch.zeros(()), []
+    losses, correct = torch.zeros(()), torch.zeros(())
+    stamps: list[tuple[float, float]] = []
     for inputs, labels in loader:
         logits = wrapped(inputs)
         loss = cross_entropy(logits, labels)
@@ -137,7 +160,7 @@ def by_hand(strategy: Strategy) -> float:
         optimizer.zero_grad()
         losses += loss.detach()
         correct += (logits.detach().argmax(1) == labels).sum()
-        stamps.append(time.perf_counter())
+        stamps.append(_now())
     if strategy.world_size > 1:
         dist.all_reduce(losses)
         dist.all_reduce(correct)
@@ -146,13 +169,13 @@ def by_hand(strategy: Strategy) -> float:
 
 class _Stamps(Callback):
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times: list[tuple[float, float]] = []
 
     def on_update_end(self, trainer: Trainer) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(_now())
 
 
-def regimen(strategy: Strategy) -> float:
+def regimen(strategy: Strategy) -> Speed:
     """Do the same by a Trainer."""
     model, optimizer, samples = _parts()
     sampler = UpdateSampler(
@@ -166,7 +189,7 @@ def regimen(strategy: Strategy) -> float:
         model,
         Classification(num_classes=10),
         optimizer,
-        Loader(samples, sampler, seed=0),
+        Loader(ImageTensors(*samples.tensors, CLASSES), sampler, seed=0),
         strategy=strategy,
         callbacks={"stamps": stamps},
         options=TrainerOptions(max_epochs=1, clipping=Clipping(norm=1.0)),
@@ -177,24 +200,30 @@ def regimen(strategy: Strategy) -> float:
 _CONTENDERS = {"by hand": by_hand, "Regimen": regimen}
 
 
-def _speed(stamps: Sequence[float]) -> float:
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _speed(stamps: Sequence[tuple[float, float]]) -> Speed:
     """Return samples a second, by the median update: a neighbour's work is in few of them."""
-    times = [after - before for before, after in pairwise(stamps[WARMUP - 1 :])]
-    return BATCH / statistics.median(times)
+    pairs = list(pairwise(stamps[WARMUP - 1 :]))
+    wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
+    return Speed(BATCH / wall, BATCH / cpu)
 
 
 def _row(name: str, processes: int, speeds: Speeds) -> Row:
-    own = speeds[name, processes]
+    own = [speed.wall for speed in speeds[name, processes]]
     label = f"{name}, {processes} process{'es' if processes > 1 else ''}"
-    ratio = _ratio(speeds, processes) if name == "Regimen" else None
+    ratio = _ratio(speeds, processes, "wall") if name == "Regimen" else None
     reference = f"by hand, {processes}" if name == "Regimen" else ""
     return Row(label, statistics.median(own), min(own), max(own), ratio, reference)
 
 
-def _ratio(speeds: Speeds, processes: int) -> float:
+def _ratio(speeds: Speeds, processes: int, clock: str) -> float:
     """Return the median over the turns of our speed by the reference's."""
     pairs = zip(speeds["Regimen", processes], speeds["by hand", processes], strict=True)
-    return statistics.median(own / other for own, other in pairs)
+    ratios: list[float] = [getattr(own, clock) / getattr(other, clock) for own, other in pairs]
+    return statistics.median(ratios)
 
 
 class FirstUpdate(Callback):
@@ -209,14 +238,16 @@ class FirstUpdate(Callback):
             self._path.write_text(str(time.time()))
 
 
-def _starts() -> list[tuple[float, float]]:
+def _starts() -> list[tuple[Start, Start]]:
     """Return the seconds to the first update: ours, and those of a script by torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder) / "mark"
         plain = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(_PLAIN), str(mark)]
         ours = [
             *("-m", "scripts.train", "experiment=resnet18", "model=mlp", "loader.num_workers=0"),
-            *("strategy=ddp", "strategy.devices=2", "trainer.max_steps=1", "--allow-target"),
+            *("strategy=ddp", "strategy.devices=2", "trainer.max_steps=1"),
+            *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
+            *("callbacks.checkpoint=null", "callbacks.early_stopping=null", "--allow-target"),
             *(
                 "scripts.benchmarks.ddp",
                 "+callbacks.mark._target_=scripts.benchmarks.ddp.FirstUpdate",
@@ -226,9 +257,9 @@ def _starts() -> list[tuple[float, float]]:
         return [(_start(ours, mark), _start(plain, mark)) for _ in range(STARTS)]
 
 
-def _start(arguments: Sequence[str], mark: Path) -> float:
+def _start(arguments: Sequence[str], mark: Path) -> Start:
     mark.unlink(missing_ok=True)
-    began = time.time()
+    began, used = time.time(), _cpu_of_children()
     subprocess.run(
         [sys.executable, *arguments],
         cwd=mark.parent,
@@ -236,7 +267,12 @@ def _start(arguments: Sequence[str], mark: Path) -> float:
         capture_output=True,
         check=True,
     )
-    return float(mark.read_text()) - began
+    return Start(float(mark.read_text()) - began, _cpu_of_children() - used)
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _free_port() -> int:
