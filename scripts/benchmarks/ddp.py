@@ -184,12 +184,12 @@ def regimen(strategy: Strategy) -> Speed:
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
-    stamps = _Stamps()
+    stamps, (images, labels) = _Stamps(), samples.tensors
     Trainer(
         model,
         Classification(num_classes=10),
         optimizer,
-        Loader(ImageTensors(*samples.tensors, CLASSES), sampler, seed=0),
+        Loader(ImageTensors(images, labels, CLASSES), sampler, seed=0),
         strategy=strategy,
         callbacks={"stamps": stamps},
         options=TrainerOptions(max_epochs=1, clipping=Clipping(norm=1.0)),
