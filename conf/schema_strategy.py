@@ -65,9 +65,6 @@ class StrategyConfig:
         True, "free gathered parameters until backward", strategies=("fsdp",)
     )
     cpu_offload: bool = option(False, "keep shards in host memory", strategies=("fsdp",))
-    sharded_checkpoint: bool = option(
-        False, "each process writes its own part", strategies=("fsdp",)
-    )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Name what the chosen strategy would pass over in silence."""
