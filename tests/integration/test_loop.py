@@ -235,6 +235,29 @@ def test_other_tasks_have_a_plan(train, tmp_path, experiment) -> None:
     assert "FLOPs" in plan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "overrides"),
+    [
+        pytest.param("char_lm", ["loader.batch_size=5"], id="language"),
+        pytest.param("regression", ["loader.batch_size=7"], id="regression"),
+    ],
+)
+def test_two_processes_train_other_tasks_alike(train, tmp_path, experiment, overrides) -> None:
+    """Limits and metrics are those of one process, too."""
+    common = [f"experiment={experiment}", *overrides, "trainer.log_every_n_steps=1"]
+    common += ["trainer.max_steps=4", "trainer.limit_val_batches=3", "trainer.limit_test_batches=1"]
+    logs = {}
+    for name, strategy in {"one": [], "two": ["strategy=ddp", "strategy.devices=2"]}.items():
+        done = train([*common, *strategy, f"run_dir={tmp_path / name}"])
+        assert done.code == 0, done.err
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        logs[name] = [json.loads(line) for line in text.splitlines()]
+    for one, two in zip(logs["one"], logs["two"], strict=True):
+        kept = [key for key in one if not key.startswith(("time/", "memory/"))]
+        assert {k: two[k] for k in kept} == pytest.approx({k: one[k] for k in kept}, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "option",
     [
