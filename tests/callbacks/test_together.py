@@ -70,7 +70,11 @@ def test_no_callback_reads_a_tensor_after_an_update(make_trainer: Any, tmp_path:
 
         callback.on_update_end = guarded  # type: ignore[method-assign]
 
-    callbacks = {**everything(), "swa": SWA(1, use_for_evaluation=False), "lr_finder": LRFinder(updates=9)}
+    callbacks = {
+        **everything(),
+        "swa": SWA(1, use_for_evaluation=False),
+        "lr_finder": LRFinder(updates=9),
+    }
     callbacks["checkpoint"] = callbacks.pop("checkpoint")
     hooked = [c for c in callbacks.values() if type(c).on_update_end is not Callback.on_update_end]
     for callback in hooked:
