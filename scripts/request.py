@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,9 @@ class Request:
     def resume_command(self, run_dir: Path) -> str:
         """Return the command that goes on with this run."""
         kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
-        return shlex.join(["train", *kept, f"run_dir={quoted(str(run_dir))}", "resume=auto"])
+        path = str(run_dir)
+        value = path if re.fullmatch(r"[\w./+-]+", path) else quoted(path)
+        return shlex.join(["train", *kept, f"run_dir={value}", "resume=auto"])
 
     def config_text(self) -> str:
         """Return the configuration as YAML; what belongs to one start only is null."""
