@@ -129,7 +129,7 @@ def _is_counted(loss: nn.Module, per_label: bool) -> bool:
 def _count(loss: nn.Module, target: Tensor) -> Tensor:
     assert isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return torch.tensor(target.numel() // target.shape[1], device=target.device)
+        return torch.full((), target.numel() // target.shape[1], device=target.device)
     valid = target != loss.ignore_index
     if loss.weight is None:
         return valid.sum()

@@ -56,7 +56,7 @@ class R2(Running):
         """Take in answers and values of the same shape."""
         y = target.to(self.total.dtype)
         errors = (output.detach().to(y.dtype) - y.view_as(output)).square().sum()
-        count = torch.tensor(float(y.numel()), dtype=y.dtype).to(y.device, non_blocking=True)
+        count = torch.full_like(errors, y.numel())
         self.total += torch.stack([count, y.sum(), y.square().sum(), errors])
 
     def compute(self) -> float:
