@@ -1,5 +1,7 @@
 """However many processes and micro-batches: the same training (I1, I3) and evaluation (I4)."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -63,7 +65,7 @@ class Log(Callback):
         self.lines.append((trainer.state.global_step, dict(scalars)))
 
 
-def make_trainer(strategy, accumulation=1, task=None, epochs=2, **options):
+def make_trainer(strategy, accumulation=1, task=None, epochs=2, optimizer=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
     model = strategy.prepare(model)
@@ -78,7 +80,7 @@ def make_trainer(strategy, accumulation=1, task=None, epochs=2, **options):
     return Trainer(
         model,
         task or Classification(CLASSES, nn.CrossEntropyLoss(label_smoothing=0.1)),
-        torch.optim.AdamW(model.parameters(), lr=0.05),
+        (optimizer or partial(torch.optim.AdamW, lr=0.05))(model.parameters()),
         Loader(Points(), train, seed=0),
         Loader(Points(10, seed=1), val, seed=0),
         strategy=strategy,
@@ -117,8 +119,11 @@ def in_group(function):
     return run
 
 
-TASKS = {"mean": None, "weighted": Weighted(), "clipped": None}
-OPTIONS = {"clipped": {"clipping": Clipping(norm=0.05)}}
+TASKS = {"mean": None, "weighted": Weighted(), "clipped": None, "closure": None}
+OPTIONS = {
+    "clipped": {"clipping": Clipping(norm=0.05)},
+    "closure": {"optimizer": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)},
+}
 
 
 def case(name, strategy, accumulation=1):
