@@ -15,6 +15,12 @@ logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # what only `train.log` is told
 
 
+_LESS_MEMORY = (
+    "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
+    "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
+)
+
+
 class StoppedEarlyError(BaseException):
     """A signal came before there was anything to save."""
 
@@ -68,16 +74,25 @@ def exit_code(error: BaseException) -> int:
     """Return the code that an exception stands for; 1 for one that nobody expected."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return 8
     code = getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory gave out, a GPU's or the host's; torch need not be imported for it."""
+    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def describe(error: BaseException) -> str:
     """Return an exception's text, or its type's name where it has none."""
     text = str(error).strip()
-    if exit_code(error) != 1:
+    if is_out_of_memory(error):
+        first = text.splitlines()[0] if text else "memory ran out"
+        return f"out of memory: {first}; {_LESS_MEMORY}"
+    if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
 

@@ -74,7 +74,7 @@ def _restarted(request: Request, strategy: Strategy) -> Request:
     """Go on in the same directory once a launcher has started the processes again."""
     place = strategy.recall("run_dir")
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if count != "0":
+    if count != "0" and strategy.is_main:
         logger.warning("restart %s of %s", count, os.environ["TORCHELASTIC_MAX_RESTARTS"])
     if place is None:
         return request
