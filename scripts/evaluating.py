@@ -63,10 +63,9 @@ def _taken_apart(arguments: Arguments) -> tuple[dict[str, str], list[str]]:
 
 
 def _of_run(arguments: Arguments, run_dir: Path, overrides: list[str]) -> Arguments:
-    """Return the command line that composes the run's own configuration, on one device."""
-    given = ("strategy.name=single", *overrides)
+    """Return the command line that composes the run's own configuration."""
     return Arguments(
-        overrides=given,
+        overrides=tuple(overrides),
         config_name="config",
         config_dirs=(str(run_dir),),
         allow_targets=arguments.allow_targets,
