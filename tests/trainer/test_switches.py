@@ -1,0 +1,73 @@
+"""Memory format and compilation change how fast a model trains, not what it learns."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer.options import TrainerOptions
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4, 3)).double()
+
+
+def batches() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 3, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (12,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+@pytest.fixture
+def by_hand() -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def trained(model: nn.Module, compiled: nn.Module | None = None, **options) -> nn.Module:
+    Trainer(
+        model,
+        Classification(3),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches(),
+        precision="fp64",
+        options=TrainerOptions(**options),
+        compiled=compiled,
+    ).fit()
+    return model
+
+
+def test_channels_last(by_hand: nn.Module) -> None:
+    seen = []
+    model = network().to(memory_format=torch.channels_last)
+    model[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
+    trained(model, channels_last=True)
+    assert seen
+    assert all(stride[1] == 1 for stride in seen)
+    for a, b in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_compiled(by_hand: nn.Module) -> None:
+    model = network()
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    trained(model, compiled=torch.compile(model, backend=backend))
+    assert calls
+    for a, b in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
