@@ -75,7 +75,7 @@ def _restarted(request: Request, strategy: Strategy) -> Request:
     place = strategy.recall("run_dir")
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if count != "0" and strategy.is_main:
-        logger.warning("restart %s of %s", count, os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        logger.warning("restart %s of %s", count, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?"))
     if place is None:
         return request
     return replace(request, config={**request.config, "run_dir": place, "resume": "auto"})

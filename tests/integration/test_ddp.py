@@ -124,6 +124,7 @@ def ranks(start, tmp_path_factory):
             "TORCHELASTIC_RUN_ID": "test",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         runs = [
