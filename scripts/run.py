@@ -247,7 +247,12 @@ def _facts(config: Config, experiment: Experiment) -> dict[str, Any]:
         "device": str(trainer.strategy.device),
         "strategy": trainer.strategy.name,
         "world_size": trainer.strategy.world_size,
-        "switches": experiment.switches,
+        "switches": {
+            **experiment.switches,
+            "channels_last": config.trainer.channels_last,
+            "compile": config.trainer.compile,
+            "detect_anomaly": config.trainer.detect_anomaly,
+        },
         "precision": trainer.precision.name,
         "data": experiment.data.describe(),
         "threads": experiment.threads,
