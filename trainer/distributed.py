@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from trainer.agreement import Agreement
 from trainer.errors import Interrupted, ModelError, PeerError, ResourceError
 from trainer.peers import Board, Cause, peer_trouble
 from trainer.signals import EXIT_CODES, leave_at_once
@@ -61,6 +62,7 @@ class ProcessGroup(Strategy):
         self.backend = backend or ("nccl" if use_cuda else "gloo")
         self.timeout = timedelta(seconds=timeout)
         self._control: dist.ProcessGroup | None = None
+        self._agreement: Agreement | None = None
         self._board: Board | None = None
         self._failed = False
 
@@ -82,6 +84,7 @@ class ProcessGroup(Strategy):
         control = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(control, dist.ProcessGroup)
         self._control = control
+        self._agreement = Agreement(control, world_size)
 
     @property
     def gradient_scale(self) -> float:
@@ -94,18 +97,10 @@ class ProcessGroup(Strategy):
         dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, state: TrainState) -> None:
-        """Make the wish of any process to stop the wish of all, at the same update."""
-        heard = state.signal  # read once: a handler may write it at any moment
-        if heard is not None:
-            state.request_stop(*heard)
-        own = (state.stop_reason, state.stop_code)
-        wish = torch.tensor([own[0] is not None, own[1]])
-        dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._control)
-        if wish[0]:
-            code = int(wish[1])
-            reason = next(r for r, c in self.gather(own) if r is not None and c == code)
-            state.stop_reason, state.stop_code = reason, code
+    def agree(self, state: TrainState, at_once: bool = True) -> None:
+        """Make the wish of any process to stop the wish of all, after the same update."""
+        assert self._agreement is not None
+        self._agreement(state, at_once)
 
     def on_signal(self) -> None:
         """Leave if the signal came because another process failed, and this one hangs."""

@@ -43,7 +43,7 @@ class Evaluator:
         with self._evaluating(), weights, alike:
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
-                self._parts.strategy.agree(self._parts.state)
+                self._parts.strategy.agree(self._parts.state, at_once=False)
                 if self._parts.state.stop_code:
                     break
         if self._parts.state.stop_code:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+_STOP = ("stop_reason", "stop_code", "requested", "signal")
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -25,26 +27,35 @@ class TrainState:
     # interrupted is finished, and never repeated, by the run that resumes it.
     logged_at: int = 0
     validated_at: int = 0
-    stop_reason: str | None = None
+    stop_reason: str | None = None  # why the run ends, once all processes have agreed on it
     stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
-    # A signal that came at no particular moment: it counts from where all processes agree on it.
+    # What this process alone wishes: reason and code. A signal comes at no particular moment, so
+    # that its handler has a field of its own.
+    requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
 
     def request_stop(self, reason: str, code: int = 0) -> None:
         """End the run after this update; the first reason stays, a signal's goes before others."""
-        if self.stop_reason is None or (code and not self.stop_code):
-            self.stop_reason, self.stop_code = reason, code
+        if self.requested is None or (code and not self.requested[1]):
+            self.requested = (reason, code)
 
-    def settle(self) -> None:
-        """Turn a signal into a wish to stop."""
-        if self.signal is not None:
-            self.request_stop(*self.signal)
+    @property
+    def wish(self) -> tuple[str, int] | None:
+        """What this process wishes beyond what was agreed on: reason and code."""
+        wish = self.signal or self.requested
+        settled = self.stop_code or (self.stop_reason is not None and not (wish and wish[1]))
+        return None if settled else wish
+
+    def stop(self, reason: str, code: int = 0) -> None:
+        """End the run: all processes have agreed."""
+        self.stop_reason, self.stop_code = reason, code
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values; a stop is not carried into the next run."""
-        return asdict(self) | {"stop_reason": None, "stop_code": 0, "signal": None}
+        return {name: value for name, value in asdict(self).items() if name not in _STOP}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            if field.name not in _STOP:
+                setattr(self, field.name, state[field.name])

@@ -84,9 +84,13 @@ class Strategy:
         """Return the sum over all processes."""
         return tensor
 
-    def agree(self, state: TrainState) -> None:
-        """Make the wish of any process to stop the wish of all; signals count from here on."""
-        state.settle()
+    def agree(self, state: TrainState, at_once: bool = True) -> None:
+        """Make the wish of any process to stop the wish of all, in `state`.
+
+        Without `at_once`, which all pass alike, what one alone wishes may count one call later.
+        """
+        if state.wish is not None:
+            state.stop(*state.wish)
 
     def on_signal(self) -> None:
         """Hear of a signal to stop; called within its handler."""

@@ -166,6 +166,7 @@ class Trainer:
         self.hooks.emit("on_fit_start", self)
         if self._validation_due():  # a signal came while the run before this one validated
             self._boundary()
+        self._must_stop()
         self.timer.reset()
 
     def _run_epoch(self) -> None:
@@ -198,7 +199,9 @@ class Trainer:
         state = self.state
         if self._deadline is not None and time.monotonic() >= self._deadline:
             state.request_stop("max_time")
-        self.strategy.agree(state)
+        # Where all wait for each other anyway they learn at once what one of them wishes.
+        meeting = self.done or not state.position or state.validated_at == state.global_step
+        self.strategy.agree(state, at_once=meeting)
         return self.done or state.stop_reason is not None
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -14,6 +14,7 @@ from trainer.ddp import DDP
 from trainer.errors import ModelError
 from trainer.gradients import Clipping
 from trainer.options import TrainerOptions
+from trainer.state import TrainState
 from trainer.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification
@@ -210,15 +211,64 @@ class SignalAt(Callback):
             trainer.state.signal = ("SIGTERM", 143)
 
 
-def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks):
-    def train(strategy):
-        trainer = make_trainer(strategy)
-        trainer.callbacks["signal"] = SignalAt(4, rank=1)
-        trainer.hooks = Hooks(trainer.callbacks.values())
-        trainer.fit()
-        return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
+def stopped_by(callback, strategy):
+    trainer = make_trainer(strategy)
+    trainer.hooks = Hooks([callback])
+    trainer.fit()
+    return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
 
-    assert ranks(3, in_group(train)) == [(4, "SIGTERM", 143)] * 3
+
+@pytest.mark.parametrize(
+    ("step", "stopped"),
+    [
+        pytest.param(4, 5, id="the others learn of it by the next update"),
+        pytest.param(6, 6, id="all meet at the end of an epoch"),
+    ],
+)
+def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped):
+    def train(strategy):
+        return stopped_by(SignalAt(step, rank=1), strategy)
+
+    assert ranks(3, in_group(train)) == [(stopped, "SIGTERM", 143)] * 3
+
+
+class StopAt(Callback):
+    """Every process, or one, asks for a stop after one update."""
+
+    def __init__(self, step, ranks):
+        self.step, self.ranks = step, ranks
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == self.step and trainer.strategy.rank in self.ranks:
+            trainer.state.request_stop(f"rank {trainer.strategy.rank}")
+
+
+def test_what_all_processes_ask_for_happens_at_once(ranks):
+    """As it does in one process: the training must not depend on their number."""
+    assert stopped_by(StopAt(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
+
+    def train(strategy):
+        return [stopped_by(StopAt(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
+
+    assert ranks(3, in_group(train)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
+
+
+def test_a_signal_is_heard_over_a_stop_that_was_agreed_on(ranks):
+    def train(strategy):
+        state = TrainState()
+        state.request_stop("enough")
+        strategy.agree(state, at_once=False)
+        first = (state.stop_reason, state.stop_code)
+        if strategy.rank == 1:
+            state.signal = ("SIGTERM", 143)
+        seen = [first]
+        for _ in range(3):
+            strategy.agree(state, at_once=False)
+            seen.append((state.stop_reason, state.stop_code))
+        return seen
+
+    enough, term = ("enough", 0), ("SIGTERM", 143)
+    assert ranks(2, in_group(train)) == [[enough, enough, term, term]] * 2
 
 
 def test_a_verdict_of_one_process_is_the_verdict_of_all(ranks):
