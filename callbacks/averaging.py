@@ -76,8 +76,8 @@ class WeightAverage:
             _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the average, whole, in the form of the model's own state; a collective."""
-        return {name: _whole(t) for name, t in (self._tensors or self._loaded).items()}
+        """Return the average in the form of the model's own state, in parts where that is."""
+        return dict(self._tensors or self._loaded)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over an average; one under way takes its values, else `begin` does."""
@@ -96,12 +96,6 @@ def _part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor that processes hold in parts; any other as it is."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that processes hold in parts, put together; any other as it is."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:

@@ -16,6 +16,7 @@ from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import StorageError
+from trainer.storage import on_main
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -118,7 +119,7 @@ class Checkpoint(Callback):
         except StorageError as error:
             self._failures += 1
             # A disk that stays full must not fill the log: the 1st, 2nd, 4th, 8th... are told.
-            if self._failures & (self._failures - 1) == 0:
+            if trainer.is_main and self._failures & (self._failures - 1) == 0:
                 _log.warning("no checkpoint at step %d: %s", state.global_step, error)
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -137,10 +138,11 @@ class Checkpoint(Callback):
         started = time.monotonic()
         before = self._ranking
         self._ranking = self._ranked(trainer)
-        failure = self._write(trainer, self._store)
-        if failure is not None:
+        try:
+            self._write(trainer, self._store)
+        except StorageError:
             self._ranking = before
-            raise StorageError(failure)
+            raise
         self._saved, self._failures = counters, 0
         trainer.timer.pause += time.monotonic() - started
 
@@ -167,24 +169,22 @@ class Checkpoint(Callback):
         """Return the values that belong to the state as it is."""
         return self._values if self._values_at == trainer.state.updates else {}
 
-    def _write(self, trainer: Trainer, store: CheckpointStore) -> str | None:
-        """Write on the main process; return what failed there to all."""
-        payload = snapshot.take(trainer)
-        step = trainer.state.global_step
+    def _write(self, trainer: Trainer, store: CheckpointStore) -> None:
+        """Write on the main process, or each its shards. Raises StorageError on all."""
+        step, strategy = trainer.state.global_step, trainer.strategy
+        on_main(strategy, store.prepare)
+        payload = strategy.write_shards(snapshot.take(trainer), store.path_of(step))
         is_best = bool(self._ranking) and self._ranking[0].step == step
         names = ["last"] * self._save_last + ["best"] * is_best
-        failure = None
-        if trainer.is_main:
-            try:
-                store.save(payload, step=step, metrics=self._fresh(trainer), names=names)
-                if self._save_top_k >= 0:
-                    store.prune([saved.step for saved in self._ranking])
-            except StorageError as error:
-                failure = str(error)
-        failure = trainer.strategy.broadcast(failure)
-        if failure is None and is_best and self._save_weights:
+
+        def save() -> None:
+            store.save(payload, step=step, metrics=self._fresh(trainer), names=names)
+            if self._save_top_k >= 0:
+                store.prune([saved.step for saved in self._ranking])
+
+        on_main(strategy, save)
+        if is_best and self._save_weights:
             self._write_weights(trainer, store.folder)
-        return failure
 
     def _write_weights(self, trainer: Trainer, folder: Path) -> None:
         with trainer.evaluation_weights():

@@ -64,6 +64,9 @@ class StrategyConfig:
     reshard_after_forward: bool = option(
         True, "free gathered parameters until backward", strategies=("fsdp",)
     )
+    sharded_checkpoint: bool = option(
+        False, "each process writes its own part of a checkpoint", strategies=("fsdp",)
+    )
     cpu_offload: bool = option(False, "keep shards in host memory", strategies=("fsdp",))
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

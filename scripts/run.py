@@ -97,7 +97,7 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
     if resume is not None and resume.payload is not None:  # before anything of the run is touched
         trainer = experiment.trainer
-        compare_names(resume.payload, strategy.model_state(trainer.model), resume.checkpoint)
+        compare_names(resume.payload, trainer.model.state_dict(), resume.checkpoint)
     with (
         _directory(request, config, experiment, resume, earlier) as directory,
         strategy.failing_together(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import read_checkpoint
+from trainer.checkpoint_reader import read_whole
 
 # What I5 does not cover: clocks and memory, and the sizes of files whose lines hold such figures.
 _WALL_CLOCK = (
@@ -45,7 +45,7 @@ def digest_of(run: Path, checkpoint: str = "last") -> str:
 
 def state_of(run: Path, checkpoint: str = "last") -> dict[str, str]:
     """Return a fingerprint of each value in a checkpoint, by its dotted key."""
-    payload = read_checkpoint(run / "checkpoints" / f"{checkpoint}.pt")
+    payload = read_whole(run / "checkpoints" / f"{checkpoint}.pt")
     return {key: print_ for key, print_ in _flat(payload, "") if not _is_wall_clock(key)}
 
 

@@ -131,7 +131,10 @@ def _discard(path: Path) -> None:
     if not os.path.lexists(path):  # a read-only file system would not say so
         return
     try:
-        os.unlink(path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
     except OSError as error:
         _log.warning("cannot remove %s: %s", path, error.strerror)
 

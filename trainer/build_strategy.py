@@ -24,7 +24,13 @@ _DDP = (
     "static_graph",
     "gradient_as_bucket_view",
 )
-_FSDP = ("wrap_modules", "mixed_precision", "reshard_after_forward", "cpu_offload")
+_FSDP = (
+    "wrap_modules",
+    "mixed_precision",
+    "reshard_after_forward",
+    "sharded_checkpoint",
+    "cpu_offload",
+)
 
 
 def build_strategy(config: Config) -> Strategy:

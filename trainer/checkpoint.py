@@ -22,9 +22,10 @@ from trainer.checkpoint_reader import (
     read_checkpoint,
 )
 from trainer.checkpoint_repair import repair
+from trainer.checkpoint_shards import remove_unused, shard_facts
 from trainer.errors import CheckpointError, StorageError
 from trainer.hashing import HashingFile
-from trainer.storage import free_bytes, megabytes, storage_error
+from trainer.storage import check_space, storage_error
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 
@@ -58,14 +59,15 @@ class CheckpointStore:
         Whatever fails, the earlier checkpoints and names are as they were.
         """
         path = self.path_of(step)
-        index = self._opened()
+        self.prepare()
+        index = Index.read(self.folder)
         _check_space(path, index, payload)
         if index.files.pop(path.name, None) is not None:
             index.write(self.folder)  # the digest on record would condemn the file's successor
         content = {**payload, "format_version": FORMAT_VERSION}
-        size, sha256 = _write(path, content)
+        size, sha256 = write_checkpoint(path, content)
         _verify(path, size)
-        facts = {**_circumstances(content), **self._facts}
+        facts = {**_circumstances(content), **shard_facts(content), **self._facts}
         entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
         entry = index.add(entry, layout_of(content.get("model", {})))
         self._point(index, names, entry)
@@ -130,6 +132,7 @@ class CheckpointStore:
             for path in removed:
                 index.files.pop(path.name, None)
             index.write(self.folder)
+        remove_unused(self.folder, index)
         return removed
 
     def clean(self) -> list[Path]:
@@ -139,23 +142,25 @@ class CheckpointStore:
         """
         removed = remove_orphans(self.folder)
         repair(self.folder, self._step_files())
+        remove_unused(self.folder, Index.read(self.folder))
         self._cleaned = True
         return removed
 
-    def path_of(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is, or would be."""
-        return self.folder / f"step-{step:08d}.pt"
+    def prepare(self) -> None:
+        """Make the folder and clean it, once: the first save is by the process that holds the run.
 
-    def _opened(self) -> Index:
+        Raises StorageError.
+        """
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise storage_error(self.folder, error) from error
-        if (
-            not self._cleaned
-        ):  # the first save is the first moment that this process surely holds it
+        if not self._cleaned:
             self.clean()
-        return Index.read(self.folder)
+
+    def path_of(self, step: int) -> Path:
+        """Return where the checkpoint of `step` is, or would be."""
+        return self.folder / f"step-{step:08d}.pt"
 
     def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:
         for name in names:
@@ -179,8 +184,11 @@ class CheckpointStore:
         return steps + [copy for copy in copies if os.path.lexists(copy)]
 
 
-def _write(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
-    """Write `payload` to `path`, durable; return its size in bytes and its sha256."""
+def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
+    """Write `payload` to `path`, durable; return its size in bytes and its sha256.
+
+    Raises StorageError.
+    """
     with replacing(path, need=_estimate(payload)) as file, HashingFile(file) as hashing:
         try:
             torch.save(payload, cast(BinaryIO, hashing))
@@ -210,11 +218,7 @@ def _verify(path: Path, size: int) -> None:
 def _check_space(path: Path, index: Index, payload: Mapping[str, Any]) -> None:
     last = max(index.files.values(), key=lambda entry: entry.step, default=None)
     need = max(int(_MARGIN * last.size) if last else 0, _estimate(payload))
-    free = free_bytes(path.parent)
-    if free is not None and free < need:
-        raise StorageError(
-            f"cannot write {path}: no space left (need {megabytes(need)}, free {megabytes(free)})"
-        )
+    check_space(path, need)
 
 
 def _estimate(payload: Any) -> int:
@@ -223,7 +227,7 @@ def _estimate(payload: Any) -> int:
     pending = [payload]
     while pending:
         value = pending.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
             storage = value.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, Mapping):
@@ -237,7 +241,8 @@ def _circumstances(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the exactness of a resume depends on."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     tensors = (t for t in payload.get("model", {}).values() if isinstance(t, torch.Tensor))
-    device = next((t.device for t in tensors), torch.device("cpu"))
+    devices = (t.device for t in tensors)
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
     return {
         "saved": manifest.now(),
         "torch": str(torch.__version__),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer import checkpoint_shards
 from trainer.archive import DamagedCheckpointError, digest, read_archive
 from trainer.checkpoint_index import INDEX, Index
 from trainer.errors import CheckpointError
@@ -13,13 +14,14 @@ from trainer.safetensors_file import read_safetensors
 
 FORMAT_VERSION = 1
 _ATTEMPTS = 5
+_WEIGHTS = ("model", "shards")  # of a run's checkpoint
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in `path`, on the CPU. Raises CheckpointError.
+    """Return the checkpoint in `path`, on the CPU; what lies in shards is on the meta device.
 
-    A living run may be replacing it meanwhile: then it is read again.
+    Raises CheckpointError. A living run may be replacing it meanwhile: then it is read again.
     """
     for _ in range(_ATTEMPTS - 1):
         before = _identity(path)
@@ -31,6 +33,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return _read(path)
 
 
+def read_whole(path: Path) -> dict[str, Any]:
+    """Return the checkpoint in `path` with the values of its shards, if it has any, on the CPU."""
+    return checkpoint_shards.read(read_checkpoint(path))
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Damage is told last, so that a file somebody made is answered for what it holds."""
     payload = read_archive(path)
@@ -38,6 +45,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
     _check_format(path, payload["format_version"])
     _check_digest(path)
+    checkpoint_shards.check(payload, path)
     return payload
 
 
@@ -66,6 +74,7 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     payload = read_archive(path)
     if isinstance(payload, dict) and "format_version" in payload:
         payload = read_checkpoint(path)
+        payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
     return _weights(path, payload)
 
 

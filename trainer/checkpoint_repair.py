@@ -9,6 +9,7 @@ from trainer.archive import digest
 from trainer.atomic import link_or_copy
 from trainer.checkpoint_index import Entry, Index, layout_of
 from trainer.checkpoint_reader import read_checkpoint
+from trainer.checkpoint_shards import shard_facts
 from trainer.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def _enter(index: Index, step: int, path: Path) -> bool:
     except CheckpointError as error:
         _log.warning("left out of the index: %s", error)
         return False
-    entry = Entry(path.name, step, path.stat().st_size, digest(path), {}, {}, "")
+    facts = shard_facts(payload)
+    entry = Entry(path.name, step, path.stat().st_size, digest(path), {}, facts, "")
     index.add(entry, layout_of(payload.get("model", {})))
     return True
 

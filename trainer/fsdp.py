@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer import checkpoint_shards
 from trainer.batch import map_tensors
 from trainer.distributed import ProcessGroup
 from trainer.errors import ModelError
@@ -46,10 +48,12 @@ class FSDP(ProcessGroup):
         mixed_precision: str | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        sharded_checkpoint: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(backend, timeout, accelerator, numbers)
         self._wrap_modules = list(wrap_modules or [])
+        self._sharded_checkpoint = sharded_checkpoint
         self._sync_batchnorm = sync_batchnorm
         self._reshard_after_forward = reshard_after_forward
         # Gradients are added up in full precision whatever is computed with.
@@ -100,10 +104,6 @@ class FSDP(ProcessGroup):
         finally:
             _forget_gathered(model)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Gather the whole state, on the host."""
-        return {name: _whole(value) for name, value in model.state_dict().items()}
-
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take this process's part of a whole state."""
         own = model.state_dict()
@@ -113,6 +113,17 @@ class FSDP(ProcessGroup):
     def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with whole tensors, on the host; all processes must have the same tree."""
         return map_tensors(_whole, tree)
+
+    def to_save(self, tree: Any) -> Any:
+        """Return `tree` whole, or as the shards that each process writes by itself."""
+        return tree if self._sharded_checkpoint else self.gather_tensors(tree)
+
+    def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
+        """Write this process's shards, if it is to; return the checkpoint without them."""
+        if not self._sharded_checkpoint:
+            return payload
+        assert self._control is not None
+        return checkpoint_shards.write(payload, target, self, self._control)
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree` with this process's parts of the tensors under a parameter's name."""
@@ -145,7 +156,9 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, like: Any) -> Any:
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+    if isinstance(value, DTensor) or not isinstance(value, Tensor):  # it was read as a part
+        return value
+    if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     value = value.to(like.device, copy=True)
     # Every process has the whole: nothing needs to be sent.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer import rng
+from trainer import checkpoint_shards, rng
 from trainer.batch import MicroBatch, updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
@@ -17,12 +17,12 @@ from trainer.trainer import Trainer
 def take(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the rest of the run depends on; a collective of all processes."""
     strategy = trainer.strategy
-    callbacks = strategy.gather_tensors(
+    callbacks = strategy.to_save(
         {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
     )
     return {
-        "model": strategy.model_state(trainer.model),
-        "optimizer": strategy.gather_tensors(trainer.optimizers.state_dict()),
+        "model": strategy.to_save(dict(trainer.model.state_dict())),
+        "optimizer": strategy.to_save(trainer.optimizers.state_dict()),
         "lr_scheduler": trainer.lr_schedule.state_dict(),
         "scaler": trainer.precision.state_dict(),
         "ema": callbacks.pop("ema", {}),
@@ -52,9 +52,10 @@ def restore(
     notes: list[str] = []
     state, rank = payload["state"], trainer.strategy.rank
     _rehearse(trainer)
-    compare_names(payload, trainer.strategy.model_state(trainer.model))
-    trainer.strategy.load_model_state(trainer.model, payload["model"])
+    compare_names(payload, trainer.model.state_dict())
     parameters = dict(trainer.model.named_parameters())
+    payload = checkpoint_shards.read(payload, parameters)
+    trainer.strategy.load_model_state(trainer.model, payload["model"])
     optimizer = trainer.strategy.split_like(payload["optimizer"], parameters)
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
@@ -96,10 +97,13 @@ def _rehearse(trainer: Trainer) -> None:
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
     """Give the model the weights of a checkpoint, its averages included, and nothing else."""
-    compare_names(payload, trainer.strategy.model_state(trainer.model))
+    compare_names(payload, trainer.model.state_dict())
+    parameters = dict(trainer.model.named_parameters())
+    needed = {k: v for k, v in payload.items() if k in ("model", "callbacks", "ema", "shards")}
+    payload = checkpoint_shards.read(needed, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
-    saved = trainer.strategy.split_like(saved, dict(trainer.model.named_parameters()))
+    saved = trainer.strategy.split_like(saved, parameters)
     for name, callback in trainer.callbacks.items():
         if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
             callback.load_state_dict(saved[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Strategy:
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the whole state of `model`, on every process."""
-        return dict(model.state_dict())
+        return dict(self.gather_tensors(model.state_dict()))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load a whole state into `model`."""
@@ -149,6 +150,14 @@ class Strategy:
     def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with the tensors whole of which each process has a part."""
         return tree
+
+    def to_save(self, tree: Any) -> Any:
+        """Return `tree` as checkpoints hold it: whole, unless `write_shards` takes the parts."""
+        return self.gather_tensors(tree)
+
+    def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
+        """Write the parts in `payload` beside the checkpoint `target`; return what stays for it."""
+        return payload
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree`, the state by parameter name, with tensors split as the parameters are."""

@@ -154,7 +154,7 @@ def test_the_saved_state_knows_of_its_own_save(make_trainer: Any, tmp_path: Path
 def test_a_failed_save_is_told_and_tried_again(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    write, tried = mechanism._write, []
+    write, tried = mechanism.write_checkpoint, []
 
     def full_until_step_8(path: Path, payload: dict[str, Any]) -> Any:
         tried.append(payload["state"]["counters"]["global_step"])
@@ -162,7 +162,7 @@ def test_a_failed_save_is_told_and_tried_again(
             raise StorageError(f"cannot write {path}: no space left")
         return write(path, payload)
 
-    monkeypatch.setattr(mechanism, "_write", full_until_step_8)
+    monkeypatch.setattr(mechanism, "write_checkpoint", full_until_step_8)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=3)
     with caplog.at_level(logging.WARNING):
         make_trainer({"checkpoint": checkpoint}, tmp_path, log_every_n_steps=2).fit()
@@ -180,7 +180,7 @@ def test_a_run_that_cannot_save_its_end_fails(
     def full(path: Path, payload: dict[str, Any]) -> Any:
         raise StorageError(f"cannot write {path}: no space left")
 
-    monkeypatch.setattr(mechanism, "_write", full)
+    monkeypatch.setattr(mechanism, "write_checkpoint", full)
     checkpoint = Checkpoint()
     trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
     with pytest.raises(StorageError, match="no space left"):
@@ -192,13 +192,13 @@ def test_a_run_that_cannot_save_its_end_fails(
 def test_a_signal_saves_where_it_stopped_and_only_once(
     make_trainer: Any, tmp_path: Path, stop_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, saved = mechanism._write, []
+    write, saved = mechanism.write_checkpoint, []
 
     def recorded(path: Path, payload: dict[str, Any]) -> Any:
         saved.append(path.name)
         return write(path, payload)
 
-    monkeypatch.setattr(mechanism, "_write", recorded)
+    monkeypatch.setattr(mechanism, "write_checkpoint", recorded)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
     trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path)
     trainer.fit()

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from data.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.sampler import UpdateSampler
-from trainer import snapshot
+from scripts.convert import convert
+from trainer import checkpoint_shards, snapshot
 from trainer.callback import Callback
+from trainer.checkpoint_reader import read_checkpoint
 from trainer.errors import ModelError
 from trainer.fsdp import FSDP
 from trainer.gradients import Clipping
@@ -90,7 +93,7 @@ def train(strategy, stop=None, content=None):
         snapshot.restore(trainer, torch.load(io.BytesIO(content), weights_only=True))
     trainer.fit()
     file = io.BytesIO()
-    torch.save(snapshot.take(trainer), file)
+    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
     return trainer.metrics, file.getvalue()
 
 
@@ -165,6 +168,68 @@ def test_a_sharded_run_goes_on_with_a_plain_ones_checkpoint(alone, ranks):
     _, content = train(Strategy("cpu"), STOP)
     for _, resumed in ranks(3, in_group(lambda strategy: train(strategy, content=content))):
         assert_same(alone[1], resumed, 1e-10)
+
+
+def save_shards(strategy, folder):
+    """Train a part, and save it as a run does; return what a run without a break comes to."""
+    whole = train(strategy)
+    trainer = make_trainer(strategy, STOP)
+    trainer.run_dir = folder
+    trainer.fit()
+    checkpoint = Checkpoint(monitor=None)
+    checkpoint.setup(trainer)
+    checkpoint.save_now(trainer)
+    return whole
+
+
+def go_on(strategy, folder):
+    """Finish what `save_shards` began, and return the metrics and the last state, whole."""
+    trainer = make_trainer(strategy)
+    snapshot.restore(trainer, read_checkpoint(folder / "checkpoints" / "last.pt"))
+    trainer.fit()
+    file = io.BytesIO()
+    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
+    return trainer.metrics, file.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resume_from_shards_is_exact(ranks, tmp_path, world_size):
+    def interrupted(strategy):
+        return save_shards(strategy, tmp_path), go_on(strategy, tmp_path)
+
+    options = {"sharded_checkpoint": True, "wrap_modules": ["Block"]}
+    for whole, resumed in ranks(world_size, in_group(interrupted, **options)):
+        whole_state = torch.load(io.BytesIO(whole[1]), weights_only=True)
+        assert whole_state["model"]["2.weight"].device.type == "cpu"
+        assert_same(whole[1], resumed[1], 0)
+        assert whole[0] == resumed[0]
+
+
+def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
+    ranks(2, in_group(lambda strategy: save_shards(strategy, tmp_path), sharded_checkpoint=True))
+    for options in ({"sharded_checkpoint": True}, {}):
+        for _, resumed in ranks(3, in_group(lambda s: go_on(s, tmp_path), **options)):
+            assert_same(alone[1], resumed, 1e-10)
+    assert_same(alone[1], go_on(Strategy("cpu"), tmp_path)[1], 1e-10)
+    convert(tmp_path / "checkpoints" / "last.pt", tmp_path / "whole.pt")
+    _, resumed = train(Strategy("cpu"), content=(tmp_path / "whole.pt").read_bytes())
+    assert_same(alone[1], resumed, 1e-10)
+
+
+def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
+    def read(strategy):
+        save_shards(strategy, tmp_path)
+        trainer = make_trainer(strategy)
+        payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
+        assert {t.device.type for t in tensors(payload["model"]).values()} == {"meta"}
+        payload = checkpoint_shards.read(payload, dict(trainer.model.named_parameters()))
+        state = tensors({key: payload[key] for key in ("model", "optimizer", "ema")})
+        return [t.to_local().numel() for t in state.values() if t.ndim]
+
+    counts = ranks(3, in_group(read, sharded_checkpoint=True))
+    whole = 4 * sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
+    assert sum(map(sum, counts)) == whole  # weights, two moments, an average
+    assert max(map(sum, counts)) < whole / 2
 
 
 def test_memory_is_shared_out(ranks):

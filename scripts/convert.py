@@ -1,0 +1,44 @@
+"""Put a sharded checkpoint together: `python -m scripts.convert CHECKPOINT TARGET`.
+
+TARGET becomes a plain checkpoint: a single file, which needs no folder of shards beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    from scripts.console import guarded, log_to_stderr
+
+    arguments = _parser().parse_args()
+    log_to_stderr(verbose=True)
+    guarded(lambda: convert(arguments.checkpoint, arguments.target))
+
+
+def convert(source: Path, target: Path) -> int:
+    """Write the checkpoint `source`, whole, to `target`. Raises CheckpointError, StorageError."""
+    from trainer.checkpoint import write_checkpoint
+    from trainer.checkpoint_reader import read_whole
+
+    write_checkpoint(target, read_whole(source))
+    print(f"written to {target}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
+    parser.add_argument("target", type=Path, help="the file to write")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
