@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from conf.errors import ConfigError, Problem
 from scripts.notes import Notes, Report
 from scripts.request import Request
 from trainer.run_directory import amend_failure
@@ -30,7 +31,10 @@ _STOPPED = (130, 143)
 
 
 def launch(request: Request) -> int:
-    """Run a request in `strategy.devices` processes and return the run's exit code."""
+    """Run a request in `strategy.devices` processes and return the run's exit code.
+
+    Raises ConfigError for what only they could find.
+    """
     strategy = request.config["strategy"]
     processes = count_devices(strategy["devices"], strategy["accelerator"])
     # As torchrun does: processes share the cores.
@@ -106,8 +110,10 @@ def _end_all(notes: Notes) -> None:
 
 
 def _answer(error: BaseException | None, processes: int, request: Request, notes: Notes) -> int:
-    """Say once what went wrong first, and return its code."""
+    """Say once what went wrong first, and return its code. Raises ConfigError if it was that."""
     first = _first(error, processes, notes)
+    if first.problems:
+        raise ConfigError([Problem(**fields) for fields in first.problems])
     if first.code == 1:
         print(first.traceback, file=sys.stderr)
     print(f"error: {first.text}", file=sys.stderr)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from conf.errors import ConfigError
 from scripts.request import Request
 
 
@@ -22,11 +24,17 @@ class Report:
     time: float
     traceback: str
     by_peer: bool  # another process's failure was the cause
+    problems: Sequence[Mapping[str, Any]] = ()  # the fields of each, of a mistaken configuration
 
     @classmethod
     def of(cls, error: BaseException, **fields: Any) -> Self:
         """Describe an exception."""
-        return cls(traceback="".join(traceback.format_exception(error)), **fields)
+        found = error.problems if isinstance(error, ConfigError) else ()
+        return cls(
+            traceback="".join(traceback.format_exception(error)),
+            problems=[asdict(problem) for problem in found],
+            **fields,
+        )
 
 
 class Notes:

@@ -153,11 +153,24 @@ def _directory(
             yield directory
         except BaseException as error:
             if directory is not None:
-                _record_failure(request, directory, error)
+                began = trainer.state.updates or (resume is not None and resume.run_dir is not None)
+                if exit_code(error) == ConfigError.exit_code and not began:
+                    _discard(directory, config)
+                else:
+                    _record_failure(request, directory, error)
             raise
         finally:
             if directory is not None:
                 directory.release()
+
+
+def _discard(directory: RunDirectory, config: Config) -> None:
+    """Leave nothing of a run that a mistake kept from starting."""
+    directory.discard()
+    if config.run_dir is None:
+        for folder in (directory.path.parent, RUNS.absolute()):
+            with suppress(OSError):  # other runs are in it
+                folder.rmdir()
 
 
 def _record_failure(request: Request, directory: RunDirectory, error: BaseException) -> None:
@@ -178,6 +191,7 @@ def _fit(
     request: Request, experiment: Experiment, directory: RunDirectory | None, resume: Resume | None
 ) -> int:
     trainer = experiment.trainer
+    trainer.setup()
     if directory is not None:
         logger.info("run directory: %s", directory.path)
     if resume is not None and resume.payload is not None:

@@ -39,13 +39,13 @@ def _start(composed: Composed, argv: list[str]) -> int:
         argv,
         list(composed.arguments.allow_targets),
     )
-    if _is_group(composed) and "RANK" not in os.environ:
-        from scripts.launch import launch
-
-        return launch(request)
-    from scripts.run import run
-
     try:
+        if _is_group(composed) and "RANK" not in os.environ:
+            from scripts.launch import launch
+
+            return launch(request)
+        from scripts.run import run
+
         return run(request)
     except ConfigError as error:  # found in what the keys name: say where they were written
         raise ConfigError(composed.origins.locate(error.problems)) from error

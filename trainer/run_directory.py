@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -169,6 +170,18 @@ class RunDirectory:
         end = {"state": state, "code": code, "reason": reason}
         self._write_status(**end, resume=command, results=_plain(results or {}))
         self.update_manifest({"exit": {**end, "ended": manifest.now()}})
+
+    def discard(self) -> None:
+        """Undo `create`, for a run that was refused before it began; what is not its own stays."""
+        self.manifest_path.unlink(missing_ok=True)  # first: from here on it is no run
+        own = (self.config_path, self.overrides_path, self.log_path, self.metrics_path)
+        for path in (*own, self.status_path, self._lock.path):
+            path.unlink(missing_ok=True)
+        for folder in (self.tensorboard, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
+        self.release()
 
     def release(self) -> None:
         """Let other processes have the run."""

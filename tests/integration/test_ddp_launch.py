@@ -33,8 +33,8 @@ from trainer.callback import Callback
 
 
 class Break(Callback):
-    def __init__(self, how, step=7):
-        self.how, self.step = how, step
+    def __init__(self, how, rank=1, step=7):
+        self.how, self.rank, self.step = how, rank, step
 
     def on_update_end(self, trainer):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
@@ -43,13 +43,17 @@ class Break(Callback):
                 print(f"here {trainer.strategy.rank}", file=sys.stderr, flush=True)
                 while trainer.state.signal is None:
                     time.sleep(0.01)
-            if self.how == "die" and trainer.strategy.rank == 1:
+            if self.how == "die" and trainer.strategy.rank == self.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def broken(how):
-    return ["+callbacks.break._target_=faults.Break", f"+callbacks.break.how={how}"]
+def broken(how, rank=1):
+    return [
+        "+callbacks.break._target_=faults.Break",
+        f"+callbacks.break.how={how}",
+        f"+callbacks.break.rank={rank}",
+    ]
 
 
 @pytest.fixture
@@ -136,10 +140,12 @@ def test_a_second_ctrl_c_ends_at_once(start, folder):
 def test_a_killed_process_is_replaced(train, folder):
     whole = train([*JOB, *broken("none"), "run_dir=whole"], folder=folder)
     assert whole.code == 0, whole.err
-    run = train([*JOB, *broken("die"), "strategy.max_restarts=1", "run_dir=run"], folder=folder)
-    assert run.code == 0, run.err
-    assert "restart 1 of 1" in run.err
-    assert differences(folder / "whole", folder / "run", but=("config",)) == []
+    for rank in (0, 1):
+        job = [*JOB, *broken("die", rank), "strategy.max_restarts=1", f"run_dir=run{rank}"]
+        run = train(job, folder=folder)
+        assert run.code == 0, run.err
+        assert "restart 1 of 1" in run.err
+        assert differences(folder / "whole", folder / f"run{rank}", but=("config",)) == []
 
 
 @pytest.mark.slow
@@ -175,6 +181,16 @@ def test_torchrun(folder):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nrun ") == 1
     assert status(folder / "run")["state"] == "finished"
+
+
+def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, folder):
+    run = train([*JOB, "optimizer.nesterof=true"], folder=folder)
+    assert run.code == 2
+    assert run.err.strip() == (
+        "error: optimizer.nesterof: torch.optim.SGD has no argument 'nesterof'; did you mean "
+        "'nesterov'? [command line: optimizer.nesterof=true]"
+    )
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.slow

@@ -126,6 +126,24 @@ def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
         assert shown in run.out
 
 
+REFUSED = [
+    "+callbacks.unfreeze._target_=callbacks.unfreeze.Unfreeze",
+    "+callbacks.unfreeze.stages={a:{pattern:x}}",
+]
+
+
+@pytest.mark.parametrize("options", [[], ["run_dir=run"], ["run_dir=here"]])
+def test_a_mistake_that_only_the_built_run_shows_leaves_nothing(train, tmp_path, options):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "notes.txt").write_text("the user's own")
+    run = train([*QUICK, *REFUSED, *options], folder=tmp_path)
+    assert run.code == 2
+    assert run.err.count("error: ") == 1
+    assert "callbacks.unfreeze.stages.a.pattern=x: matches no parameter" in run.err
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["notes.txt"]
+
+
 def test_divergence_ends_the_run(train, tmp_path):
     run = train([*QUICK, "lr_scheduler=constant", "optimizer.lr=1e30", f"run_dir={tmp_path / 'x'}"])
     assert run.code == 5
