@@ -1,26 +1,22 @@
 """Throughput and start of DistributedDataParallel: our Trainer, and the same written by hand.
 
-Processes of one thread each, on CPUs; on a machine with fewer cores than processes they share
-them. Both contenders run in turn within the same processes. The start is that of whole commands,
-from the call to the first update: `train ... strategy=ddp`, and a script by torchrun.
+Processes of one thread each, by gloo on CPUs or by nccl on as many GPUs; with fewer cores than
+processes they share them. All contenders run in turn within the same processes. One process also
+runs with the wrapper and without, which shows what it costs.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +32,7 @@ from data.loader import Loader
 from data.orders import Shuffled
 from data.sampler import UpdateSampler
 from models.small_cnn import SmallCNN
+from scripts.benchmarks.ddp_start import STARTS, measure_starts
 from scripts.benchmarks.report import Report, Row
 from trainer.callback import Callback
 from trainer.ddp import DDP
@@ -45,25 +42,16 @@ from trainer.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
-BATCH, UPDATES, WARMUP = 128, 30, 10  # samples an update; updates a turn; those not counted
+BATCH, UPDATES, WARMUP = 128, 60, 10  # samples an update; updates a turn; those not counted
 SIZE = 16  # pixels a side
 CLASSES = [str(number) for number in range(10)]
-PROCESSES = (1, 2)
-STARTS = 3
-_PLAIN = Path(__file__).with_name("ddp_plain.py")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROCESSES = (1, 2) if DEVICE == "cpu" or torch.cuda.device_count() > 1 else (1,)
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Samples a second of wall time, and of the first process's CPU time."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Seconds to the first update, and CPU seconds of all processes to the end of the command."""
 
     wall: float
     cpu: float
@@ -78,22 +66,23 @@ def measure(rounds: int) -> Report:
     for processes in PROCESSES:
         for name, values in _run(processes, rounds).items():
             speeds[name, processes] = values
-    starts = _starts()
-    rows = [_row(name, processes, speeds) for processes in PROCESSES for name in _CONTENDERS]
+    starts = measure_starts()
+    rows = [_row(name, processes, speeds) for name, processes in speeds]
     return Report(
         name="ddp",
-        title=f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update, gloo",
+        title=f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update",
         unit="samples/s",
         rows=rows,
         headlines={
             "ratio_to_reference": _ratio(speeds, max(PROCESSES), "wall"),
             "cpu_ratio_to_reference": _ratio(speeds, max(PROCESSES), "cpu"),
             "ratio_to_reference_one_process": _ratio(speeds, 1, "wall"),
+            "ratio_of_wrapped_to_single": _ratio(speeds, 1, "wall", "Regimen, wrapped", "Regimen"),
             "start_ratio_to_torchrun": statistics.median(o.wall / p.wall for o, p in starts),
             "start_cpu_ratio_to_torchrun": statistics.median(o.cpu / p.cpu for o, p in starts),
             "start_seconds": statistics.median(ours.wall for ours, _ in starts),
         },
-        settings={"rounds": rounds, "updates": UPDATES, "starts": STARTS},
+        settings={"rounds": rounds, "device": DEVICE, "updates": UPDATES, "starts": STARTS},
     )
 
 
@@ -118,29 +107,41 @@ def _rank(rank: int, processes: int, port: int, rounds: int, results: Connection
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    strategy = DDP("gloo", accelerator="cpu") if processes > 1 else Strategy("cpu")
-    strategy.setup()
-    speeds: dict[str, list[Speed]] = {name: [] for name in _CONTENDERS}
+    group = DDP(accelerator=DEVICE)
+    group.setup()
+    contenders = _contenders(group)
+    speeds: dict[str, list[Speed]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, contender in _CONTENDERS.items():
-            strategy.barrier()
-            speeds[name].append(contender(strategy))
+        for name, contender in contenders.items():
+            group.barrier()
+            speeds[name].append(contender())
     if rank == 0:
         results.send(speeds)
-    strategy.teardown()
+    group.teardown()
 
 
-def _parts() -> tuple[nn.Module, SGD, TensorDataset]:
+def _contenders(group: DDP) -> dict[str, Callable[[], Speed]]:
+    if group.world_size > 1:
+        return {"by hand": partial(by_hand, group), "Regimen": partial(regimen, group)}
+    alone = Strategy(group.device)
+    return {
+        "by hand": partial(by_hand, alone),
+        "Regimen": partial(regimen, alone),
+        "Regimen, wrapped": partial(regimen, group),
+    }
+
+
+def _parts(device: torch.device) -> tuple[nn.Module, SGD, TensorDataset]:
     torch.manual_seed(0)
     count = BATCH * UPDATES
     samples = torch.randn(count, 1, SIZE, SIZE), torch.randint(10, (count,))
-    model = SmallCNN(num_classes=10, in_channels=1)
+    model = SmallCNN(num_classes=10, in_channels=1).to(device)
     return model, SGD(model.parameters(), lr=0.01, momentum=0.9), TensorDataset(*samples)
 
 
 def by_hand(strategy: Strategy) -> Speed:
     """Train as a person would: DistributedSampler, DDP, clipping, running sums."""
-    model, optimizer, samples = _parts()
+    model, optimizer, samples = _parts(strategy.device)
     wrapped: nn.Module = model
     sampler: DistributedSampler[tuple[Tensor, ...]] | None = None
     if strategy.world_size > 1:
@@ -149,9 +150,10 @@ def by_hand(strategy: Strategy) -> Speed:
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
         samples, BATCH // strategy.world_size, sampler=sampler, shuffle=sampler is None
     )
-    losses, correct = torch.zeros(()), torch.zeros(())
+    losses, correct = (torch.zeros((), device=strategy.device) for _ in range(2))
     stamps: list[tuple[float, float]] = []
-    for inputs, labels in loader:
+    for batch in loader:
+        inputs, labels = (t.to(strategy.device, non_blocking=True) for t in batch)
         logits = wrapped(inputs)
         loss = cross_entropy(logits, labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -177,7 +179,7 @@ class _Stamps(Callback):
 
 def regimen(strategy: Strategy) -> Speed:
     """Do the same by a Trainer."""
-    model, optimizer, samples = _parts()
+    model, optimizer, samples = _parts(strategy.device)
     sampler = UpdateSampler(
         Shuffled(len(samples), 0),
         batch_size=BATCH,
@@ -197,15 +199,20 @@ def regimen(strategy: Strategy) -> Speed:
     return _speed(stamps.times)
 
 
-_CONTENDERS = {"by hand": by_hand, "Regimen": regimen}
-
-
 def _now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
 def _speed(stamps: Sequence[tuple[float, float]]) -> Speed:
-    """Return samples a second, by the median update: a neighbour's work is in few of them."""
+    """Return samples a second, by the median update: a neighbour's work is in few of them.
+
+    A GPU works on after the host has gone on: there it is the mean, up to the end of its work.
+    """
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        first, last = stamps[WARMUP - 1], _now()
+        wall, cpu = ((last[i] - first[i]) / (len(stamps) - WARMUP) for i in (0, 1))
+        return Speed(BATCH / wall, BATCH / cpu)
     pairs = list(pairwise(stamps[WARMUP - 1 :]))
     wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
     return Speed(BATCH / wall, BATCH / cpu)
@@ -214,65 +221,19 @@ def _speed(stamps: Sequence[tuple[float, float]]) -> Speed:
 def _row(name: str, processes: int, speeds: Speeds) -> Row:
     own = [speed.wall for speed in speeds[name, processes]]
     label = f"{name}, {processes} process{'es' if processes > 1 else ''}"
-    ratio = _ratio(speeds, processes, "wall") if name == "Regimen" else None
-    reference = f"by hand, {processes}" if name == "Regimen" else ""
-    return Row(label, statistics.median(own), min(own), max(own), ratio, reference)
+    reference = {"Regimen": "by hand", "Regimen, wrapped": "Regimen"}.get(name)
+    ratio = _ratio(speeds, processes, "wall", name, reference) if reference else None
+    to = f"{reference}, {processes}" if reference else ""
+    return Row(label, statistics.median(own), min(own), max(own), ratio, to)
 
 
-def _ratio(speeds: Speeds, processes: int, clock: str) -> float:
-    """Return the median over the turns of our speed by the reference's."""
-    pairs = zip(speeds["Regimen", processes], speeds["by hand", processes], strict=True)
+def _ratio(
+    speeds: Speeds, processes: int, clock: str, name: str = "Regimen", reference: str = "by hand"
+) -> float:
+    """Return the median over the turns of one contender's speed by another's."""
+    pairs = zip(speeds[name, processes], speeds[reference, processes], strict=True)
     ratios: list[float] = [getattr(own, clock) / getattr(other, clock) for own, other in pairs]
     return statistics.median(ratios)
-
-
-class FirstUpdate(Callback):
-    """Write down when the first update is done."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def on_update_end(self, trainer: Trainer) -> None:
-        """Write once."""
-        if trainer.is_main and trainer.state.updates == 1:
-            self._path.write_text(str(time.time()))
-
-
-def _starts() -> list[tuple[Start, Start]]:
-    """Return the seconds to the first update: ours, and those of a script by torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        mark = Path(folder) / "mark"
-        plain = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(_PLAIN), str(mark)]
-        ours = [
-            *("-m", "scripts.train", "experiment=resnet18", "model=mlp", "loader.num_workers=0"),
-            *("strategy=ddp", "strategy.devices=2", "trainer.max_steps=1"),
-            *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
-            *("callbacks.checkpoint=null", "callbacks.early_stopping=null", "--allow-target"),
-            *(
-                "scripts.benchmarks.ddp",
-                "+callbacks.mark._target_=scripts.benchmarks.ddp.FirstUpdate",
-            ),
-            f"+callbacks.mark.path={mark}",
-        ]
-        return [(_start(ours, mark), _start(plain, mark)) for _ in range(STARTS)]
-
-
-def _start(arguments: Sequence[str], mark: Path) -> Start:
-    mark.unlink(missing_ok=True)
-    began, used = time.time(), _cpu_of_children()
-    subprocess.run(
-        [sys.executable, *arguments],
-        cwd=mark.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=True,
-    )
-    return Start(float(mark.read_text()) - began, _cpu_of_children() - used)
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _free_port() -> int:
