@@ -149,7 +149,8 @@ def build_model(
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ModelError(f"model: {lazy[0]} is lazy: give its layer its sizes, or call it once")
-    if config.trainer.channels_last:
+    # fully_shard takes contiguous parameters only: there the images alone have the format.
+    if config.trainer.channels_last and config.strategy.name != "fsdp":
         model = model.to(memory_format=torch.channels_last)
     return strategy.prepare(precision.convert(model))
 

@@ -9,18 +9,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.distributed import ProcessGroup
 from trainer.errors import ModelError
+from trainer.powersgd import PowerSGD
 
 # torch 2.15 has a new name for it; buffers are made the same at the start in any case.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 )
+_HOOKS = {
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+}
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -60,6 +65,7 @@ class DDP(ProcessGroup):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._trained: list[str] = []  # names of parameters, as DDP counts them
+        self._powersgd: PowerSGD | None = None
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model; where asked, BatchNorm takes its statistics over all processes."""
@@ -72,11 +78,13 @@ class DDP(ProcessGroup):
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self._options)
-        _register(wrapped, self._comm_hook, self._comm_hook_options)
+        if self._comm_hook == "powersgd":
+            self._powersgd = PowerSGD(wrapped, self._comm_hook_options)
+        elif self._comm_hook is not None:
+            wrapped.register_comm_hook(None, _HOOKS[self._comm_hook])
         return wrapped
 
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients in an update's last micro-batch only."""
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(wrapped, DistributedDataParallel):
             return nullcontext()
         return wrapped.no_sync()
@@ -85,15 +93,31 @@ class DDP(ProcessGroup):
         """Have DDP order its buckets before the state is loaded, as it had done when it was saved.
 
         It orders them by the first backward pass and uses the order from the second forward on.
-        Sums over three or more processes depend on where in a bucket a gradient lies. Nothing but
-        the order stays: gradients and buffers are `compute`'s to drop, randomness is put back.
+        Sums over three or more processes depend on where in a bucket a gradient lies, and so does
+        PowerSGD's memory. Nothing but the order stays: gradients and buffers are `compute`'s to
+        drop, randomness is put back.
         """
-        if self.world_size < 3:
+        if self.world_size < 3 and self._powersgd is None:
             return
         before = rng.capture()
         for _ in range(2):
             compute()
         rng.restore(before)
+        if self._powersgd is not None:
+            self._powersgd.forget()
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return what only this process has: its buffers, what PowerSGD has yet to send."""
+        state = super().own_state(model)
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.state_dict()
+        return state
+
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+        super().load_own_state(model, state)
+        if self._powersgd is not None and "powersgd" in state:
+            self._powersgd.load_state_dict(state["powersgd"])
 
     def in_words(self, error: Exception) -> Exception:
         """Name the parameters that DDP only counts."""
@@ -111,18 +135,3 @@ def _unused(text: str, names: list[str]) -> str:
         f"no gradient reached {listed or 'some parameters'}{more}: set "
         "strategy.find_unused_parameters=true, or freeze what the model does not use"
     )
-
-
-def _register(
-    wrapped: DistributedDataParallel, name: str | None, options: Mapping[str, Any]
-) -> None:
-    """Have gradients compressed on their way."""
-    if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(process_group=None, **options)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name is not None:
-        hooks = {
-            "fp16_compress": default_hooks.fp16_compress_hook,
-            "bf16_compress": default_hooks.bf16_compress_hook,
-        }
-        wrapped.register_comm_hook(None, hooks[name])

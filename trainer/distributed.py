@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from trainer import attempts
 from trainer.agreement import Agreement
-from trainer.errors import Interrupted, ModelError, PeerError, ResourceError
+from trainer.errors import Interrupted, PeerError, ResourceError
 from trainer.peers import Board, Cause, peer_trouble
 from trainer.signals import EXIT_CODES, leave_at_once
 from trainer.state import TrainState
 from trainer.strategy import Strategy
+from trainer.sync_batchnorm import Share, synchronize
 
 _GRACE = 5.0  # seconds that a process told to stop has left once another one has failed
 
@@ -64,17 +66,18 @@ class ProcessGroup(Strategy):
         self._control: dist.ProcessGroup | None = None
         self._agreement: Agreement | None = None
         self._board: Board | None = None
+        self._share = Share()
         self._failed = False
 
     def setup(self) -> None:
         """Meet the other processes; keys of an attempt before a restart are not seen."""
         super().setup()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
+        attempts.settle(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
         dist.init_process_group(
             self.backend,
-            store=PrefixStore(f"regimen/group-{attempt}", store),
+            store=PrefixStore(f"regimen/group-{attempts.attempt()}", store),
             rank=rank,
             world_size=world_size,
             timeout=self.timeout,
@@ -133,9 +136,26 @@ class ProcessGroup(Strategy):
         if not asked:
             return model
         if self.device.type == "cpu":
-            raise ModelError("strategy.sync_batchnorm=true: torch has it for GPUs only")
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            return synchronize(model, group, self._share)
         changed: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return changed
+
+    @contextmanager
+    def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:
+        """Exchange gradients in an update's last micro-batch only."""
+        self._share.counts = counts
+        try:
+            # What torch.compile returns is no FSDPModule, but holds one.
+            with self._exchanging(getattr(wrapped, "_orig_mod", wrapped), last):
+                yield
+        finally:
+            self._share.counts = True
+
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Return the context in which `wrapped` exchanges gradients, or keeps them."""
+        return nullcontext()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

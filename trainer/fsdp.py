@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,10 @@ class FSDP(ProcessGroup):
         found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
         return [m for m in reversed(found) if m is not model]
 
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients in an update's last micro-batch only."""
-        return _exchanging(wrapped, last)
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.set_requires_gradient_sync(last)
+        return nullcontext()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -135,13 +136,6 @@ class FSDP(ProcessGroup):
             else self.split_like(value, parameters)
             for key, value in tree.items()
         }
-
-
-@contextmanager
-def _exchanging(wrapped: nn.Module, last: bool) -> Iterator[None]:
-    assert isinstance(wrapped, FSDPModule)
-    wrapped.set_requires_gradient_sync(last)
-    yield
 
 
 def _forget_gathered(model: nn.Module) -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from trainer.attempts import attempt
+
 _PATIENCE = timedelta(seconds=10)
 # What torch's process groups say when a peer is gone, whichever call it was that noticed.
 _LOST = (
@@ -47,9 +49,8 @@ class Board:
     """A few words in the group's store, which outlives every process but the one that holds it."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._run = PrefixStore("regimen/run", store)
-        self._attempt = PrefixStore(f"regimen/attempt-{attempt}", store)
+        self._attempt = PrefixStore(f"regimen/attempt-{attempt()}", store)
         self._rank = rank
 
     def claim(self, cause: Cause) -> bool:

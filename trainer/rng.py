@@ -13,7 +13,7 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": _capture_cuda(),
         "python": _capture_python(),
-        "numpy": _capture_numpy(),
+        "numpy": capture_numpy(),
     }
 
 
@@ -21,7 +21,7 @@ def restore(state: dict[str, Any]) -> list[str]:
     """Put the generators back; return what could not be restored here, in words."""
     torch.set_rng_state(state["torch"].cpu())
     _restore_python(state["python"])
-    _restore_numpy(state["numpy"])
+    restore_numpy(state["numpy"])
     return _restore_cuda(state["cuda"])
 
 
@@ -54,8 +54,9 @@ def _restore_python(state: dict[str, Any]) -> None:
     random.setstate((state["version"], tuple(state["internal"].tolist()), state["gauss_next"]))
 
 
-def _capture_numpy() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+def capture_numpy(generator: Any = np.random) -> dict[str, Any]:
+    """Return the state of numpy's generator, or of another `RandomState`."""
+    name, keys, position, has_gauss, cached_gaussian = generator.get_state(legacy=True)
     return {
         "name": str(name),
         "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -65,8 +66,9 @@ def _capture_numpy() -> dict[str, Any]:
     }
 
 
-def _restore_numpy(state: dict[str, Any]) -> None:
+def restore_numpy(state: dict[str, Any], generator: Any = np.random) -> None:
+    """Put numpy's generator back, or another `RandomState`."""
     keys = state["keys"].numpy().astype(np.uint32)
-    np.random.set_state(
+    generator.set_state(
         (state["name"], keys, state["position"], state["has_gauss"], state["cached_gaussian"])
     )

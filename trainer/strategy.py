@@ -77,8 +77,13 @@ class Strategy:
         """Change `model` before its optimizer is built (sharding); the single device does not."""
         return model.to(self.device)
 
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch: gradients are exchanged in an update's last."""
+    def accumulate(
+        self, wrapped: nn.Module, last: bool, counts: bool = True
+    ) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch: gradients are exchanged in an update's last.
+
+        Without `counts` the process has no sample in it and takes part with a borrowed one.
+        """
         return nullcontext()
 
     def reduce(self, tensor: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Trainer:
         self.resumed = False
         self._is_set_up = False
         self.waiting = Waiting(self.timer)
-        forward = compiled or self.model
+        forward = self.model if compiled is None else compiled  # its truth would be its length
         self.parts = Parts(
             self.model,
             forward,

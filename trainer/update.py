@@ -119,7 +119,8 @@ class Updater:
         totals = self._totals(micro_batches, batches)
         outputs, shares = [], []
         for micro_batch, batch in zip(micro_batches, batches, strict=True):
-            with self._strategy.accumulate(self._parts.wrapped, micro_batch is micro_batches[-1]):
+            last, counts = micro_batch is micro_batches[-1], micro_batch.piece.count > 0
+            with self._strategy.accumulate(self._parts.wrapped, last, counts):
                 with self._precision.autocast():
                     output = self._forward(turn, batch)
                 share = self._share(output, micro_batch.piece, totals)

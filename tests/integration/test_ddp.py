@@ -225,7 +225,7 @@ def test_a_signal_to_one_process_stops_and_saves_all(ranks):
     assert "stopped by SIGTERM; saved " in group.error()
     assert (group.status["state"], group.status["code"]) == ("preempted", 143)
     _, payload, _ = CheckpointStore(group.run_dir / "checkpoints").newest()
-    assert payload["state"]["counters"]["updates"] == 7
+    assert payload["state"]["counters"]["updates"] == 8  # the other learns of it an update later
 
 
 def test_ranks_with_different_configurations_are_refused(ranks):
@@ -262,3 +262,18 @@ def test_a_group_started_again_ends_as_if_nothing_had_been(ranks, whole, world_s
     assert "resumed at step 6" in second.err
     undisturbed = whole(world_size).run_dir
     assert differences(undisturbed, second.run_dir, but=("config",)) == []
+
+
+def test_shards_of_a_network_of_images(ranks):
+    kept = [key for key in JOB if not key.startswith(("model", "strategy="))]
+    job = [*kept, "model=small_cnn", "trainer.max_steps=6", "trainer.precision=fp64"]
+    shards, whole = (ranks(2, job=[*job, f"strategy={name}"]) for name in ("fsdp", "ddp"))
+    assert shards.wait() == whole.wait() == [0, 0], shards.err + whole.err
+    assert "channels_last: true" in (shards.run_dir / "config.yaml").read_text()
+    for one, other in zip(metrics(shards), metrics(whole), strict=True):
+        assert one == pytest.approx(other, abs=1e-10)
+
+
+def metrics(group):
+    lines = [json.loads(line) for line in (group.run_dir / "metrics.jsonl").open()]
+    return [{k: v for k, v in line.items() if "loss" in k or "accuracy" in k} for line in lines]

@@ -5,8 +5,6 @@ import os
 import re
 import select
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -164,23 +162,6 @@ def test_nothing_outlives_a_killed_launcher(start, folder):
     descriptors = descriptors_of_children(run)
     run.kill()
     assert_ended(descriptors)
-
-
-@pytest.mark.slow
-def test_torchrun(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "scripts.train", *JOB, "run_dir=run"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nrun ") == 1
-    assert status(folder / "run")["state"] == "finished"
 
 
 def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, folder):

@@ -11,7 +11,6 @@ from data.orders import Sequential, Shuffled
 from data.sampler import UpdateSampler
 from trainer.callback import Callback, Hooks
 from trainer.ddp import DDP
-from trainer.errors import ModelError
 from trainer.gradients import Clipping
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
@@ -66,10 +65,15 @@ class Log(Callback):
         self.lines.append((trainer.state.global_step, dict(scalars)))
 
 
-def make_trainer(strategy, accumulation=1, task=None, epochs=2, optimizer=None, **options):
+def make_trainer(
+    strategy, accumulation=1, task=None, epochs=2, optimizer=None, batchnorm=False, **options
+):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
-    model = strategy.prepare(model)
+    norm = [nn.BatchNorm1d(8)] if batchnorm else []
+    # A bias in front of a BatchNorm has no gradient but rounding, which AdamW makes a step of.
+    first = nn.Linear(FEATURES, 8, bias=not batchnorm)
+    model = nn.Sequential(first, *norm, nn.Tanh(), nn.Linear(8, CLASSES))
+    model = strategy.prepare(model.double())
     sizes = {"rank": strategy.rank, "world_size": strategy.world_size}
     train = UpdateSampler(
         Shuffled(SAMPLES, seed=1),
@@ -332,7 +336,28 @@ def test_options_of_ddp(alone, ranks, options):
     assert_same(alone["mean"], one, tolerance.get(options.get("comm_hook"), 1e-10))
 
 
-def test_batchnorm_over_all_processes_needs_gpus():
-    strategy = DDP("gloo", 30, "cpu", sync_batchnorm=True)
-    with pytest.raises(ModelError, match=r"strategy\.sync_batchnorm"):
-        strategy.prepare(nn.Sequential(nn.BatchNorm1d(4)))
+def with_batchnorm(strategy):
+    trainer = make_trainer(strategy, batchnorm=True)
+    weights, lines = outcome(trainer)
+    return weights | {name: b.clone() for name, b in trainer.model.named_buffers()}, lines
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
+    """The last update's 3 samples leave one of 4 processes without any."""
+
+    def train(synchronized):
+        def run(rank):
+            strategy = DDP("gloo", 30, "cpu", sync_batchnorm=synchronized)
+            strategy.setup()
+            result = with_batchnorm(strategy)
+            strategy.teardown()
+            return result
+
+        return run
+
+    alone = with_batchnorm(Strategy("cpu"))
+    for result in ranks(world_size, train(True)):
+        assert_same(alone, result)
+    with pytest.raises(AssertionError):
+        assert_same(alone, ranks(world_size, train(False))[0])

@@ -17,6 +17,17 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(4, 3)).double()
 
 
+class Whole(nn.Module):
+    """A model without a length, as most are and nn.Sequential is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def batches() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 3, 6, 6, generator=generator, dtype=torch.float64)
@@ -60,7 +71,7 @@ def test_channels_last(by_hand: nn.Module) -> None:
 
 
 def test_compiled(by_hand: nn.Module) -> None:
-    model = network()
+    model = Whole()
     calls = []
 
     def backend(graph, inputs):

@@ -1,0 +1,107 @@
+"""BatchNorm whose statistics are those of all processes, where torch has none: on CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass(slots=True)
+class Share:
+    """Whether this process's samples count: one without any in a short last batch borrows one."""
+
+    counts: bool = True
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalize by mean and variance over the samples of all processes (Ioffe, Szegedy 2015).
+
+    Takes (N, C, ...), as nn.BatchNorm1d to 3d do, and has their parameters and buffers. Processes
+    may have different numbers of samples. nn.SyncBatchNorm, for GPUs, counts borrowed samples.
+    """
+
+    @classmethod
+    def of(cls, norm: _BatchNorm, group: dist.ProcessGroup, share: Share) -> SyncBatchNorm:
+        """Take the place of `norm`, with its own parameters and buffers."""
+        synchronized = cls(
+            norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+        )
+        synchronized.weight, synchronized.bias = norm.weight, norm.bias
+        synchronized._buffers = norm._buffers
+        synchronized.training = norm.training
+        synchronized._group, synchronized._share = group, share
+        return synchronized
+
+    _group: dist.ProcessGroup
+    _share: Share
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; in training all processes must call it. Raises ValueError for one value."""
+        if not self.training and self.running_mean is not None:
+            mean, variance = self.running_mean, self.running_var
+            return batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        dims = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        counts = float(self._share.counts)
+        # Also where it counts for nothing `x` is part of the graph: backward adds up as well.
+        own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
+        total, sums = _Sum.apply(own, self._group).split([1, x.shape[1]])
+        if total <= 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        mean = sums / total
+        centered = x - mean.view(shape)
+        squares = centered.square().sum(dims) * counts
+        variance = _Sum.apply(squares, self._group) / total
+        self._remember(mean, variance * total / (total - 1))
+        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            normalized = normalized * self.weight.view(shape)
+        if self.bias is not None:
+            normalized = normalized + self.bias.view(shape)
+        result: Tensor = normalized.to(input.dtype)
+        return result
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics; without a momentum they are the mean over all batches."""
+        if not (self.training and self.track_running_stats):
+            return
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / float(self.num_batches_tracked or 1)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(value.to(running.dtype), momentum)
+
+
+def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
+    """Return `module` with its BatchNorm layers replaced."""
+    if isinstance(module, _BatchNorm):
+        return SyncBatchNorm.of(module, group, share)
+    for name, child in module.named_children():
+        setattr(module, name, synchronize(child, group, share))
+    return module
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, of gradients too; and of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None]:
+        return _Sum.apply(gradients[0], ctx.group), None
