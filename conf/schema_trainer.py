@@ -53,7 +53,9 @@ class TrainerConfig:
     activation_checkpointing_segments: int | None = option(
         None, "cut an nn.Sequential into so many recomputed parts", at_least=1
     )
-    compile: bool | dict[str, Any] = option(False, "torch.compile, or its options")
+    compile: bool | dict[str, Any] = option(
+        False, "torch.compile, or its options; `dynamic: false` if not given"
+    )
     channels_last: bool = option(False, "memory format of images: faster convolutions")
     tf32: bool = option(False, "TensorFloat32 for float32 products, as in precision=tf32")
     cudnn_benchmark: bool = option(False, "let cuDNN try its algorithms: faster, not repeatable")

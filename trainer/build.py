@@ -239,4 +239,7 @@ def _checkpoint_activations(model: nn.Module, options: TrainerConfig) -> list[st
 def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:
     if choice is False:
         return model
-    return torch.compile(model, **(choice if isinstance(choice, dict) else {}))  # type: ignore
+    # torch's own choice turns to dynamic shapes at the second one: a run that was resumed after it
+    # would compute with other kernels (I5).
+    options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
+    return torch.compile(model, **options)  # type: ignore

@@ -20,7 +20,8 @@ from scripts.sweep_job import command, quoted
 
 # Stands for `train`: does what optimizer.lr tells it, and leaves a status as a run does.
 JOB = """
-import json, pathlib, sys, time
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 *overrides, target = sys.argv[1:]
 folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
 folder.mkdir(parents=True)

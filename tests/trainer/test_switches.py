@@ -1,11 +1,14 @@
 """Memory format and compilation change how fast a model trains, not what it learns."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainer import build
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -82,3 +85,19 @@ def test_compiled(by_hand: nn.Module) -> None:
     assert calls
     for a, b in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "dynamic"), [({}, False), ({"dynamic": None}, True)])
+def test_each_shape_is_compiled_by_itself(options: dict[str, Any], dynamic: bool) -> None:
+    """Torch's own choice would make a resumed run's kernels depend on the shapes it has met."""
+    torch._dynamo.reset()
+    symbols = []
+
+    def backend(graph, inputs):
+        symbols.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    model = build._compile(Whole(), {"backend": backend, **options})
+    for size in (4, 3, 4):
+        model(torch.zeros(size, 3, 6, 6, dtype=torch.float64))
+    assert symbols == [False, dynamic]
