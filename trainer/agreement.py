@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.shared_flags import SharedCount, SharedFlags
 from trainer.state import TrainState
 
 
@@ -29,18 +30,26 @@ class Agreement:
     Each call begins to count who wishes to stop and looks at what the call before has counted, so
     that the answer travels while the next update is computed. A process with a wish waits for the
     count: where all wish alike (early stopping) all see it, and stop there and then as one
-    process would; else all see it at their next call.
+    process would; else all see it at their next call. `flags`, in memory that the processes share
+    if they can, spare a step the exchange over gloo, whose threads would wake on busy cores.
     """
 
-    def __init__(self, group: dist.ProcessGroup, world_size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, world_size: int, flags: SharedFlags | None = None
+    ) -> None:
         self._group = group
+        self._flags = flags
         self._world_size = world_size
-        self._before: _Count | None = None
+        self._before: _Count | SharedCount | None = None
 
-    def __call__(self, state: TrainState, at_once: bool) -> None:
-        """Write into `state` what all have agreed on; `at_once`, the same for all, waits for it."""
+    def __call__(self, state: TrainState, at_once: bool, in_step: bool) -> None:
+        """Write into `state` what all have agreed on.
+
+        The same for all are `at_once`, to wait for it, and `in_step`: gradients are exchanged
+        between this call and the next.
+        """
         wish = state.wish  # read once: a signal may come at any moment
-        before, count = self._before, self._count(wish is not None)
+        before, count = self._before, self._count(wish is not None, in_step)
         self._before = count
         agreed = before is not None and before.result() > 0
         if not agreed and at_once:
@@ -50,7 +59,9 @@ class Agreement:
         if agreed:
             self._settle(state, wish)
 
-    def _count(self, wishes: bool) -> _Count:
+    def _count(self, wishes: bool, in_step: bool) -> _Count | SharedCount:
+        if in_step and self._flags is not None:
+            return self._flags.raise_flag(wishes)
         total = torch.tensor(int(wishes))
         return _Count(total, dist.all_reduce(total, group=self._group, async_op=True))
 

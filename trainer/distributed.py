@@ -20,6 +20,7 @@ from trainer import attempts
 from trainer.agreement import Agreement
 from trainer.errors import Interrupted, PeerError, ResourceError
 from trainer.peers import Board, Cause, peer_trouble
+from trainer.shared_flags import share_flags
 from trainer.signals import EXIT_CODES, leave_at_once
 from trainer.state import TrainState
 from trainer.strategy import Strategy
@@ -87,7 +88,11 @@ class ProcessGroup(Strategy):
         control = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(control, dist.ProcessGroup)
         self._control = control
-        self._agreement = Agreement(control, world_size)
+        # A GPU's exchange is waited for by the GPU: its hosts may be several updates apart.
+        together = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+        on_host = together and self.device.type == "cpu"
+        flags = share_flags(self, self.timeout.total_seconds()) if on_host else None
+        self._agreement = Agreement(control, world_size, flags)
 
     @property
     def gradient_scale(self) -> float:
@@ -100,10 +105,10 @@ class ProcessGroup(Strategy):
         dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, state: TrainState, at_once: bool = True) -> None:
+    def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
         """Make the wish of any process to stop the wish of all, after the same update."""
         assert self._agreement is not None
-        self._agreement(state, at_once)
+        self._agreement(state, at_once, in_step)
 
     def on_signal(self) -> None:
         """Leave if the signal came because another process failed, and this one hangs."""

@@ -90,10 +90,11 @@ class Strategy:
         """Return the sum over all processes."""
         return tensor
 
-    def agree(self, state: TrainState, at_once: bool = True) -> None:
+    def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
         """Make the wish of any process to stop the wish of all, in `state`.
 
         Without `at_once`, which all pass alike, what one alone wishes may count one call later.
+        `in_step`, alike too: before the next call all will have exchanged gradients.
         """
         if state.wish is not None:
             state.stop(*state.wish)

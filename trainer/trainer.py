@@ -201,7 +201,7 @@ class Trainer:
             state.request_stop("max_time")
         # Where all wait for each other anyway they learn at once what one of them wishes.
         meeting = self.done or not state.position or state.validated_at == state.global_step
-        self.strategy.agree(state, at_once=meeting)
+        self.strategy.agree(state, at_once=meeting, in_step=not meeting)
         return self.done or state.stop_reason is not None
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:

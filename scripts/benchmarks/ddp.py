@@ -107,6 +107,7 @@ def _rank(rank: int, processes: int, port: int, rounds: int, results: Connection
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # as launchers set it
     group = DDP(accelerator=DEVICE)
     group.setup()
     contenders = _contenders(group)

@@ -23,6 +23,7 @@ def be_rank(rank, world_size, port, function, pipe):
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCH_CPP_LOG_LEVEL": "ERROR",

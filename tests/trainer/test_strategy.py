@@ -1,5 +1,6 @@
 """However many processes and micro-batches: the same training (I1, I3) and evaluation (I4)."""
 
+import os
 from functools import partial
 
 import pytest
@@ -111,10 +112,12 @@ def assert_same(one, other, tolerance=1e-10):
         assert others == pytest.approx(scalars, rel=0, abs=tolerance)
 
 
-def in_group(function):
-    """Let `function(strategy)` run within a group."""
+def in_group(function, apart=False):
+    """Let `function(strategy)` run within a group; `apart`: as if each had a machine of its own."""
 
     def run(rank):
+        if apart:
+            os.environ["LOCAL_WORLD_SIZE"] = "1"
         strategy = DDP("gloo", timeout=30, accelerator="cpu")
         strategy.setup()
         result = function(strategy)
@@ -222,6 +225,7 @@ def stopped_by(callback, strategy):
     return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("step", "stopped"),
     [
@@ -229,11 +233,11 @@ def stopped_by(callback, strategy):
         pytest.param(6, 6, id="all meet at the end of an epoch"),
     ],
 )
-def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped):
+def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, apart):
     def train(strategy):
         return stopped_by(SignalAt(step, rank=1), strategy)
 
-    assert ranks(3, in_group(train)) == [(stopped, "SIGTERM", 143)] * 3
+    assert ranks(3, in_group(train, apart)) == [(stopped, "SIGTERM", 143)] * 3
 
 
 class StopAt(Callback):
@@ -247,27 +251,30 @@ class StopAt(Callback):
             trainer.state.request_stop(f"rank {trainer.strategy.rank}")
 
 
-def test_what_all_processes_ask_for_happens_at_once(ranks):
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_all_processes_ask_for_happens_at_once(ranks, apart):
     """As it does in one process: the training must not depend on their number."""
     assert stopped_by(StopAt(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
 
     def train(strategy):
         return [stopped_by(StopAt(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
 
-    assert ranks(3, in_group(train)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
+    assert ranks(3, in_group(train, apart)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
 
 
-def test_a_signal_is_heard_over_a_stop_that_was_agreed_on(ranks):
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_signal_is_heard_over_a_stop_that_was_agreed_on(ranks, in_step):
     def train(strategy):
         state = TrainState()
         state.request_stop("enough")
-        strategy.agree(state, at_once=False)
+        strategy.agree(state, at_once=False, in_step=in_step)
         first = (state.stop_reason, state.stop_code)
         if strategy.rank == 1:
             state.signal = ("SIGTERM", 143)
         seen = [first]
         for _ in range(3):
-            strategy.agree(state, at_once=False)
+            strategy.barrier()  # as the exchange of gradients is
+            strategy.agree(state, at_once=False, in_step=in_step)
             seen.append((state.stop_reason, state.stop_code))
         return seen
 
