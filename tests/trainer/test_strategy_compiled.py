@@ -1,5 +1,7 @@
 """A compiled model trains over several processes as one that is not compiled."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -79,9 +81,14 @@ def train(strategy, backend=None):
     return weights, trainer.metrics, graphs
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow, id="inductor")]
-)
+# What inductor writes for CPUs is C++.
+INDUCTOR = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
