@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from scripts.console import describe, exit_code, log_to_stderr, stop_early
+from scripts.importing import importing
 from scripts.notes import Notes, Report
 from scripts.request import Request
 
@@ -40,7 +41,8 @@ def main() -> None:
 
 
 def _work(request: Request, notes: Notes) -> int:
-    from scripts.run import run
+    with importing():
+        from scripts.run import run
 
     code = run(request, notes.run_dir)
     if os.environ["RANK"] == "0":

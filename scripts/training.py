@@ -10,6 +10,7 @@ from scripts.arguments import parse_arguments
 from scripts.compose import Composed, compose
 from scripts.console import log_to_stderr, logger
 from scripts.help import answer
+from scripts.importing import importing
 from scripts.request import Request
 from scripts.shadow import clashes
 
@@ -41,10 +42,12 @@ def _start(composed: Composed, argv: list[str]) -> int:
     )
     try:
         if _is_group(composed) and "RANK" not in os.environ:
-            from scripts.launch import launch
+            with importing():
+                from scripts.launch import launch
 
             return launch(request)
-        from scripts.run import run
+        with importing():
+            from scripts.run import run
 
         return run(request)
     except ConfigError as error:  # found in what the keys name: say where they were written
