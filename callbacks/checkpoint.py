@@ -16,7 +16,6 @@ from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import StorageError
-from trainer.storage import on_main
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -172,7 +171,7 @@ class Checkpoint(Callback):
     def _write(self, trainer: Trainer, store: CheckpointStore) -> None:
         """Write on the main process, or each its shards. Raises StorageError on all."""
         step, strategy = trainer.state.global_step, trainer.strategy
-        on_main(strategy, store.prepare)
+        strategy.on_main(store.prepare)
         payload = strategy.write_shards(snapshot.take(trainer), store.path_of(step))
         is_best = bool(self._ranking) and self._ranking[0].step == step
         names = ["last"] * self._save_last + ["best"] * is_best
@@ -182,7 +181,7 @@ class Checkpoint(Callback):
             if self._save_top_k >= 0:
                 store.prune([saved.step for saved in self._ranking])
 
-        on_main(strategy, save)
+        strategy.on_main(save)
         if is_best and self._save_weights:
             self._write_weights(trainer, store.folder)
 

@@ -20,10 +20,16 @@ def main() -> NoReturn:
 
 
 def convert(source: Path, target: Path) -> int:
-    """Write the checkpoint `source`, whole, to `target`. Raises CheckpointError, StorageError."""
+    """Write the checkpoint `source`, whole, to the new file `target`.
+
+    Raises CheckpointError, StorageError.
+    """
     from trainer.checkpoint import write_checkpoint
     from trainer.checkpoint_reader import read_whole
+    from trainer.errors import CheckpointError
 
+    if target.exists():  # in a run's folder it would be a file that the index does not know
+        raise CheckpointError(f"{target} exists: choose another name")
     write_checkpoint(target, read_whole(source))
     print(f"written to {target}")
     return 0

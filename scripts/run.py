@@ -23,6 +23,7 @@ from scripts.request import Request
 from scripts.resume import Resume, differences, find_resume
 from scripts.run_log import Backlog, backlog, logged_to
 from trainer import snapshot
+from trainer.attempts import attempt
 from trainer.build import Experiment, build
 from trainer.build_check import check_targets
 from trainer.build_strategy import build_strategy
@@ -73,7 +74,7 @@ def _compare(configs: Sequence[dict[str, Any]]) -> None:
 def _restarted(request: Request, strategy: Strategy) -> Request:
     """Go on in the same directory once a launcher has started the processes again."""
     place = strategy.recall("run_dir")
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = attempt()
     if count != "0" and strategy.is_main:
         logger.warning("restart %s of %s", count, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?"))
     if place is None:
@@ -191,7 +192,6 @@ def _fit(
     request: Request, experiment: Experiment, directory: RunDirectory | None, resume: Resume | None
 ) -> int:
     trainer = experiment.trainer
-    trainer.setup()
     if directory is not None:
         logger.info("run directory: %s", directory.path)
     if resume is not None and resume.payload is not None:

@@ -40,10 +40,7 @@ def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
             return _follow(calls, rank)
         return _lead(calls, range(1, world_size), time.monotonic() + timeout.total_seconds())
     except (dist.DistStoreError, TimeoutError) as error:
-        seconds = timeout.total_seconds()
-        raise PeerError(
-            f"another process did not answer within {seconds:g} s (strategy.timeout)"
-        ) from error
+        raise PeerError.silent(timeout.total_seconds()) from error
 
 
 def _follow(store: Store, rank: int) -> str:

@@ -149,8 +149,7 @@ def build_model(
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ModelError(f"model: {lazy[0]} is lazy: give its layer its sizes, or call it once")
-    # fully_shard takes contiguous parameters only: there the images alone have the format.
-    if config.trainer.channels_last and config.strategy.name != "fsdp":
+    if config.trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return strategy.prepare(precision.convert(model))
 

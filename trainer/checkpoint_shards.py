@@ -23,7 +23,8 @@ from trainer.archive import DamagedCheckpointError, digest
 from trainer.atomic import TEMPORARY, sync_folder
 from trainer.checkpoint_index import Index
 from trainer.errors import CheckpointError, StorageError
-from trainer.storage import check_space, on_main, storage_error
+from trainer.pickled_names import is_code
+from trainer.storage import check_space, storage_error
 from trainer.strategy import Strategy
 
 SUFFIX = ".shards"
@@ -56,7 +57,7 @@ def write(
     tensors: dict[str, Tensor] = {}
     outline = _mapped(payload, lambda path, tensor: _taken(path, tensor, tensors))
     need = sum(t.numel() * t.element_size() for t in tensors.values())
-    on_main(strategy, lambda: check_space(target, need))
+    strategy.on_main(lambda: check_space(target, need))
     name = f"{target.stem}-{strategy.broadcast(uuid.uuid4().hex[:8])}{SUFFIX}"
     temporary = target.with_name(f"{TEMPORARY}{name}")
     try:
@@ -69,7 +70,7 @@ def write(
     files = {name: facts for part in strategy.gather(own) for name, facts in part.items()}
     if strategy.is_main:
         files[".metadata"] = _facts(temporary / ".metadata")
-    on_main(strategy, lambda: _move(temporary, target.with_name(name)))
+    strategy.on_main(lambda: _move(temporary, target.with_name(name)))
     return {**outline, "shards": {"folder": name, "files": files}}
 
 
@@ -109,8 +110,10 @@ def read(
     shards = payload.get("shards")
     if shards is None:
         return dict(payload)
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    reader = _reader(Path(shards["folder"]))
     tensors: dict[str, Any] = {}
     known = parameters or {}
     filled: dict[str, Any] = _mapped(
@@ -120,13 +123,10 @@ def read(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             # Each process for itself: what it needs is in files that all can read.
-            load(tensors, storage_reader=_reader(shards["folder"]), no_dist=True)
-    except CheckpointError:
-        raise
-    except BaseException as error:  # torch's CheckpointException is none of Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise DamagedCheckpointError(f"{shards['folder']}: cannot be read: {error}") from error
+            load(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        cause = error.failures[min(error.failures)][0]
+        raise DamagedCheckpointError(f"{shards['folder']}: cannot be read: {cause}") from cause
     del filled["shards"]
     return filled
 
@@ -181,21 +181,31 @@ def _place(
     return room
 
 
-def _reader(folder: str) -> Any:
+def _reader(folder: Path) -> Any:
+    """Return torch's reader, with a description of the shards that holds nothing but that."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
-    class Reader(FileSystemReader):
-        """torch's reader, whose pickle may hold nothing but the description of tensors."""
+    described = _described(folder / ".metadata")
+    if not isinstance(described, Metadata):
+        raise CheckpointError(f"{folder}: its .metadata describes no tensors")
+    metadata: Metadata = described
 
+    class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with open(Path(folder) / ".metadata", "rb") as file:
-                metadata = _Unpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise CheckpointError(f"{folder}: .metadata describes no tensors")
             return metadata
 
     return Reader(folder)
+
+
+def _described(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return _Unpickler(file).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # what a pickle that is none can raise has no end
+        raise DamagedCheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -205,7 +215,8 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"refused: shards described by code or a foreign type ({name})")
+        kind = "code" if is_code(f"{module}.{name}") else "an object of type"
+        raise CheckpointError(f"refused: holds {kind} ({module}.{name})")
 
 
 def _facts(path: Path) -> dict[str, Any]:

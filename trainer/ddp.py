@@ -52,9 +52,8 @@ class DDP(ProcessGroup):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
-        super().__init__(backend, timeout, accelerator, numbers)
+        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
         self.shares_buffers = broadcast_buffers
-        self._sync_batchnorm = sync_batchnorm
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
         self._options: dict[str, Any] = {
@@ -66,10 +65,6 @@ class DDP(ProcessGroup):
         }
         self._trained: list[str] = []  # names of parameters, as DDP counts them
         self._powersgd: PowerSGD | None = None
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model; where asked, BatchNorm takes its statistics over all processes."""
-        return super().prepare(self.synchronize_batchnorm(model, self._sync_batchnorm))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that averages gradients."""

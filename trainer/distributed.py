@@ -56,6 +56,7 @@ class ProcessGroup(Strategy):
         timeout: float = 1800.0,
         accelerator: str = "auto",
         numbers: Sequence[int] | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
@@ -67,6 +68,7 @@ class ProcessGroup(Strategy):
         self._control: dist.ProcessGroup | None = None
         self._agreement: Agreement | None = None
         self._board: Board | None = None
+        self._sync_batchnorm = sync_batchnorm
         self._share = Share()
         self._failed = False
 
@@ -136,10 +138,11 @@ class ProcessGroup(Strategy):
         """Wait for all processes."""
         dist.barrier(group=self._control)
 
-    def synchronize_batchnorm(self, model: nn.Module, asked: bool) -> nn.Module:
-        """Have BatchNorm take its statistics over all processes."""
-        if not asked:
-            return model
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model; where asked, BatchNorm takes its statistics over all processes."""
+        return super().prepare(self._synchronized(model) if self._sync_batchnorm else model)
+
+    def _synchronized(self, model: nn.Module) -> nn.Module:
         if self.device.type == "cpu":
             group = dist.new_group(backend="gloo", timeout=self.timeout)
             assert isinstance(group, dist.ProcessGroup)
@@ -152,8 +155,7 @@ class ProcessGroup(Strategy):
         """Exchange gradients in an update's last micro-batch only."""
         self._share.counts = counts
         try:
-            # What torch.compile returns is no FSDPModule, but holds one.
-            with self._exchanging(getattr(wrapped, "_orig_mod", wrapped), last):
+            with self._exchanging(wrapped, last):
                 yield
         finally:
             self._share.counts = True
@@ -222,7 +224,7 @@ class ProcessGroup(Strategy):
             return error
         cause = self._board.cause() if self._board is not None else None
         if cause is None:
-            return PeerError(trouble)
+            return trouble
         told = PeerError(f"process {cause.rank} failed: {cause.text}")
         told.exit_code = cause.code
         told.add_note(f"Process {cause.rank}:\n{cause.traceback}")

@@ -1,5 +1,7 @@
 """The failures a run can end with: each knows its exit code, and its text names the way out."""
 
+from typing import Self
+
 
 class RunError(Exception):
     """A failure with a known cause: printed as one `error:` line, without a traceback."""
@@ -23,6 +25,11 @@ class PeerError(RunError):
     """Another process of the group failed or left."""
 
     exit_code = 6
+
+    @classmethod
+    def silent(cls, seconds: float) -> Self:
+        """Say that another process did not answer in time."""
+        return cls(f"another process did not answer within {seconds:g} s (strategy.timeout)")
 
 
 class StorageError(RunError):

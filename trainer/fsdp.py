@@ -51,10 +51,9 @@ class FSDP(ProcessGroup):
         sharded_checkpoint: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__(backend, timeout, accelerator, numbers)
+        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
         self._wrap_modules = list(wrap_modules or [])
         self._sharded_checkpoint = sharded_checkpoint
-        self._sync_batchnorm = sync_batchnorm
         self._reshard_after_forward = reshard_after_forward
         # Gradients are added up in full precision whatever is computed with.
         self._precision = MixedPrecisionPolicy(
@@ -66,7 +65,8 @@ class FSDP(ProcessGroup):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the parameters, before an optimizer knows them."""
-        model = super().prepare(self.synchronize_batchnorm(model, self._sync_batchnorm))
+        # Only contiguous parameters can be sharded: of channels_last the images keep the format.
+        model = super().prepare(model).to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for module in [*self._units(model), model]:
             fully_shard(
@@ -91,8 +91,9 @@ class FSDP(ProcessGroup):
         return [m for m in reversed(found) if m is not model]
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        assert isinstance(wrapped, FSDPModule)
-        wrapped.set_requires_gradient_sync(last)
+        module = getattr(wrapped, "_orig_mod", wrapped)  # what torch.compile returns holds one
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(last)
         return nullcontext()
 
     @contextmanager

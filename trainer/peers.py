@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer.attempts import attempt
+from trainer.errors import PeerError
 
 _PATIENCE = timedelta(seconds=10)
 # What torch's process groups say when a peer is gone, whichever call it was that noticed.
@@ -98,14 +99,13 @@ def agent_board() -> Board | None:
     return Board(store, int(os.environ["RANK"]))
 
 
-def peer_trouble(error: BaseException, timeout: timedelta) -> str | None:
+def peer_trouble(error: BaseException, timeout: timedelta) -> PeerError | None:
     """Say in words how an exception shows that another process is lost; None if it does not."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error).lower()
     if any(sign in text for sign in _SILENT):
-        seconds = timeout.total_seconds()
-        return f"another process did not answer within {seconds:g} s (strategy.timeout)"
+        return PeerError.silent(timeout.total_seconds())
     if isinstance(error, dist.DistError) or any(sign in text for sign in _LOST):
-        return "another process of the run was lost"
+        return PeerError("another process of the run was lost")
     return None

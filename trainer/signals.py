@@ -29,7 +29,7 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
         trainer.strategy.on_signal()
         # Several processes agree at a boundary; one alone need not wait for a slow loader.
         if trainer.waiting.active and trainer.strategy.world_size == 1:
-            trainer.strategy.agree(trainer.state)
+            trainer.state.settle()
             raise StopWaiting
 
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in EXIT_CODES}

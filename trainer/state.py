@@ -46,6 +46,11 @@ class TrainState:
         settled = self.stop_code or (self.stop_reason is not None and not (wish and wish[1]))
         return None if settled else wish
 
+    def settle(self) -> None:
+        """End the run by this process's own wish: there is no other to agree with."""
+        if self.wish is not None:
+            self.stop(*self.wish)
+
     def stop(self, reason: str, code: int = 0) -> None:
         """End the run: all processes have agreed."""
         self.stop_reason, self.stop_code = reason, code

@@ -1,17 +1,10 @@
 """What keeps a file from being written, in one line that a person can act on."""
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.errors import StorageError
-
-if TYPE_CHECKING:
-    from trainer.strategy import Strategy
 
 _REASONS = {
     errno.ENOSPC: "no space left",
@@ -29,26 +22,11 @@ def storage_error(path: Path, error: OSError, *, need: int | None = None) -> Sto
     return StorageError(f"cannot write {path}: {_reason(path, error, need)}")
 
 
-def on_main(strategy: Strategy, write: Callable[[], object]) -> None:
-    """Let the main process write; what keeps it from that is raised on all, as StorageError."""
-    failure = None
-    if strategy.is_main:
-        try:
-            write()
-        except StorageError as error:
-            failure = str(error)
-    failure = strategy.broadcast(failure)
-    if failure is not None:
-        raise StorageError(failure)
-
-
 def check_space(path: Path, need: int) -> None:
     """Raise StorageError if the folder of `path` has fewer than `need` bytes free."""
     free = free_bytes(path.parent)
     if free is not None and free < need:
-        raise StorageError(
-            f"cannot write {path}: no space left (need {megabytes(need)}, free {megabytes(free)})"
-        )
+        raise storage_error(path, OSError(errno.ENOSPC, "too little before it is begun"), need=need)
 
 
 def free_bytes(folder: Path) -> int | None:

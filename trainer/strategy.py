@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import StorageError
 from trainer.state import TrainState
 
 
@@ -96,8 +97,7 @@ class Strategy:
         Without `at_once`, which all pass alike, what one alone wishes may count one call later.
         `in_step`, alike too: before the next call all will have exchanged gradients.
         """
-        if state.wish is not None:
-            state.stop(*state.wish)
+        state.settle()
 
     def on_signal(self) -> None:
         """Hear of a signal to stop; called within its handler."""
@@ -112,6 +112,18 @@ class Strategy:
 
     def barrier(self) -> None:
         """Wait for all processes."""
+
+    def on_main(self, write: Callable[[], object]) -> None:
+        """Let the main process write; what keeps it from that is raised on all, a StorageError."""
+        failure = None
+        if self.is_main:
+            try:
+                write()
+            except StorageError as error:
+                failure = str(error)
+        failure = self.broadcast(failure)
+        if failure is not None:
+            raise StorageError(failure)
 
     def failing_together(self) -> AbstractContextManager[Any]:
         """Return the context that tells the others of a failure, and turns theirs into words."""

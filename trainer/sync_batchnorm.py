@@ -43,9 +43,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize; in training all processes must call it. Raises ValueError for one value."""
-        if not self.training and self.running_mean is not None:
+        if not self.training:  # each by itself, as their numbers of batches may differ
             mean, variance = self.running_mean, self.running_var
-            return batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
+            parts = (self.weight, self.bias, mean is None)
+            return batch_norm(input, mean, variance, *parts, eps=self.eps)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
@@ -71,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics; without a momentum they are the mean over all batches."""
-        if not (self.training and self.track_running_stats):
+        if not self.track_running_stats:
             return
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

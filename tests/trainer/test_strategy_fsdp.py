@@ -15,7 +15,7 @@ from scripts.convert import convert
 from trainer import checkpoint_shards, snapshot
 from trainer.callback import Callback
 from trainer.checkpoint_reader import read_checkpoint
-from trainer.errors import ModelError
+from trainer.errors import CheckpointError, ModelError
 from trainer.fsdp import FSDP
 from trainer.gradients import Clipping
 from trainer.options import TrainerOptions
@@ -212,6 +212,8 @@ def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
             assert_same(alone[1], resumed, 1e-10)
     assert_same(alone[1], go_on(Strategy("cpu"), tmp_path)[1], 1e-10)
     convert(tmp_path / "checkpoints" / "last.pt", tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(tmp_path / "whole.pt", tmp_path / "checkpoints" / "last.pt")
     _, resumed = train(Strategy("cpu"), content=(tmp_path / "whole.pt").read_bytes())
     assert_same(alone[1], resumed, 1e-10)
 

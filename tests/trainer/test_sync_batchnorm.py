@@ -101,6 +101,20 @@ def test_evaluation_and_names_are_torchs(ranks):
         assert own == names
 
 
+def test_evaluation_asks_nobody(ranks):
+    """Processes may have different numbers of batches, and statistics none that are kept."""
+    plain = nn.BatchNorm2d(4, track_running_stats=False).double()
+
+    def run(rank):
+        def compute(group, share):
+            norm = synchronize(plain, group, share).eval()
+            return norm(batches((3, 2))[0]).detach() if rank == 0 else None
+
+        return in_group(rank, 2, compute)
+
+    assert torch.equal(ranks(2, run)[0], plain(batches((3, 2))[0]).detach())
+
+
 def test_activations_computed_again_leave_statistics_alone(ranks):
     def run(rank):
         def compute(group, share):
