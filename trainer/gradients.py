@@ -68,18 +68,15 @@ def _placed_like(noise: Tensor, grad: Any) -> Tensor:
 
 def without_effect(
     precision: str, norm: float | None, value: float | None, noise: object
-) -> dict[str, Any]:
-    """Return by key of `trainer` what cannot reach the gradients that LBFGS computes by itself."""
-    return {
-        key: setting
-        for key, setting, is_set in (
-            ("precision", precision, precision == "fp16"),
-            ("clip_grad_norm", norm, norm is not None),
-            ("clip_grad_value", value, value is not None),
-            ("gradient_noise", noise, noise is not None),
-        )
-        if is_set
+) -> list[str]:
+    """Return the keys of `trainer` that ask for what LBFGS, by itself, does to no gradient."""
+    asked = {
+        "precision": precision == "fp16",
+        "clip_grad_norm": norm is not None,
+        "clip_grad_value": value is not None,
+        "gradient_noise": noise is not None,
     }
+    return [key for key, is_asked in asked.items() if is_asked]
 
 
 def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

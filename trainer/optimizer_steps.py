@@ -12,7 +12,13 @@ from torch.optim import SGD, Optimizer
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Tell whether `step` must be given a closure that computes the loss, as LBFGS's must."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return takes_closure(type(optimizer))
+
+
+def takes_closure(kind: type[Any]) -> bool:
+    """Tell whether the `step` of a class must be given a closure."""
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
