@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.copies import own_part
+
 
 class WeightAverage:
     """Keep `average += weight * (model - average)` over a model's parameters.
@@ -43,15 +45,9 @@ class WeightAverage:
         self._loaded = {}
 
     @torch.no_grad()
-    def update(self, weight: float | Tensor) -> None:
-        """Move towards the model; a `weight` of 0 on the device changes nothing."""
-        averages, current = _columns(self._averaged)
-        if isinstance(weight, Tensor):
-            steps = torch._foreach_sub(current, averages)
-            torch._foreach_mul_(steps, weight)
-            torch._foreach_add_(averages, steps)
-        else:
-            torch._foreach_lerp_(averages, current, weight)
+    def update(self, weight: float) -> None:
+        """Move towards the model."""
+        torch._foreach_lerp_(*_columns(self._averaged), weight)
         if self._copied:
             torch._foreach_copy_(*_columns(self._copied))
 
@@ -89,13 +85,7 @@ class WeightAverage:
 
 
 def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [_part(average) for average, _ in pairs], [_part(model) for _, model in pairs]
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that processes hold in parts; any other as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return [own_part(average) for average, _ in pairs], [own_part(model) for _, model in pairs]
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:

@@ -130,7 +130,7 @@ class Checkpoint(Callback):
 
         Between two updates only; a collective of all processes. Raises StorageError on all.
         """
-        trainer.updater.learn_of_skipped()  # or the counters saved would be a GPU's guesses
+        trainer.updater.confirm()  # or what a GPU left out would be saved as done
         counters = trainer.state.state_dict()
         if self._store is None or not trainer.state.updates or counters == self._saved:
             return

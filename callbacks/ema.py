@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from callbacks.averaging import WeightAverage
 from callbacks.errors import CallbackError
 from trainer.callback import Callback
@@ -42,28 +40,20 @@ class EMA(Callback):
         self._update_every = update_every
         self.used_for_evaluation = use_for_evaluation
         self._average = WeightAverage(use_buffers)
-        self._skipped: Tensor | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin at the model's weights, or go on."""
         self._average.begin(trainer.model)
-        self._skipped = skipped_on_device(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Average, unless the update was skipped."""
-        state, before = trainer.state, self._skipped
-        self._skipped = skipped_on_device(trainer)
+        """Average, unless the update was skipped.
+
+        One that a GPU left out moves no weights, and ends the run before the average is used.
+        """
+        state = trainer.state
         if state.skipped_in_a_row or state.global_step % self._update_every:
             return
-        weight = 1 - self.decay(state.global_step)
-        if before is None or self._skipped is None:
-            self._average.update(weight)
-        else:
-            self._average.update((self._skipped == before) * weight)
-
-    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Follow the device's count of skipped updates: a log boundary may have reset it."""
-        self._skipped = skipped_on_device(trainer)
+        self._average.update(1 - self.decay(state.global_step))
 
     def decay(self, step: int) -> float:
         """Return the decay of the update that made `step`."""
@@ -80,9 +70,3 @@ class EMA(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over an average."""
         self._average.load_state_dict(state["model"])
-
-
-def skipped_on_device(trainer: Trainer) -> Tensor | None:
-    """Return a copy of the count of updates that a GPU left out; None where the host knows."""
-    count: Tensor = trainer.updater._guard.skipped
-    return count.clone() if count.device.type != "cpu" else None

@@ -17,11 +17,14 @@ from trainer import lr_schedule, optimizers
 from trainer.build import build_task
 from trainer.build_data import with_classes
 from trainer.errors import RunError
+from trainer.gradients import without_effect
 from trainer.instantiate import instantiate, refused_targets
 from trainer.optimization_check import check_optimization
 from trainer.optimizer_nodes import SINGLE
+from trainer.optimizer_steps import takes_closure
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
+from trainer.targets import locate
 
 # Stand-ins for what is known only once the data are open.
 _LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
@@ -48,7 +51,11 @@ def check_targets(config: Config) -> None:
     )
     monitors = list(_task_problems(config))
     about = tuple(p.key.rpartition(".")[0] for p in monitors)
-    others = [*_constructor_problems(config), *_model_problems(config)]
+    others = [
+        *_search_problems(config),
+        *_constructor_problems(config),
+        *_model_problems(config),
+    ]
     _complain([*monitors, *(p for p in others if p.key not in about)])
 
 
@@ -151,6 +158,23 @@ def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
             "optimizer.optimizers",
             f"the optimizers are {', '.join(names)}, but those of task.turns {', '.join(turns)}",
             hint="a task that takes turns has one optimizer for each, such as optimizer=gan",
+        )
+
+
+def _search_problems(config: Config) -> Iterator[Problem]:
+    """Find what has no effect on an optimizer that computes its gradients by itself."""
+    nodes = optimizers.target_nodes(fill(config.optimizer, _LENGTHS))
+    kinds = [locate(node["_target_"]) for node in nodes.values()]
+    searching = [k.__name__ for k in kinds if isinstance(k, type) and takes_closure(k)]
+    options = config.trainer
+    found = without_effect(
+        options.precision, options.clip_grad_norm, options.clip_grad_value, options.gradient_noise
+    )
+    for key in found if searching else ():
+        yield Problem(
+            f"trainer.{key}",
+            f"cannot reach the gradients that {searching[0]} computes by itself",
+            hint="leave it out, or take another optimizer",
         )
 
 

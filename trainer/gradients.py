@@ -66,10 +66,31 @@ def _placed_like(noise: Tensor, grad: Any) -> Tensor:
     return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)
 
 
+def without_effect(
+    precision: str, norm: float | None, value: float | None, noise: object
+) -> list[str]:
+    """Return the keys of `trainer` that ask for what LBFGS, by itself, does to no gradient."""
+    asked = {
+        "precision": precision == "fp16",
+        "clip_grad_norm": norm is not None,
+        "clip_grad_value": value is not None,
+        "gradient_noise": noise is not None,
+    }
+    return [key for key, is_asked in asked.items() if is_asked]
+
+
 def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the p-norm of all gradients as one vector; a scalar tensor on their device."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(grads, norm_type)
+    return _norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+
+def largest(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the largest entry of all parameters, a NaN where one holds any."""
+    return _norm([p.detach() for p in parameters], math.inf)
+
+
+def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
+    norm = get_total_norm(tensors, norm_type)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: of all ranks
 
 

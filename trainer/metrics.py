@@ -26,20 +26,8 @@ class Sums:
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def add(
-        self,
-        name: str,
-        total: Tensor,
-        count: Tensor | float,
-        scale: float = 1,
-        finite: Tensor | None = None,
-    ) -> None:
-        """Add `scale * total` and `count` to those of `name`, without waiting for the device.
-
-        Where `finite` is false, nothing is added: the update that it tells of was not applied.
-        """
-        if finite is not None:
-            total, count = torch.where(finite, total, 0), count * finite
+    def add(self, name: str, total: Tensor, count: Tensor | float, scale: float = 1) -> None:
+        """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
         if name in self._sums:
             self._sums[name].add_(total, alpha=scale)
             self._counts[name] = self._counts[name] + count
@@ -47,36 +35,28 @@ class Sums:
             self._sums[name] = total.to(self.dtype, copy=True).mul_(scale)
             self._counts[name] = count
 
-    def add_output(
-        self,
-        output: StepOutput,
-        samples: int,
-        loss_name: str = "loss",
-        finite: Tensor | None = None,
-    ) -> None:
+    def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""
         if isinstance(output.loss, Tensor):
             loss = output.loss.detach()
-            self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples, finite)
+            self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples)
         else:
             for name, term in output.loss.items():
                 self._add_term(
-                    f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples, finite
+                    f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples
                 )
         real = 1 if samples else 0
         for name, (total, count) in output.sums.items():
-            self.add(name, total.detach(), count * real, real, finite)
+            self.add(name, total.detach(), count * real, real)
 
-    def _add_term(
-        self, name: str, term: Tensor, count: Any, samples: int, finite: Tensor | None
-    ) -> None:
+    def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
         real = 1 if samples else 0
         if count is None:
-            self.add(name, term.mean(), samples, samples, finite)
+            self.add(name, term.mean(), samples, samples)
         elif isinstance(count, Tensor):
-            self.add(name, mean_of(term, count) * count, count * real, real, finite)
+            self.add(name, mean_of(term, count) * count, count * real, real)
         else:  # a sum over the samples: over the updates, its mean
-            self.add(name, term.sum(), real, real, finite)
+            self.add(name, term.sum(), real, real)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices: one transfer to the host; a sum where count is 0."""

@@ -1,4 +1,4 @@
-"""Updates that are not finite are not applied: to parameters, buffers or optimizer state (I6)."""
+"""Where the NaN of an update came from."""
 
 from __future__ import annotations
 
@@ -8,85 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainer.batch import MicroBatch, first_tensor
 from trainer.state import TrainState
-
-
-class Guard:
-    """Undo on the device what a non-finite update did, without asking the host.
-
-    A forward pass writes to buffers (BatchNorm's statistics) before anyone knows of the NaN, so
-    these are remembered before each update.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._buffers = [b for b in model.buffers() if b.numel()]
-        self._copies = [b.detach().clone() for b in self._buffers]
-        self.skipped = torch.zeros((), device=device)  # since `take_skipped`
-
-    def remember(self) -> None:
-        """Keep the buffers as they are before an update."""
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)
-
-    def restore(self) -> None:
-        """Put the remembered buffers back."""
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._copies)
-
-    def step(self, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
-        """Step where `norm` is finite; else leave everything as it was. No host sync."""
-        bad = (~torch.isfinite(norm)).float().reshape(())
-        for optimizer in optimizers:
-            step_unless(bad, optimizer)
-        _select(bad, self._buffers, self._copies)
-        self.skipped += bad
-
-    def take_skipped(self) -> int:
-        """Return how many updates `step` left out since the last call; waits for the device."""
-        count = int(self.skipped.item())
-        self.skipped.zero_()
-        return count
-
-
-def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
-    """Step `optimizer` if the scalar `bad` is 0, decided on the device.
-
-    A fused optimizer does so in its kernel; any other's parameters and state are copied and put
-    back, which costs their size in memory.
-    """
-    # torch's fused SGD leaves its momentum uninitialised if the step that makes it is left out.
-    begun = all(p in optimizer.state for p in _parameters(optimizer) if p.grad is not None)
-    if begun and getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        return
-    before = _tensors(optimizer)
-    copies = [t.detach().clone() for t in before]
-    optimizer.step()
-    known = {id(t) for t in before}
-    fresh = [t for t in _tensors(optimizer) if id(t) not in known]
-    _select(bad, before, copies)
-    # State made by this very step: torch's optimizers all begin with zeros.
-    _select(bad, fresh, [torch.zeros_like(t) for t in fresh])
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    return [*_parameters(optimizer), *states]
-
-
-@torch.no_grad()
-def _select(bad: Tensor, current: Sequence[Tensor], former: Sequence[Tensor]) -> None:
-    for now, then in zip(current, former, strict=True):
-        torch.where(bad.to(now.device).bool(), then, now, out=now.detach())
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
@@ -106,9 +30,13 @@ class Finding:
 
 
 def explain(
-    model: nn.Module, state: TrainState, micro_batches: Sequence[MicroBatch], batches: Sequence[Any]
+    model: nn.Module,
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    batches: Sequence[Any],
+    losses: Sequence[Tensor],
 ) -> Finding:
-    """Name the origin of a non-finite gradient: a sample, a parameter, or the loss."""
+    """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient."""
     where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
     advice = (
         "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
@@ -124,8 +52,11 @@ def explain(
     if weights:
         return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
     gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
-    name = f"gradient of {gradients}" if gradients else "loss"
-    return Finding(2, f"the {name} is not finite, {where}{shown if indices else ''}: {advice}")
+    # A loss that is not finite makes all gradients so.
+    of_loss = gradients is None or first_nonfinite(("", loss) for loss in losses) is not None
+    name = "loss" if of_loss else f"gradient of {gradients}"
+    place = f"{where}{shown if indices else ''}"
+    return Finding(2 if of_loss else 3, f"the {name} is not finite, {place}: {advice}")
 
 
 def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.instantiate import instantiate
+from trainer.optimizer_steps import damped
 from trainer.param_groups import Claim, ParamGroup, ParamGroupError, complain
 from trainer.param_rules import parse_rules
 from trainer.param_selectors import nearest, parse_selector
@@ -96,9 +97,16 @@ def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) ->
         for group in groups
     ]
     complain(problems)
-    open_choice = defaults.get("fused", True) is None and not defaults.get("foreach")
-    fused = prefer_fused and open_choice and not defaults.get("differentiable")
+    fused = prefer_fused and _takes_fused(defaults, resolved)
     return _construct(section.target | ({"fused": True} if fused else {}), section.key, resolved)
+
+
+def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether torch's fused kernel is there and the node leaves the choice open."""
+    open_choice = defaults.get("fused", True) is None and not defaults.get("foreach")
+    # Fused SGD cannot begin to damp a parameter whose first gradient comes later than others'.
+    damps = any(damped({**defaults, **group}) for group in groups)
+    return open_choice and not defaults.get("differentiable") and not damps
 
 
 def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import CheckpointError
+from trainer.optimizer_steps import needs_closure
 from trainer.plain import NotPlainError, plain, plain_part
 
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
@@ -290,9 +290,3 @@ def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:
     if isinstance(value, dict):
         return {k: _like(v, parameter, on_host, dtype) for k, v in value.items()}
     return value
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Tell whether `step` must be given a closure that computes the loss, as LBFGS's must."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

@@ -8,11 +8,12 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from trainer.lr_nodes import target_nodes as schedule_nodes
 from trainer.optimizer_nodes import SINGLE, build, claims, sections
-from trainer.optimizer_state import Group, hyper_parameters, needs_closure, pack, unpack
+from trainer.optimizer_state import Group, hyper_parameters, pack, unpack
+from trainer.optimizer_steps import begin_with_zeros, needs_closure
 from trainer.param_groups import complain, divide, some
 from trainer.param_rules import DEFAULT
 from trainer.param_selectors import Candidate, candidates
@@ -64,6 +65,9 @@ class Optimizers:
             name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
         }
+        for optimizer in self.optimizers.values():
+            if isinstance(optimizer, SGD):
+                optimizer.register_step_pre_hook(begin_with_zeros)
 
     @classmethod
     def wrap(

@@ -49,8 +49,12 @@ class Precision:
         return torch.autocast(self._device_type, dtype=self._autocast)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, scaled."""
-        (self.scaler.scale(loss) if self.scales else loss).backward()  # type: ignore[no-untyped-call]
+        """Add the gradients of `loss`, scaled; those of a loss that is not finite are NaN.
+
+        So every process learns of it with the gradients, and the host asks for nothing but these.
+        """
+        one = loss.detach() * 0 + 1
+        (self.scaler.scale(loss) if self.scales else loss).backward(one)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients by the scale, looking for infinities on the way."""

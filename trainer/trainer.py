@@ -140,6 +140,7 @@ class Trainer:
             while not (self.done or self.state.stop_reason):
                 self.hooks.emit("on_epoch_start", self)
                 self._run_epoch()
+            self.updater.confirm()
             self.hooks.emit("on_fit_end", self)
         except BaseException as error:
             self.hooks.emit("on_exception", self, error)
@@ -187,6 +188,7 @@ class Trainer:
         self._end_epoch()
 
     def _end_epoch(self) -> None:
+        self.updater.confirm()  # before anything counts or averages what the epoch ended with
         self.state.epoch += 1
         self.state.position = 0
         self.lr_schedule.after_epoch()
@@ -244,7 +246,7 @@ class Trainer:
         return bool(by_epoch or by_step or self.done)
 
     def _log(self) -> None:
-        self.updater.learn_of_skipped()
+        self.updater.confirm()
         means = self.updater.take_means()
         scalars = {f"train/{name}": value for name, value in means.items()}
         if self.precision.scales:
@@ -265,6 +267,7 @@ class Trainer:
     def _validate(self) -> None:
         assert self.val_loader is not None
         started = time.monotonic()
+        self.updater.confirm()
         self.hooks.emit("on_validation_start", self)
         try:
             metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)

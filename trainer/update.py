@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.batch import MicroBatch, Piece
-from trainer.errors import DivergedError, SampleError
-from trainer.gradients import clip, is_finite, total_norm
+from trainer.errors import DivergedError, ModelError, SampleError
+from trainer.gradients import clip, largest, total_norm, without_effect
+from trainer.guard import Guard, guard_of
 from trainer.metrics import Sums, mean_of
-from trainer.nonfinite import Guard, explain
+from trainer.nonfinite import explain
 from trainer.optimizers import needs_closure
 from trainer.parts import Parts
 from trainer.task import SUM, StepOutput
@@ -27,7 +28,8 @@ class _Turn:
     """Optimizers that step together on one loss; unnamed where all do."""
 
     name: str
-    optimizers: list[Optimizer]
+    every: list[Optimizer]
+    optimizers: list[Optimizer]  # those that only step
     searching: list[Optimizer]  # those that evaluate the loss again within a step, as LBFGS does
     parameters: list[Tensor]
 
@@ -37,6 +39,7 @@ class _Turn:
         every = list(optimizers)
         return cls(
             name,
+            every,
             [o for o in every if not needs_closure(o)],
             [o for o in every if needs_closure(o)],
             [p for o in every for group in o.param_groups for p in group["params"]],
@@ -56,10 +59,7 @@ class Updater:
         self._precision = parts.precision
         self._options = parts.options
         self._state = parts.state
-        self._guard = Guard(parts.model, device)
-        # A scaled loss overflows now and then, and its scaler looks at the host anyway; else a
-        # GPU decides by itself and is asked at the log boundary.
-        self._verdict_on_host = device.type == "cpu" or parts.precision.scales
+        _refuse_what_a_search_leaves_out(parts)
 
     @functools.cached_property
     def _turns(self) -> list[_Turn]:
@@ -68,11 +68,25 @@ class Updater:
             return [_Turn.of("", optimizers.values())]
         return [_Turn.of(name, [optimizers[name]]) for name in self._task.turns]
 
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        # A turn that is refused takes those before it along; a search may end anywhere.
+        early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
+        return guard_of(self._parts, list({o: None for t in early for o in t.every}))
+
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero."""
         batches = [self._parts.to_device(m.batch) for m in micro_batches]
         self._guard.remember()
-        return all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
+        taken = []
+        for turn in self._turns:
+            result = self._take_turn(turn, micro_batches, batches)
+            if result is None:
+                return False
+            taken.append((turn, *result))
+        for turn, outputs, norm in taken:
+            self._add_sums(turn, micro_batches, outputs, norm)
+        return True
 
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute an update's gradients and drop them, for `Strategy.rehearse`."""
@@ -85,32 +99,27 @@ class Updater:
 
     def _take_turn(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
-    ) -> bool:
+    ) -> tuple[list[StepOutput], Tensor] | None:
+        """Return what the sums need; None if the turn, and so the update, was refused."""
         outputs, shares = self._accumulate(turn, micro_batches, batches)
         self._precision.unscale(turn.optimizers)
         norm = total_norm(turn.parameters, self._options.clipping.norm_type)
-        if self._verdict_on_host and not (is_finite(norm) and self._is_finite(shares)):
-            self._refuse(micro_batches, batches)
-            return False
+        if self._guard.refuses(norm):
+            self._refuse(micro_batches, batches, shares)
+            return None
         clip(self._options.clipping, self._optimizers, turn.parameters, norm)
         if self._options.gradient_noise is not None:
             self._options.gradient_noise.add(turn.parameters, self._state.updates, turn.name)
-        if self._verdict_on_host:
-            for optimizer in turn.optimizers:
-                optimizer.step()
-            for optimizer in turn.searching:
-                optimizer.step(self._closure(turn, micro_batches, batches))  # type: ignore[arg-type]
-            self._precision.update_scale()
-        else:
-            self._guard.step(turn.optimizers, norm)
+        for optimizer in turn.optimizers:
+            self._guard.step(optimizer)
+        if turn.searching:
+            self._search(turn, micro_batches, batches, shares)
+            if self._guard.refuses(largest(turn.parameters)):
+                self._refuse(micro_batches, batches, shares)
+                return None
+        self._precision.update_scale()
         self._optimizers.zero_grad()
-        self._add_sums(turn, micro_batches, outputs, norm)
-        return True
-
-    def _is_finite(self, shares: Sequence[Tensor]) -> bool:
-        # An infinite loss may have a finite gradient. Where several processes see different
-        # losses their verdicts could differ: there the mean at the log boundary tells all.
-        return self._strategy.world_size > 1 or all(is_finite(share) for share in shares)
+        return outputs, norm
 
     def _accumulate(
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
@@ -124,7 +133,8 @@ class Updater:
                 with self._precision.autocast():
                     output = self._forward(turn, batch)
                 share = self._share(output, micro_batch.piece, totals)
-                self._precision.backward(share)
+                # A borrowed sample's loss is not this process's to judge.
+                self._precision.backward(share if counts else share.nan_to_num())
             outputs.append(output)
             shares.append(share)
         return outputs, shares
@@ -173,22 +183,37 @@ class Updater:
                 terms.append(term.mean() * share)
         return _add(terms)
 
-    def _closure(
-        self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
-    ) -> Callable[[], Tensor]:
+    def _search(
+        self,
+        turn: _Turn,
+        micro_batches: Sequence[MicroBatch],
+        batches: list[Any],
+        shares: Sequence[Tensor],
+    ) -> None:
+        """Let optimizers step that evaluate loss and gradients by themselves."""
+        # What was computed is their first evaluation, unless other optimizers have stepped since.
+        known = [] if turn.optimizers else [self._loss(shares)]
+
         def evaluate() -> Tensor:
+            if known:
+                return known.pop()
             self._optimizers.zero_grad()
-            _, shares = self._accumulate(turn, micro_batches, batches)
-            return self._strategy.reduce(_add(shares).detach()) / self._strategy.gradient_scale
+            return self._loss(self._accumulate(turn, micro_batches, batches)[1])
 
-        return evaluate
+        for optimizer in turn.searching:
+            optimizer.step(evaluate)  # type: ignore[arg-type]
 
-    def _refuse(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> None:
+    def _loss(self, shares: Sequence[Tensor]) -> Tensor:
+        return self._strategy.reduce(_add(shares).detach()) / self._strategy.gradient_scale
+
+    def _refuse(
+        self, micro_batches: Sequence[MicroBatch], batches: list[Any], shares: Sequence[Tensor]
+    ) -> None:
         self._guard.restore()
         if self._precision.scales:
             self._precision.update_scale()
         elif self._options.on_nonfinite == "stop":
-            here = explain(self._parts.model, self._state, micro_batches, batches)
+            here = explain(self._parts.model, self._state, micro_batches, batches, shares)
             raise DivergedError(min(self._strategy.gather(here)).text)
         self._optimizers.zero_grad()
 
@@ -200,12 +225,11 @@ class Updater:
         norm: Tensor,
     ) -> None:
         suffix = f"_{turn.name}" if turn.name else ""
-        finite = None if self._verdict_on_host else torch.isfinite(norm)
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            self.sums.add_output(output, micro_batch.piece.count, f"loss{suffix}", finite)
+            self.sums.add_output(output, micro_batch.piece.count, f"loss{suffix}")
         # The norm is the same on every process, so one of them counts it.
         once = int(self._strategy.is_main)
-        self.sums.add(f"grad_norm{suffix}", norm, once, once, finite)
+        self.sums.add(f"grad_norm{suffix}", norm, once, once)
 
     def take_means(self) -> dict[str, float]:
         """Return the means since the last call; one that is not finite ends the run."""
@@ -233,20 +257,37 @@ class Updater:
                 + "): lower optimizer.lr, or allow more with trainer.max_skipped_in_a_row"
             )
 
-    def learn_of_skipped(self) -> None:
-        """Ask a GPU which updates it left out since the last time; waits for it."""
-        if self._verdict_on_host:
+    def confirm(self) -> None:
+        """Learn from the device whether all updates were applied; the host waits for it.
+
+        Where the device decides, an update that it left out ends the run: parameters, buffers,
+        optimizer state and `global_step` are then what they were before it. Raises DivergedError.
+        """
+        count, state = self._guard.confirm(), self._state
+        if not count:
             return
-        count = self._guard.take_skipped()
-        if count and self._options.on_nonfinite == "stop":
-            raise DivergedError(
-                f"{count} of the updates up to step {self._state.global_step} (epoch "
-                f"{self._state.epoch}) were not finite and were not applied: lower optimizer.lr, "
-                f"or go on over such updates with trainer.on_nonfinite=skip"
-            )
-        self._state.global_step -= count
-        if count:
-            self.count_skipped(count)
+        state.global_step -= count
+        state.skipped_updates += count
+        later = f", nor were the {count - 1} after it" if count > 1 else ""
+        raise DivergedError(
+            f"the loss or a gradient is not finite at update {state.updates - count + 1} (step "
+            f"{state.global_step + 1}, epoch {state.epoch}): the update was not applied{later}; "
+            "lower optimizer.lr, bound it with trainer.clip_grad_norm, or leave such updates out "
+            "with trainer.on_nonfinite=skip"
+        )
+
+
+def _refuse_what_a_search_leaves_out(parts: Parts) -> None:
+    clipping, options = parts.options.clipping, parts.options
+    keys = without_effect(
+        parts.precision.name, clipping.norm, clipping.value, options.gradient_noise
+    )
+    searching = [o for o in parts.optimizers.optimizers.values() if needs_closure(o)]
+    if keys and searching:
+        raise ModelError(
+            f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
+            f"{', trainer.'.join(keys)} cannot reach them: leave that out"
+        )
 
 
 def _add(terms: Iterable[Tensor]) -> Tensor:

@@ -7,6 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from conf.check import parse
+from conf.errors import ConfigError
+from scripts.compose import compose
+from trainer.build_check import check_targets
 from trainer.optimization_check import check_optimization
 from trainer.param_groups import ParamGroupError
 
@@ -63,3 +67,20 @@ def test_a_fault_in_a_users_function_is_not_a_mistake_in_the_config(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(LookupError):
         check_optimization(network(), SGD, {**LAMBDA, "functions": "faulty_schedules.fail"})
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        pytest.param("trainer.precision=fp16", "trainer.precision", id="fp16"),
+        pytest.param("trainer.clip_grad_norm=1.0", "trainer.clip_grad_norm", id="norm"),
+        pytest.param("trainer.clip_grad_value=0.1", "trainer.clip_grad_value", id="value"),
+        pytest.param("+trainer.gradient_noise.eta=0.1", "trainer.gradient_noise", id="noise"),
+    ],
+)
+def test_what_lbfgs_would_ignore_is_a_mistake(override: str, key: str) -> None:
+    line = ["experiment=resnet18", "model=mlp", "optimizer=lbfgs"]
+    check_targets(parse(compose(line).config))
+    with pytest.raises(ConfigError) as caught:
+        check_targets(parse(compose([*line, override]).config))
+    assert f"{key}: cannot reach the gradients that LBFGS" in str(caught.value)

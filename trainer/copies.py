@@ -1,0 +1,137 @@
+"""What an update changes before its verdict is known, kept to be put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.optim import Optimizer
+
+_Owner = dict[str, Tensor | None]  # the buffers of one module
+
+
+class Memory:
+    """The buffers of a model, and optimizers that step early, as they were before an update.
+
+    A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place, before
+    anyone knows of a NaN.
+    """
+
+    def __init__(self, model: nn.Module, early: Sequence[Optimizer] = ()) -> None:
+        self._owners = [m._buffers for m in model.modules() if m._buffers]
+        self._early = early
+        self._copies = Copies()
+        self._buffers: list[tuple[_Owner, str, Tensor]] = []
+        self._states: list[dict[Any, Any]] = []  # of each early optimizer
+
+    def take(self, unless: Tensor | None = None) -> None:
+        """Keep everything; where the scalar `unless` is not 0 on the device, what is kept stays."""
+        buffers = list(_moving(self._owners))
+        states = [{k: _structure(s) for k, s in o.state.items()} for o in self._early]
+        tensors = [*(b for _, _, b in buffers), *_parameters(self._early), *_tensors(states)]
+        tensors = [own_part(t) for t in tensors]
+        # State that the update before has made has no place among the copies: the host looks.
+        if unless is not None and not self._copies.fit(tensors) and unless.item():
+            return
+        self._buffers, self._states = buffers, states
+        self._copies.take(tensors, unless)
+
+    def restore(self) -> None:
+        """Make everything what it was; state that was not there is dropped."""
+        self._copies.restore()
+        for owner, name, buffer in self._buffers:
+            owner[name] = buffer
+        for optimizer, states in zip(self._early, self._states, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update({k: _structure(s) for k, s in states.items()})
+
+
+class Copies:
+    """Values of tensors in one flat copy for each device and type: few kernels for many tensors."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []
+        self._flat: list[Tensor] = []
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether these are the tensors copied before, or others of the same kinds."""
+        known = self._tensors
+        return len(tensors) == len(known) and all(
+            a is b or _kind(a) == _kind(b) for a, b in zip(tensors, known, strict=True)
+        )
+
+    @torch.no_grad()
+    def take(self, tensors: list[Tensor], unless: Tensor | None = None) -> None:
+        """Copy; where the scalar `unless` is not 0, decided on the device, former copies stay."""
+        former = self._flat if self.fit(tensors) else []
+        if len(tensors) != len(self._tensors) or any(map(is_not, tensors, self._tensors)):
+            self._tensors, self._groups = tensors, list(_by_type(tensors))
+        self._flat = [_flat(group) for group in self._groups]
+        if unless is not None and former:
+            stays = [unless.to(then.device).bool() for then in former]
+            self._flat = list(map(torch.where, stays, former, self._flat))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the tensors copied last the values that are kept."""
+        for group, flat in zip(self._groups, self._flat, strict=True):
+            values = _unflatten_dense_tensors(flat, group)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(group, list(values))
+
+
+def _flat(group: Sequence[Tensor]) -> Tensor:
+    flat: Tensor = _flatten_dense_tensors(group)  # type: ignore[no-untyped-call]
+    return flat if len(group) > 1 else flat.clone()  # of a single tensor it is a view
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _by_type(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    def key(tensor: Tensor) -> tuple[str, str]:
+        return str(tensor.device), str(tensor.dtype)
+
+    for _, members in groupby(sorted(tensors, key=key), key=key):
+        yield list(members)
+
+
+def _moving(owners: Iterable[_Owner]) -> Iterator[tuple[_Owner, str, Tensor]]:
+    for owner in owners:
+        for name, b in owner.items():
+            # Sparse ones (a graph, say) are constants; they have no flat copy.
+            if b is not None and b.numel() and b.layout is torch.strided:
+                yield owner, name, b
+
+
+def _structure(values: Any) -> Any:
+    """Return one parameter's state with its tensors themselves, all else copied."""
+    if not isinstance(values, Mapping):
+        return copy.deepcopy(values)
+    return {k: v if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
+
+
+def _tensors(states: Iterable[Mapping[Any, Any]]) -> Iterator[Tensor]:
+    for state in states:
+        for values in state.values():
+            if isinstance(values, Mapping):
+                yield from (v for v in values.values() if isinstance(v, Tensor))
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that processes hold in parts; any other as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
