@@ -38,6 +38,7 @@ class Fetched:
     piece: Piece
     skipped: tuple[Skipped, ...] = ()
     failure: Exception | None = None
+    broken_off: bool = False  # a signal came: there is no batch, and none will follow
 
     def pin_memory(self) -> "Fetched":
         """Pin the batch's tensors; torch's own walk would turn tuples into lists."""
@@ -47,6 +48,15 @@ class Fetched:
 
 def _pin(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+
+class _BrokenOff(Exception):  # noqa: N818 (nothing went wrong)
+    """Nobody waits for the piece any more. Raised between two samples, in no one else's code."""
+
+
+def never() -> bool:
+    """Go on."""
+    return False
 
 
 class Fetcher:
@@ -65,12 +75,15 @@ class Fetcher:
         self.seed = seed
         self.on_error = on_error
         self.watch = watch
+        self.interrupted: Callable[[], bool] = never  # asked before each sample
         self._skipped: list[Skipped] = []
         self._slot: int | None = None  # of this process in `watch`
 
     def __getitems__(self, piece: Piece) -> Fetched:
         try:
             return self._fetch(piece)
+        except _BrokenOff:
+            return Fetched(None, piece, broken_off=True)
         except MemoryError as error:
             return Fetched(None, piece, failure=WorkerError(f"out of memory: {reason(error)}"))
         except Exception as error:
@@ -140,6 +153,8 @@ class Fetcher:
         return samples, replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
 
     def _load(self, index: int) -> Any:
+        if self.interrupted():
+            raise _BrokenOff
         if self._slot is None:
             worker = get_worker_info()
             self._slot = 0 if worker is None else worker.id

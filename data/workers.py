@@ -13,7 +13,9 @@ from typing import Any
 
 # The parent decides when a run ends; a worker that died of a signal to the whole process group
 # would take the emergency checkpoint with it.
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+_MOMENT = 2.0  # seconds
 
 HINT = (
     "if memory ran out, lower loader.num_workers, loader.prefetch_factor or loader.batch_size; "
@@ -69,6 +71,28 @@ def kill(workers: Sequence[BaseProcess]) -> None:
             worker.kill()
     for worker in workers:
         worker.join()
+
+
+@contextmanager
+def hurried(workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Give workers a moment to leave by themselves, all together, and kill those that stay.
+
+    torch gives each one 5 s and then a SIGTERM, which it ignores, and 5 s more: an interrupted run
+    would use up the time that it is given to end in.
+    """
+
+    def end() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(_MOMENT, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def kill_at_exit(owner: Any) -> None:
