@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 from data.collate import map_leaves
-from data.errors import DataError, UnreadableError, WorkerError, reason
+from data.errors import DataError, UnreadableError, reason
 from data.keyed import preserved_rng, seed_rng
 from data.keys import REPLACEMENT, SAMPLE, key
 from data.sampler import Piece
+from data.workers import memory_error
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # so many broken candidates in a row mean a broken data set
@@ -84,10 +85,8 @@ class Fetcher:
             return self._fetch(piece)
         except _BrokenOff:
             return Fetched(None, piece, broken_off=True)
-        except MemoryError as error:
-            return Fetched(None, piece, failure=WorkerError(f"out of memory: {reason(error)}"))
         except Exception as error:
-            return Fetched(None, piece, failure=self._failure(error, piece))
+            return Fetched(None, piece, failure=memory_error(error) or self._failure(error, piece))
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
@@ -161,9 +160,9 @@ class Fetcher:
         self.watch[self._slot] = index
         try:
             return self.dataset[index]
-        except MemoryError:
-            raise
         except Exception as error:
+            if memory_error(error):
+                raise
             raise self._at_sample(error, index) from error
 
     def _skip(self, index: int, error: DataError) -> None:

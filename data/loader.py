@@ -1,6 +1,7 @@
 """Turn a data set and its updates into micro-batches, from any position, exactly (I1, I2, I5)."""
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,12 @@ from data.sampler import Piece, UpdateSampler
 from data.streams import Stream, as_dataset
 from data.workers import (
     HINT,
+    SHARED_MEMORY,
     WorkerInit,
     hurried,
     kill,
     kill_at_exit,
+    memory_error,
     obituary,
     shielded_start,
 )
@@ -51,6 +54,14 @@ class _Source:
 
     def __iter__(self) -> Iterator[Piece]:
         return self.pieces
+
+
+def _shared(tensor: torch.Tensor, num_workers: int) -> torch.Tensor:
+    """Move a tensor to memory that is shared with the workers, if there are any."""
+    try:
+        return tensor.share_memory_() if num_workers else tensor  # type: ignore[no-any-return,no-untyped-call]
+    except RuntimeError as error:
+        raise memory_error(error) or error from error
 
 
 def _as_is(fetched: Fetched) -> Fetched:
@@ -96,8 +107,7 @@ class Loader:
         self.timeout = timeout if num_workers else 0.0
         self.max_skipped = max_skipped
         self.skipped: list[Skipped] = []
-        self._watch = torch.full((max(num_workers, 1),), -1)
-        self._watch.share_memory_()  # type: ignore[no-untyped-call]
+        self._watch = _shared(torch.full((max(num_workers, 1),), -1), num_workers)
         self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, self._watch)
         self._source = _Source()
         self._workers: list[BaseProcess] = []
@@ -183,6 +193,10 @@ class Loader:
             self._loader = self._torch_loader()
             with shielded_start():
                 iterator = iter(self._loader)
+        except OSError as error:  # queues and locks are files of /dev/shm, too
+            if error.errno != errno.ENOSPC:
+                raise
+            raise WorkerError(f"{SHARED_MEMORY}: {reason(error)}") from error
         except (TypeError, AttributeError, PicklingError) as error:
             raise DataError(
                 f"the data set cannot be sent to worker processes ({reason(error)}): make it "
