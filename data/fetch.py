@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 from data.collate import map_leaves
-from data.errors import DataError, UnreadableError, WorkerError, reason
+from data.errors import DataError, UnreadableError, reason
 from data.keyed import preserved_rng, seed_rng
 from data.keys import REPLACEMENT, SAMPLE, key
 from data.sampler import Piece
+from data.workers import memory_error
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # so many broken candidates in a row mean a broken data set
@@ -38,6 +39,7 @@ class Fetched:
     piece: Piece
     skipped: tuple[Skipped, ...] = ()
     failure: Exception | None = None
+    broken_off: bool = False  # a signal came: there is no batch, and none will follow
 
     def pin_memory(self) -> "Fetched":
         """Pin the batch's tensors; torch's own walk would turn tuples into lists."""
@@ -47,6 +49,15 @@ class Fetched:
 
 def _pin(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+
+class _BrokenOff(Exception):  # noqa: N818 (nothing went wrong)
+    """Nobody waits for the piece any more. Raised between two samples, in no one else's code."""
+
+
+def never() -> bool:
+    """Go on."""
+    return False
 
 
 class Fetcher:
@@ -65,16 +76,17 @@ class Fetcher:
         self.seed = seed
         self.on_error = on_error
         self.watch = watch
+        self.interrupted: Callable[[], bool] = never  # asked before each sample
         self._skipped: list[Skipped] = []
         self._slot: int | None = None  # of this process in `watch`
 
     def __getitems__(self, piece: Piece) -> Fetched:
         try:
             return self._fetch(piece)
-        except MemoryError as error:
-            return Fetched(None, piece, failure=WorkerError(f"out of memory: {reason(error)}"))
+        except _BrokenOff:
+            return Fetched(None, piece, broken_off=True)
         except Exception as error:
-            return Fetched(None, piece, failure=self._failure(error, piece))
+            return Fetched(None, piece, failure=memory_error(error) or self._failure(error, piece))
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
@@ -140,15 +152,17 @@ class Fetcher:
         return samples, replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
 
     def _load(self, index: int) -> Any:
+        if self.interrupted():
+            raise _BrokenOff
         if self._slot is None:
             worker = get_worker_info()
             self._slot = 0 if worker is None else worker.id
         self.watch[self._slot] = index
         try:
             return self.dataset[index]
-        except MemoryError:
-            raise
         except Exception as error:
+            if memory_error(error):
+                raise
             raise self._at_sample(error, index) from error
 
     def _skip(self, index: int, error: DataError) -> None:

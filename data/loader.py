@@ -1,6 +1,7 @@
 """Turn a data set and its updates into micro-batches, from any position, exactly (I1, I2, I5)."""
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,21 @@ from torch.utils.data import DataLoader
 
 from data.collate import collate
 from data.errors import DataError, WorkerError, reason
-from data.fetch import Collate, Fetched, Fetcher, Skipped
+from data.fetch import Collate, Fetched, Fetcher, Skipped, never
 from data.keys import LOADER, key
 from data.sampler import Piece, UpdateSampler
 from data.streams import Stream, as_dataset
-from data.workers import HINT, WorkerInit, kill, kill_at_exit, obituary, shielded_start
+from data.workers import (
+    HINT,
+    SHARED_MEMORY,
+    WorkerInit,
+    hurried,
+    kill,
+    kill_at_exit,
+    memory_error,
+    obituary,
+    shielded_start,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +54,14 @@ class _Source:
 
     def __iter__(self) -> Iterator[Piece]:
         return self.pieces
+
+
+def _shared(tensor: torch.Tensor, num_workers: int) -> torch.Tensor:
+    """Move a tensor to memory that is shared with the workers, if there are any."""
+    try:
+        return tensor.share_memory_() if num_workers else tensor  # type: ignore[no-any-return,no-untyped-call]
+    except RuntimeError as error:
+        raise memory_error(error) or error from error
 
 
 def _as_is(fetched: Fetched) -> Fetched:
@@ -88,12 +107,12 @@ class Loader:
         self.timeout = timeout if num_workers else 0.0
         self.max_skipped = max_skipped
         self.skipped: list[Skipped] = []
-        self._watch = torch.full((max(num_workers, 1),), -1)
-        self._watch.share_memory_()  # type: ignore[no-untyped-call]
+        self._watch = _shared(torch.full((max(num_workers, 1),), -1), num_workers)
         self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, self._watch)
         self._source = _Source()
         self._workers: list[BaseProcess] = []
         self._iterator: Iterator[Fetched] | None = None
+        self._interrupted: Callable[[], bool] = never
         self._received = 0
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -129,6 +148,16 @@ class Loader:
             if self._iterator is iterator and not self._options["persistent_workers"]:
                 self.close()
 
+    def heed(self, interrupted: Callable[[], bool]) -> None:
+        """Ask `interrupted`, while a batch is waited for, whether to end the epoch there.
+
+        Asked are the main process between two samples and, where it waits for workers, once a
+        second; a sample that is being loaded is finished.
+        """
+        self._interrupted = interrupted
+        if not self._options["num_workers"]:
+            self._fetcher.interrupted = interrupted
+
     def close(self, patient: bool = True) -> None:
         """End the workers; those that hang (or all, without patience) are killed."""
         iterator, workers = self._iterator, self._workers
@@ -136,7 +165,8 @@ class Loader:
         if not patient:
             kill(workers)
         if workers and iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            with hurried(workers):
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
             kill(workers)
 
     def _torch_loader(self) -> DataLoader[Fetched]:
@@ -163,6 +193,10 @@ class Loader:
             self._loader = self._torch_loader()
             with shielded_start():
                 iterator = iter(self._loader)
+        except OSError as error:  # queues and locks are files of /dev/shm, too
+            if error.errno != errno.ENOSPC:
+                raise
+            raise WorkerError(f"{SHARED_MEMORY}: {reason(error)}") from error
         except (TypeError, AttributeError, PicklingError) as error:
             raise DataError(
                 f"the data set cannot be sent to worker processes ({reason(error)}): make it "
@@ -172,9 +206,12 @@ class Loader:
         return iterator
 
     def _next(self, iterator: Iterator[Fetched]) -> Fetched | None:
-        """Return the next piece's batch; its failure, and the loss of a worker, are raised here."""
+        """Return the next piece's batch; its failure, and the loss of a worker, are raised here.
+
+        None at the end, and where the wait is broken off.
+        """
         fetched = self._wait(iterator)
-        if fetched is None:
+        if fetched is None or fetched.broken_off:
             return None
         self._received += 1
         if fetched.failure is not None:
@@ -190,6 +227,9 @@ class Loader:
             except Exception as error:
                 if not self._workers:
                     raise
+                if self._interrupted():
+                    self.close(patient=False)  # they load what nobody waits for
+                    return None
                 waited = time.monotonic() - since
                 late = self.timeout and waited >= self.timeout
                 if late or "timed out" not in str(error):

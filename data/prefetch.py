@@ -59,6 +59,10 @@ class OnDevice:
             return one_ahead(source, SideStream(self.device), self._moved)
         return map(self._moved, source)
 
+    def heed(self, interrupted: Callable[[], bool]) -> None:
+        """Let the loader ask, while a batch is waited for, whether to end the epoch there."""
+        self.loader.heed(interrupted)
+
     def close(self) -> None:
         """End the loader's workers."""
         self.loader.close()

@@ -1,6 +1,7 @@
 """Keep a loader's worker processes in hand: their signals, their deaths, their end."""
 
 import atexit
+import dataclasses
 import signal
 import sys
 import threading
@@ -8,17 +9,42 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from types import TracebackType
 from typing import Any
 
+from data.errors import DataError, WorkerError, reason
+
 # The parent decides when a run ends; a worker that died of a signal to the whole process group
 # would take the emergency checkpoint with it.
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+_MOMENT = 2.0  # seconds
 
 HINT = (
     "if memory ran out, lower loader.num_workers, loader.prefetch_factor or loader.batch_size; "
     "loader.num_workers=0 shows where the code fails"
 )
+
+
+SHARED_MEMORY = (
+    "shared memory (/dev/shm) is full: give it more room (docker run --shm-size, or "
+    "mount -o remount,size=2G /dev/shm), lower loader.num_workers, loader.prefetch_factor or "
+    "loader.batch_size, or set loader.num_workers=0"
+)
+
+
+def memory_error(error: BaseException) -> WorkerError | None:
+    """Say in words how an exception shows that memory gave out; None if it does not.
+
+    Batches travel from workers in files of /dev/shm, which containers often have 64 MB of.
+    """
+    text = str(error)
+    if isinstance(error, RuntimeError) and "</torch_" in text:
+        return WorkerError(f"{SHARED_MEMORY}: {reason(error)}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return WorkerError(f"out of memory: {reason(error)}")
+    return None
 
 
 class WorkerInit:
@@ -32,8 +58,27 @@ class WorkerInit:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
         sys.excepthook = _quiet_about_the_parent
+        # Python would print what keeps a batch from being sent, and the parent wait for ever.
+        Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
         if self.then is not None:
             self.then(worker_id)
+
+
+def _send_failure(queue: Any, error: Exception, item: Any) -> None:
+    """Send why a worker's batch could not be sent, in its place; `item` is torch's (number, batch).
+
+    A batch that cannot be pickled is the data set's fault.
+    """
+    memory = memory_error(error)
+    failure = memory or DataError(
+        f"a batch cannot be sent from a worker process ({reason(error)}): let samples hold tensors "
+        "and plain values only, or set loader.num_workers=0"
+    )
+    if isinstance(item, tuple) and len(item) == 2 and dataclasses.is_dataclass(item[1]):
+        number, fetched = item
+        queue.put((number, dataclasses.replace(fetched, batch=None, failure=failure)))  # type: ignore[type-var]
+    else:
+        sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 def _quiet_about_the_parent(
@@ -71,6 +116,28 @@ def kill(workers: Sequence[BaseProcess]) -> None:
         worker.join()
 
 
+@contextmanager
+def hurried(workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Give workers a moment to leave by themselves, all together, and kill those that stay.
+
+    torch gives each one 5 s and then a SIGTERM, which it ignores, and 5 s more: an interrupted run
+    would use up the time that it is given to end in.
+    """
+
+    def end() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(_MOMENT, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 def kill_at_exit(owner: Any) -> None:
     """Close `owner` when the interpreter ends.
 
@@ -93,6 +160,10 @@ def obituary(worker_id: int, worker: BaseProcess, sample: str) -> str:
     code = worker.exitcode
     if code is not None and code < 0:
         end = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGBUS:  # it wrote where a full tmpfs had no page left
+            return (
+                f"loader worker {worker_id} (pid {worker.pid}) {end} at {sample}; {SHARED_MEMORY}"
+            )
     else:
         end = f"left with exit code {code}"
     return f"loader worker {worker_id} (pid {worker.pid}) {end} at {sample}; {HINT}"

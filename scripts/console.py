@@ -11,8 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from scripts.outlets import outlive_readers
+from trainer.errors import EXIT_CODES, stopping_signals
+
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # what only `train.log` is told
+_early: list[int] = []
 
 
 _LESS_MEMORY = (
@@ -25,15 +29,15 @@ class StoppedEarlyError(BaseException):
     """A signal came before there was anything to save."""
 
     def __init__(self, number: int) -> None:
-        self.exit_code = {signal.SIGINT: 130}.get(signal.Signals(number), 143)
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
         name = signal.Signals(number).name
         super().__init__(f"stopped by {name} before the first update: there was nothing to save")
 
 
 def guarded(command: Callable[[], int]) -> NoReturn:
     """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop_early)
+    outlive_readers()
+    end_on_signals()
     try:
         code = command()
     except BaseException as error:
@@ -47,9 +51,6 @@ def report(error: BaseException) -> int:
     """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, BrokenPipeError):  # `train --help | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     code = exit_code(error)
     if not _speaks(error):
         return code
@@ -108,6 +109,17 @@ def log_to_stderr(verbose: bool) -> None:
     root.setLevel(logging.INFO)
 
 
-def stop_early(number: int, frame: FrameType | None) -> None:
-    """End a command that has nothing to save yet, as a signal's handler."""
+def end_on_signals() -> None:
+    """End a command that has nothing to save yet when a signal comes."""
+    for number in stopping_signals():
+        signal.signal(number, _stop_early)
+
+
+def heard_early() -> int | None:
+    """Return a signal that came before there was anything to save, and that someone swallowed."""
+    return _early[-1] if _early else None
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:
+    _early.append(number)
     raise StoppedEarlyError(number)

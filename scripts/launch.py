@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from conf.errors import ConfigError, Problem
 from scripts.notes import Notes, Report
 from scripts.request import Request
+from trainer.errors import stopping_signals
 from trainer.run_directory import amend_failure
 from trainer.strategy import count_devices
 
@@ -65,7 +66,7 @@ def _config(processes: int, max_restarts: int, notes: Notes) -> LaunchConfig:
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
         # Those that end a run are passed on by us, for as long as the processes need.
-        signals_to_handle="SIGHUP",
+        signals_to_handle="SIGQUIT",
     )
 
 
@@ -92,8 +93,7 @@ def _passing_signals_on(notes: Notes) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
+    before: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
     try:
         yield
     finally:

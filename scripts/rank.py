@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.console import describe, exit_code, log_to_stderr, stop_early
+from scripts.console import describe, end_on_signals, exit_code, log_to_stderr
 from scripts.importing import importing
 from scripts.notes import Notes, Report
+from scripts.outlets import outlive_readers
 from scripts.request import Request
 
 _PR_SET_PDEATHSIG = 1
@@ -23,8 +24,8 @@ _STOPPED = (130, 143)
 def main() -> None:
     """Do this process's part of a run; how it failed is left in the folder, for the launcher."""
     _end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop_early)
+    outlive_readers()
+    end_on_signals()
     notes = Notes(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])
     log_to_stderr(rank == 0)

@@ -16,7 +16,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.weights import no_initial_weights
-from scripts.console import describe, exit_code, log_file
+from scripts.console import describe, exit_code, heard_early, log_file
 from scripts.plan import make_plan
 from scripts.report import final_block, results_of
 from scripts.request import Request
@@ -29,7 +29,7 @@ from trainer.build_check import check_targets
 from trainer.build_strategy import build_strategy
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint_reader import compare_names
-from trainer.errors import Interrupted, StorageError
+from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
 from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.signals import stop_signals
@@ -100,6 +100,8 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         trainer = experiment.trainer
         compare_names(resume.payload, trainer.model.state_dict(), resume.checkpoint)
     with (
+        # Around all that is written: a closed terminal sends its signal twice.
+        stop_signals(experiment.trainer, heard_early()),
         _directory(request, config, experiment, resume, earlier) as directory,
         strategy.failing_together(),
     ):
@@ -179,7 +181,7 @@ def _record_failure(request: Request, directory: RunDirectory, error: BaseExcept
     log_file.error("error: %s", describe(error), exc_info=error)
     try:
         directory.finish(
-            "preempted" if isinstance(error, Interrupted) else "failed",
+            "preempted" if code in EXIT_CODES.values() else "failed",
             code=code,
             reason=describe(error),
             resume=request.resume_command(directory.path),
@@ -198,7 +200,7 @@ def _fit(
         resume.apply(trainer)
     started = time.monotonic()
     tested = {}
-    with stop_signals(trainer), suppress(EvaluationAbandoned):
+    with suppress(EvaluationAbandoned):
         trainer.fit()
         seconds = time.monotonic() - started
         if not trainer.state.stop_code:
@@ -243,7 +245,8 @@ def _test(experiment: Experiment) -> dict[str, float]:
     payload = trainer.strategy.broadcast(None if path is None else store.load(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
-    metrics = trainer.evaluate(experiment.test_loader, "test")
+    step = None if payload is None else snapshot.step_of(payload)
+    metrics = trainer.evaluate(experiment.test_loader, "test", step=step)
     experiment.test_loader.close()
     trainer.log(metrics)
     return metrics

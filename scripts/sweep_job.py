@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from trainer.errors import stopping_signals
 from trainer.run_directory import RunDirectoryError, read_status
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -127,7 +127,7 @@ def _forwarding(process: "subprocess.Popen[str]", stop: Stop) -> Iterator[None]:
         except ProcessLookupError:
             pass
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before = {number: signal.signal(number, forward) for number in stopping_signals()}
     try:
         yield
     finally:

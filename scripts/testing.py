@@ -43,7 +43,7 @@ def test_again(
     if trainer.average is not None:
         logger.info("evaluating the average of callbacks.%s", trainer.average.name)
     with torch.no_grad():
-        metrics = trainer.evaluate(loader, split)
+        metrics = trainer.evaluate(loader, split, step=snapshot.step_of(payload))
     loader.close()
     return metrics
 

@@ -133,7 +133,7 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         strategy=strategy,
         precision=precision,
         callbacks=averages,
-        options=TrainerOptions(channels_last=config.trainer.channels_last),
+        options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
     )
     trainer.setup()
     return trainer, loader
@@ -195,6 +195,7 @@ def _options(config: Config, updates: int) -> TrainerOptions:
     options, noise = config.trainer, config.trainer.gradient_noise
     limit = options.limit_train_batches
     return TrainerOptions(
+        seed=config.seed,
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
         max_time=seconds(options.max_time),

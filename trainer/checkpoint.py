@@ -23,7 +23,7 @@ from trainer.checkpoint_reader import (
 )
 from trainer.checkpoint_repair import repair
 from trainer.checkpoint_shards import remove_unused, shard_facts
-from trainer.errors import CheckpointError, StorageError
+from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.hashing import HashingFile
 from trainer.storage import check_space, storage_error
 
@@ -187,16 +187,30 @@ class CheckpointStore:
 def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
     """Write `payload` to `path`, durable; return its size in bytes and its sha256.
 
-    Raises StorageError.
+    Raises StorageError, or ResourceError where memory gives out.
     """
     with replacing(path, need=_estimate(payload)) as file, HashingFile(file) as hashing:
         try:
             torch.save(payload, cast(BinaryIO, hashing))
-        except RuntimeError:
-            if hashing.error is None:
-                raise
-            raise hashing.error from None
+        except (RuntimeError, MemoryError) as error:
+            if hashing.error is not None:
+                raise hashing.error from None
+            if _lacks_memory(error):
+                raise ResourceError(
+                    f"cannot write {path}: no memory left; the earlier checkpoints are whole"
+                ) from error
+            raise
     return hashing.size, hashing.hexdigest()
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Look behind what torch's archive writer says of itself once a write has failed."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, MemoryError) or "allocate memory" in text or "new thread" in text:
+            return True
+        error = error.__context__
+    return False
 
 
 def _verify(path: Path, size: int) -> None:

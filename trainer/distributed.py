@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
@@ -18,10 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer import attempts
 from trainer.agreement import Agreement
-from trainer.errors import Interrupted, PeerError, ResourceError
+from trainer.errors import EXIT_CODES, Interrupted, PeerError, ResourceError
 from trainer.peers import Board, Cause, peer_trouble
 from trainer.shared_flags import share_flags
-from trainer.signals import EXIT_CODES, leave_at_once
+from trainer.signals import leave_at_once
 from trainer.state import TrainState
 from trainer.strategy import Strategy
 from trainer.sync_batchnorm import Share, synchronize
@@ -114,7 +115,8 @@ class ProcessGroup(Strategy):
 
     def on_signal(self) -> None:
         """Leave if the signal came because another process failed, and this one hangs."""
-        threading.Thread(target=self._leave_with_the_failed, daemon=True).start()
+        # Within a handler: `threading` takes locks that the interrupted line may hold.
+        _thread.start_new_thread(self._leave_with_the_failed, ())
 
     def _leave_with_the_failed(self) -> None:
         wait = threading.Event()

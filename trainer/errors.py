@@ -1,6 +1,17 @@
 """The failures a run can end with: each knows its exit code, and its text names the way out."""
 
+import signal
 from typing import Self
+
+# What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
+# a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
+
+
+def stopping_signals() -> list[signal.Signals]:
+    """Return the signals that end a run here: under nohup a closed terminal is none of them."""
+    left_alone = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [n for n in EXIT_CODES if not (left_alone and n == signal.SIGHUP)]
 
 
 class RunError(Exception):

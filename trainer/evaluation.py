@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from trainer import rng
 from trainer.batch import MicroBatch, as_source
 from trainer.metrics import Sums
 from trainer.parts import Parts
+from trainer.seed import derived
 from trainer.waiting import Waiting
 
 
@@ -29,18 +31,26 @@ class Evaluator:
 
     @torch.no_grad()
     def run(
-        self, loader: Any, stage: str, weights: AbstractContextManager[Any], limit: int | None
+        self,
+        loader: Any,
+        stage: str,
+        weights: AbstractContextManager[Any],
+        limit: int | None,
+        step: int,
     ) -> dict[str, float]:
         """Return `<stage>/<name>` of the first `limit` batches, within the context `weights`.
+
+        Generators are the evaluation's own, keyed by the seed and `step`: the training goes on as
+        if there had been none, and one that is repeated sees the same.
 
         Raises EvaluationAbandoned once a signal has asked for a stop.
         """
         sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
         for metric in metrics.values():
             metric.reset()
-        stream = as_source(loader, 1).epoch(0, 0, limit)
+        stream = self._waiting.attend(as_source(loader, 1)).epoch(0, 0, limit)
         alike = self._parts.strategy.evaluating(self._parts.model)
-        with self._evaluating(), weights, alike:
+        with self._own_generators(step), self._evaluating(), weights, alike:
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.agree(self._parts.state, at_once=False)
@@ -64,6 +74,11 @@ class Evaluator:
             elif self._parts.strategy.evaluates_in_step:
                 # The others wait for this process's part of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
+
+    def _own_generators(self, step: int) -> AbstractContextManager[None]:
+        strategy = self._parts.strategy
+        seed = derived(self._parts.options.seed, "evaluation", step, strategy.rank)
+        return rng.keyed(strategy.device, seed)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.batch import first_tensor, map_tensors
+from trainer.module_state import kept
+from trainer.rng import preserved
 
 Call = Callable[[nn.Module, Any], Any]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -33,7 +34,8 @@ class Probe:
 def probe(model: nn.Module, example: Any, call: Call, autocast: Context = nullcontext) -> Probe:
     """Try `call(model, example)` on the meta device, or for real on a model that cannot do that.
 
-    Parameters, buffers, random numbers and the training mode stay as they are.
+    Parameters, buffers, what else the modules hold, random numbers and the training mode stay as
+    they are.
     """
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
         return Probe(problem="its parameters are sharded")  # their modules accept no stand-ins
@@ -68,7 +70,8 @@ def _try(step: _Step, example: Any, device: torch.device, autocast: Context) -> 
     saved = _Saved([*tensors.values(), *_tensors_of(batch)])
     found = Probe()
     with (
-        _same_random_numbers(device),
+        preserved(device),
+        kept(step.model),
         FlopCounterMode(display=False) as counter,
         _watching(step.model, counter, found),
         saved.counting(),
@@ -85,7 +88,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor in place of one of the model's, which a forward pass may write to."""
     if device.type == "meta":
         return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
@@ -97,16 +100,6 @@ def _tensors_of(batch: Any) -> list[Tensor]:
 
     map_tensors(keep, batch)
     return found
-
-
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    python = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from trainer.gradients import Clipping, GradientNoise
 class TrainerOptions:
     """Bound and pace a run; the config's `trainer` group, resolved to plain values."""
 
+    seed: int = 0  # of what a model or task draws in evaluation
     max_epochs: int | None = 1
     max_steps: int | None = None  # applied updates
     max_time: float | None = None  # seconds

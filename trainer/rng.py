@@ -1,6 +1,8 @@
 """This process's random number generators, as a state that a weights-only load accepts."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,31 @@ def restore(state: dict[str, Any]) -> list[str]:
     _restore_python(state["python"])
     restore_numpy(state["numpy"])
     return _restore_cuda(state["cuda"])
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Give the generators back as they were: torch's (CPU and `device`), `random` and numpy."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def keyed(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from generators that begin at `seed`, and give those of the run back."""
+    with preserved(device):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every device
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        yield
 
 
 def _capture_cuda() -> list[torch.Tensor]:

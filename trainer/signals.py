@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a run after its update; a second Ctrl-C ends it at once."""
+"""Signals end a run after its update, a closed terminal's too; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from trainer.errors import EXIT_CODES, stopping_signals
 from trainer.trainer import Trainer
-from trainer.waiting import StopWaiting
-
-# SIGUSR1 is what batch systems send ahead of a preemption: it counts as SIGTERM.
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
 
 @contextmanager
-def stop_signals(trainer: Trainer) -> Iterator[None]:
-    """Turn signals into requests to stop while the context lasts; main thread only."""
+def stop_signals(trainer: Trainer, heard: int | None = None) -> Iterator[None]:
+    """Turn signals into requests to stop while the context lasts; main thread only.
+
+    The handler notes the signal and raises nothing: it may run within any line, a user's `except:`
+    or a swap of random states included. Those who wait look at the note. `heard`: a signal that
+    came before.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]
@@ -27,12 +29,10 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
             leave_at_once(code)
         trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
         trainer.strategy.on_signal()
-        # Several processes agree at a boundary; one alone need not wait for a slow loader.
-        if trainer.waiting.active and trainer.strategy.world_size == 1:
-            trainer.state.settle()
-            raise StopWaiting
 
-    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in EXIT_CODES}
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    if heard is not None:
+        handle(heard, None)
     try:
         yield
     except BaseException:

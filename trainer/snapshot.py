@@ -109,6 +109,11 @@ def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
             callback.load_state_dict(saved[name])
 
 
+def step_of(payload: Mapping[str, Any]) -> int:
+    """Return the step at which a checkpoint was taken."""
+    return int(payload["state"]["counters"]["global_step"])
+
+
 def _merge_sums(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
     # One process takes over what all had summed since the last log; the others begin at zero.
     for state in states:

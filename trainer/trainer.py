@@ -76,7 +76,8 @@ class Trainer:
         self.timer = Timer()
         self.resumed = False
         self._is_set_up = False
-        self.waiting = Waiting(self.timer)
+        self.waiting = Waiting(self.timer, self.state, alone=self.strategy.world_size == 1)
+        self.waiting.attend(self.train_loader)
         forward = self.model if compiled is None else compiled  # its truth would be its length
         self.parts = Parts(
             self.model,
@@ -279,9 +280,16 @@ class Trainer:
         self.hooks.emit("on_validation_end", self, metrics)
         self.timer.pause += time.monotonic() - started
 
-    def evaluate(self, loader: Any, stage: str, limit: int | None = None) -> dict[str, float]:
-        """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`."""
-        return self._evaluator.run(loader, stage, self.evaluation_weights(), limit)
+    def evaluate(
+        self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
+    ) -> dict[str, float]:
+        """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`.
+
+        What is drawn at random is keyed by the seed and the `step` of the weights (default: the
+        run's), and leaves the training's random state untouched.
+        """
+        step = self.state.global_step if step is None else step
+        return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to be judged by (an average's)."""

@@ -6,30 +6,46 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
+from trainer.batch import BatchSource
+from trainer.state import TrainState
 from trainer.timer import Timer
 
 T = TypeVar("T")
 
 
-class StopWaiting(BaseException):
-    """Raised by a signal handler while data are waited for: no one may swallow it."""
-
-
 class Waiting:
-    """Draw from streams; `active` tells a signal handler that it may break the wait off."""
+    """Draw from streams until a signal asks for a stop.
 
-    def __init__(self, timer: Timer) -> None:
-        self.active = False
-        self._timer = timer
+    Its handler raises nothing, or it would do so in the middle of whatever loads the data: sources
+    ask `is_over` between two samples and while they wait for a worker. Only a process that is
+    `alone` breaks off: several agree at a boundary.
+    """
+
+    def __init__(self, timer: Timer, state: TrainState, alone: bool) -> None:
+        self._timer, self._state, self._alone = timer, state, alone
+        self._active = False
+
+    def is_over(self) -> bool:
+        """Tell whether a signal ends the wait that is under way; false while there is none."""
+        return self._active and self._alone and self._state.signal is not None
+
+    def attend(self, source: BatchSource) -> BatchSource:
+        """Let a source ask, if it can, whether its wait is over; return it."""
+        heed = getattr(source, "heed", None)
+        if heed is not None:
+            heed(self.is_over)
+        return source
 
     def next(self, stream: Iterator[T], measured: bool = True) -> T | None:
         """Return the stream's next item; None at its end, or when a signal ends the wait."""
-        started, self.active = time.monotonic(), True
+        started, self._active = time.monotonic(), True
         try:
-            return next(stream, None)
-        except StopWaiting:
+            item = None if self.is_over() else next(stream, None)
+            if not self.is_over():
+                return item
+            self._state.settle()  # what has come meanwhile is drawn again by the run that goes on
             return None
         finally:
-            self.active = False
+            self._active = False
             if measured:  # evaluation is a pause in the training that the timer splits
                 self._timer.data += time.monotonic() - started

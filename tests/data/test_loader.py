@@ -147,7 +147,7 @@ def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: A
         expected = drain(loader, 0)
         workers = list(loader._workers)
         for worker in workers:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(worker.pid, number)
         assert same(drain(loader, 0), expected)
         assert signal.getsignal(signal.SIGCHLD) == before

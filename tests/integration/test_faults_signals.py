@@ -41,6 +41,7 @@ def survivors(group):
         pytest.param(signal.SIGTERM, 143, 2, id="TERM"),
         pytest.param(signal.SIGUSR1, 143, 0, id="USR1"),
         pytest.param(signal.SIGINT, 130, 2, id="INT"),
+        pytest.param(signal.SIGHUP, 143, 2, id="HUP"),
     ],
 )
 def test_a_signal_saves_and_the_same_command_goes_on(

@@ -17,7 +17,7 @@ import torch
 from trainer import checkpoint as module
 from trainer.archive import DamagedCheckpointError
 from trainer.checkpoint import CheckpointStore
-from trainer.errors import CheckpointError, StorageError
+from trainer.errors import CheckpointError, ResourceError, StorageError
 
 
 def payload(value=1.0, size=1000):
@@ -495,3 +495,35 @@ def test_a_reader_beside_a_living_run_sees_whole_ones(store):
         writer.kill()
         writer.join()
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(MemoryError(), id="python"),
+        pytest.param(RuntimeError("can't start new thread"), id="thread"),
+        pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), id="torch"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 3000])
+def test_memory_that_gives_out_within_a_save_is_named(store, monkeypatch, error, after):
+    store.save(payload(1.0), step=1)
+    before = files(store)
+    write = module.HashingFile.write
+
+    def failing(self, data):
+        if self.size > after:
+            raise error
+        return write(self, data)
+
+    monkeypatch.setattr(module.HashingFile, "write", failing)
+    with pytest.raises(ResourceError, match=r"step-00000002.pt: no memory left") as caught:
+        store.save(payload(2.0), step=2)
+    assert caught.value.exit_code == 8
+    assert files(store) == before
+    monkeypatch.undo()
+    found = store.newest()
+    assert found is not None
+    assert found[0] == store.path_of(1)
+    store.save(payload(2.0), step=2)
+    assert value(store.path_of(2)) == 2.0
