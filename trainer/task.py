@@ -37,12 +37,13 @@ class StepOutput:
     `loss`: the mean over the micro-batch's samples, a scalar, or one value for each sample; or
     such terms by name, which are added up.
     `counts`: for a term whose mean has another denominator than the number of samples (tokens,
-    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM`.
+    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM` for
+    a sum over the samples: what is logged of it is the sum divided by their number.
     `sums`: for each metric the sum over the micro-batch and the number of things summed.
     """
 
     loss: Tensor | Mapping[str, Tensor]
-    counts: Mapping[str, Tensor | _Sum] = field(default_factory=dict)
+    counts: Mapping[str, Tensor | float | _Sum] = field(default_factory=dict)
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
 
 
@@ -81,8 +82,8 @@ class Task:
         """Compute loss and metrics without gradients."""
         return self.training_step(model, batch)
 
-    def counts(self, batch: Any) -> Mapping[str, Tensor]:
-        """Return this batch's part of the denominators of `count_names`.
+    def counts(self, batch: Any) -> Mapping[str, Tensor | float]:
+        """Return this batch's part of the denominators of `count_names`, on the host if known.
 
         An update's denominator is the sum over all its micro-batches and devices, so it must be
         known before the first of them is differentiated.

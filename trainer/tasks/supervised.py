@@ -49,7 +49,7 @@ class Supervised(Task):
         """Return the metrics with a state of their own."""
         return self._metrics
 
-    def counts(self, batch: Any) -> dict[str, Tensor]:
+    def counts(self, batch: Any) -> dict[str, Tensor | int]:
         """Return the denominators that depend on the labels."""
         return self.losses.counts(batch[1])
 
