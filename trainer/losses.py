@@ -73,10 +73,10 @@ class Losses:
             return None
         return target != loss.ignore_index
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Move class weights to where the labels are, in the format of the outputs."""
-        for term in self.terms.values():
-            term.to(device) if dtype is None else term.to(device, dtype)
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The losses by name: `loss`, or `loss.<term>`."""
+        return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
 
     def counts(self, target: Tensor) -> dict[str, Tensor | int]:
         """Return the denominators' parts for a batch of labels; asked again, those it found."""

@@ -21,8 +21,10 @@ class Guard:
     these are remembered before each update.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._buffers = [b for b in model.buffers() if b.numel()]
+    def __init__(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+        slots = _slots(parts)
+        self._slots = [(owner, name) for owner, name, _ in slots]
+        self._buffers = [buffer for _, _, buffer in slots]
         self._copies = [b.detach().clone() for b in self._buffers]
         self.skipped = torch.zeros((), device=device)  # since `take_skipped`
 
@@ -31,8 +33,27 @@ class Guard:
         if self._buffers:
             torch._foreach_copy_(self._copies, self._buffers)
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have the tensors that were buffers at the start be them again, with the values of now.
+
+        A module that assigns (`self.centre = new`) leaves averages, wrappers and this guard with
+        the old one. What has another shape or format than before is taken as it is.
+        """
+        for i, (owner, name) in enumerate(self._slots):
+            now, known = owner._buffers.get(name), self._buffers[i]
+            if now is known or now is None:
+                continue
+            if now.shape == known.shape and now.dtype == known.dtype:
+                known.copy_(now)
+                owner._buffers[name] = known
+            else:
+                self._buffers[i], self._copies[i] = now, now.detach().clone()
+
     def restore(self) -> None:
         """Put the remembered buffers back."""
+        for (owner, name), buffer in zip(self._slots, self._buffers, strict=True):
+            owner._buffers[name] = buffer
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._copies)
 
@@ -41,6 +62,7 @@ class Guard:
         bad = (~torch.isfinite(norm)).float().reshape(())
         for optimizer in optimizers:
             step_unless(bad, optimizer)
+        self.settle()
         _select(bad, self._buffers, self._copies)
         self.skipped += bad
 
@@ -49,6 +71,18 @@ class Guard:
         count = int(self.skipped.item())
         self.skipped.zero_()
         return count
+
+
+def _slots(parts: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return each buffer that holds anything once, and where it is registered."""
+    found = {
+        id(buffer): (module, name, buffer)
+        for part in parts
+        for module in part.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel()
+    }
+    return list(found.values())
 
 
 def step_unless(bad: Tensor, optimizer: Optimizer) -> None:
@@ -92,7 +126,8 @@ def _select(bad: Tensor, current: Sequence[Tensor], former: Sequence[Tensor]) ->
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
     """Return the first name whose tensor holds a NaN or an infinity."""
     for name, tensor in named:
-        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        number = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor is not None and number and not torch.isfinite(tensor).all():
             return name
     return None
 

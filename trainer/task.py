@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.precision import in_format
+
 
 class Metric(Protocol):
     """A metric with a state of its own; torchmetrics' classes are such."""
@@ -90,12 +92,22 @@ class Task:
         """
         return {}
 
+    def own_modules(self) -> Mapping[str, nn.Module]:
+        """Return the modules that are the task's and not the model's, by name: losses, teachers.
+
+        Their trainable parameters are trained, as `task.<name>.<parameter>`, and their state is
+        saved. These are the task's attributes that are modules.
+        """
+        return {name: part for name, part in vars(self).items() if isinstance(part, nn.Module)}
+
     def metrics(self) -> Mapping[str, Metric]:
         """Return metrics with a state of their own; `evaluation_step` updates them."""
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move what the task holds to where the batches are; `dtype`: of the run's numbers."""
+        for module in self.own_modules().values():
+            (module if dtype is None else in_format(module, dtype)).to(device)
         for metric in self.metrics().values():
             if hasattr(metric, "to"):
                 metric.to(device)
@@ -104,3 +116,8 @@ class Task:
         """Return the model's answer for a batch."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return model(inputs)
+
+
+def named_modules(task: Task) -> dict[str, nn.Module]:
+    """Return a task's own modules by the names that precede their parameters' (`task.loss`)."""
+    return {f"task.{name}": module for name, module in task.own_modules().items()}

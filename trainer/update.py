@@ -56,7 +56,9 @@ class Updater:
         self._precision = parts.precision
         self._options = parts.options
         self._state = parts.state
-        self._guard = Guard(parts.model, device)
+        others = list(parts.task.own_modules().values())
+        self._guard = Guard([parts.model, *others], device)
+        self._apart = [p for module in others for p in module.parameters()]
         # A scaled loss overflows now and then, and its scaler looks at the host anyway; else a
         # GPU decides by itself and is asked at the log boundary.
         self._verdict_on_host = device.type == "cpu" or parts.precision.scales
@@ -72,7 +74,9 @@ class Updater:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero."""
         batches = [self._parts.to_device(m.batch) for m in micro_batches]
         self._guard.remember()
-        return all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
+        applied = all(self._take_turn(turn, micro_batches, batches) for turn in self._turns)
+        self._guard.settle()
+        return applied
 
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute an update's gradients and drop them, for `Strategy.rehearse`."""
@@ -127,7 +131,16 @@ class Updater:
                 self._precision.backward(share)
             outputs.append(output)
             shares.append(share)
+        self._exchange_apart()
         return outputs, shares
+
+    def _exchange_apart(self) -> None:
+        # The strategy's wrapper knows the model's parameters, not those of losses.
+        if self._strategy.world_size > 1:
+            for parameter in self._apart:
+                if parameter.grad is not None:
+                    whole = self._strategy.reduce(parameter.grad)
+                    parameter.grad = whole / self._strategy.gradient_scale
 
     def _forward(self, turn: _Turn, batch: Any) -> StepOutput:
         try:

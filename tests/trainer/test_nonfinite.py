@@ -133,7 +133,7 @@ def test_decided_on_the_device_the_next_step_is_the_undisturbed_one(make, first:
 def test_the_guard_counts_and_restores_on_the_device() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = Guard(model, torch.device("cpu"))
+    guard = Guard([model], torch.device("cpu"))
     before = copy.deepcopy(model.state_dict())
     guard.remember()
     model(torch.full((8, 4), float("nan"))).sum().backward()
