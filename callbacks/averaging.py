@@ -39,7 +39,7 @@ class WeightAverage:
                 value = self._loaded.get(name, tensor.detach())
                 averages[id(tensor)] = average = _placed(value, tensor)
                 follow = id(tensor) in parameters or self._use_buffers
-                moves = follow and tensor.is_floating_point()
+                moves = follow and (tensor.is_floating_point() or tensor.is_complex())
                 (self._averaged if moves else self._copied).append((average, tensor))
             self._tensors[name] = averages[id(tensor)]
         self._loaded = {}

@@ -59,7 +59,7 @@ class _Source:
 def _shared(tensor: torch.Tensor, num_workers: int) -> torch.Tensor:
     """Move a tensor to memory that is shared with the workers, if there are any."""
     try:
-        return tensor.share_memory_() if num_workers else tensor  # type: ignore[no-any-return,no-untyped-call]
+        return tensor.share_memory_() if num_workers else tensor  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise memory_error(error) or error from error
 

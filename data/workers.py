@@ -76,7 +76,7 @@ def _send_failure(queue: Any, error: Exception, item: Any) -> None:
     )
     if isinstance(item, tuple) and len(item) == 2 and dataclasses.is_dataclass(item[1]):
         number, fetched = item
-        queue.put((number, dataclasses.replace(fetched, batch=None, failure=failure)))  # type: ignore[type-var]
+        queue.put((number, dataclasses.replace(fetched, batch=None, failure=failure)))
     else:
         sys.__excepthook__(type(error), error, error.__traceback__)
 

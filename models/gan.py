@@ -3,27 +3,32 @@
 Both are reached through `forward`, so that wrappers such as DDP see every call.
 """
 
+import math
 from collections import OrderedDict
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor, nn
 
 from models.errors import ModelError
 
+_GROUPS: Final = 8  # of channels, in the generator
+
 
 class Generator(nn.Module):
     """Grow noise (N, latent_dim) to images in [-1, 1]: a quarter of the size, doubled twice."""
 
-    def __init__(self, latent_dim: int, channels: int, image_size: int, width: int) -> None:
+    def __init__(
+        self, latent_dim: int, channels: int, image_size: int, width: int, norm: str
+    ) -> None:
         super().__init__()
         self.seed = nn.Linear(latent_dim, 2 * width * (image_size // 4) ** 2)
         self.grid = nn.Unflatten(1, (2 * width, image_size // 4, image_size // 4))
         self.layers = nn.Sequential(
             OrderedDict(
-                bn0=nn.BatchNorm2d(2 * width),
+                bn0=_norm(norm, 2 * width),
                 act0=nn.ReLU(),
                 up1=nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
-                bn1=nn.BatchNorm2d(width),
+                bn1=_norm(norm, width),
                 act1=nn.ReLU(),
                 up2=nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1),
                 act2=nn.Tanh(),
@@ -61,17 +66,34 @@ class Discriminator(nn.Module):
         return self.layers(images)  # type: ignore[no-any-return]
 
 
+def _norm(norm: str, channels: int) -> nn.Module:
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(math.gcd(_GROUPS, channels), channels)
+
+
 class GAN(nn.Module):
-    """The two players; parameters are named `generator.*` and `discriminator.*`."""
+    """The two players; parameters are named `generator.*` and `discriminator.*`.
+
+    `norm`: of the generator. `group` keeps samples independent, so that training does not follow
+    how an update is split; `batch` is that of the paper, whose statistics do.
+    """
 
     def __init__(
-        self, in_channels: int = 1, image_size: int = 16, latent_dim: int = 32, width: int = 32
+        self,
+        in_channels: int = 1,
+        image_size: int = 16,
+        latent_dim: int = 32,
+        width: int = 32,
+        norm: Literal["group", "batch"] = "group",
     ) -> None:
         super().__init__()
         if image_size % 4:
             raise ModelError(f"a GAN's image size is a multiple of 4, not {image_size}")
+        if norm not in ("group", "batch"):
+            raise ModelError(f"model.norm={norm!r} is neither group nor batch")
         self.latent_dim = latent_dim
-        self.generator = Generator(latent_dim, in_channels, image_size, width)
+        self.generator = Generator(latent_dim, in_channels, image_size, width, norm)
         self.discriminator = Discriminator(in_channels, image_size, width)
 
     def forward(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -84,37 +86,91 @@ def _wrap(module: nn.Module) -> None:
 def _contexts(
     module: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    return lambda: (nullcontext(), _Repetitions(module))
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        start = _Start(module)
+        return start.first_pass(), _Repetitions(start)
+
+    return contexts
 
 
-class _Repetitions(AbstractContextManager[None]):
-    """Enter `frozen_statistics` anew each time: gradients of gradients repeat a pass twice."""
+class _Start:
+    """What a forward pass began with and has moved: a repetition begins with the same.
+
+    These are buffers (BatchNorm's statistics, a spectral norm's vectors) and the global generators
+    of Python and numpy; torch puts its own back. A repetition works on copies and leaves nothing.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._python: Any = None  # None: the pass drew nothing
+        self._numpy: Any = None
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Remember what the pass within moves."""
+        before = [
+            (owner, name, buffer, buffer._version, buffer.detach().clone())
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        yield
+        # What is as it was, such as a mask, is not kept: memory is what all this is about. The
+        # kernels of BatchNorm write to its statistics without counting it as a new version.
+        moved = {
+            owner
+            for owner, name, buffer, version, _ in before
+            if isinstance(owner, _NormBase)
+            or owner._buffers.get(name) is not buffer
+            or buffer._version != version
+        }
+        self._buffers = [(m, name, copy) for m, name, _, _, copy in before if m in moved]
+        self._python = None if random.getstate() == python else python
+        self._numpy = None if _same(np.random.get_state(legacy=False), numpy) else numpy
+
+    @contextmanager
+    def repetition(self) -> Iterator[None]:
+        """Begin as the first pass did, and give everything back as it is."""
+        # Tensors are exchanged, not written to: backward may hold them.
+        kept = [(owner, name, owner._buffers.get(name)) for owner, name, _ in self._buffers]
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        try:
+            for owner, name, copy in self._buffers:
+                owner._buffers[name] = copy.clone()
+            if self._python is not None:
+                random.setstate(self._python)
+            if self._numpy is not None:
+                np.random.set_state(self._numpy)
+            yield
+        finally:
+            for owner, name, buffer in kept:
+                owner._buffers[name] = buffer
+            if self._python is not None:
+                random.setstate(python)
+            if self._numpy is not None:
+                np.random.set_state(numpy)
+
+
+def _same(state: Any, other: Any) -> bool:
+    # Most draws move the position; where one went once around, the key differs.
+    a, b = state["state"], other["state"]
+    gauss = state["has_gauss"] == other["has_gauss"]
+    return bool(gauss and a["pos"] == b["pos"] and np.array_equal(a["key"], b["key"]))
+
+
+class _Repetitions(AbstractContextManager[None]):
+    """Enter `repetition` anew each time: gradients of gradients repeat a pass twice."""
+
+    def __init__(self, start: _Start) -> None:
+        self._start = start
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        context = frozen_statistics(self._module)
+        context = self._start.repetition()
         context.__enter__()
         self._entered.append(context)
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
-
-
-@contextmanager
-def frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Keep running statistics while a forward pass is repeated: torch would update them twice.
-
-    With momentum 0 the same kernels run and save the same tensors, and write back what was there.
-    """
-    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for norm, momentum, tracked in kept:
-            norm.momentum, norm.num_batches_tracked = momentum, tracked

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from trainer.precision import matching
+
 
 class Piece(Protocol):
     """A micro-batch's place in its update; `data.sampler.Piece` is the real one."""
@@ -79,10 +81,10 @@ def first_tensor(batch: Any) -> Tensor | None:
 def to_device(
     batch: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool
 ) -> Any:
-    """Move a batch; floating-point tensors become `dtype`, images (N, C, H, W) channels last."""
+    """Move a batch; numbers take the format of `dtype`, images (N, C, H, W) channels last."""
 
     def move(t: Tensor) -> Tensor:
-        t = t.to(device, dtype if t.is_floating_point() else None, non_blocking=True)
+        t = t.to(device, None if dtype is None else matching(t, dtype), non_blocking=True)
         if channels_last and t.ndim == 4:
             t = t.contiguous(memory_format=torch.channels_last)
         return t

@@ -36,7 +36,7 @@ from trainer.precision import Precision
 from trainer.seed import seed_everything, set_switches
 from trainer.strategy import Strategy
 from trainer.targets import locate
-from trainer.task import Task
+from trainer.task import Task, named_modules
 from trainer.trainer import Trainer
 
 
@@ -92,11 +92,15 @@ def build(
     # Unfilled: an optimizer's own schedule counts what remains of the run after its warm-up. A
     # fused step leaves out a non-finite update in its kernel; others' state would be copied.
     fused = strategy.device.type == "cuda"
-    optimizers = build_optimizers(model, config.optimizer, prefer_fused=fused)
+    task = build_task(config, data.num_classes)
+    task.to(strategy.device, precision.dtype)
+    optimizers = build_optimizers(
+        model, config.optimizer, prefer_fused=fused, others=named_modules(task)
+    )
     schedule = build_lr_schedule(config.lr_scheduler, optimizers, total, steps)
     trainer = Trainer(
         model,
-        build_task(config, data.num_classes),
+        task,
         optimizers,
         loader,
         val_loader,
@@ -125,10 +129,12 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
     averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
+    task = build_task(config, data.num_classes)
+    every = [model, *task.own_modules().values()]
     trainer = Trainer(
         model,
-        build_task(config, data.num_classes),
-        torch.optim.SGD(model.parameters(), lr=0.0),  # never stepped
+        task,
+        torch.optim.SGD([p for m in every for p in m.parameters()], lr=0.0),  # never stepped
         [],
         strategy=strategy,
         precision=precision,

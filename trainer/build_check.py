@@ -25,6 +25,7 @@ from trainer.optimizer_steps import takes_closure
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
 from trainer.targets import locate
+from trainer.task import named_modules
 
 # Stand-ins for what is known only once the data are open.
 _LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
@@ -103,11 +104,19 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         yield Problem("model", "has lazy parameters", hint="give its layers their sizes")
         return
     try:
-        check_optimization(model, config.optimizer, config.lr_scheduler)
+        others = _task_modules(config)
+        check_optimization(model, config.optimizer, config.lr_scheduler, others)
     except ParamGroupError as error:
         for text in error.args:
             key, _, message = text.partition(": ")
             yield Problem(key, message) if " " not in key else Problem("optimizer", text)
+
+
+def _task_modules(config: Config) -> dict[str, nn.Module]:
+    try:
+        return named_modules(build_task(config, _CLASSES))
+    except Exception:  # told where the task is checked
+        return {}
 
 
 def _is_model_error(error: Exception) -> bool:

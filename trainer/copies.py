@@ -17,14 +17,14 @@ _Owner = dict[str, Tensor | None]  # the buffers of one module
 
 
 class Memory:
-    """The buffers of a model, and optimizers that step early, as they were before an update.
+    """The buffers of modules, and optimizers that step early, as they were before an update.
 
     A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place, before
     anyone knows of a NaN.
     """
 
-    def __init__(self, model: nn.Module, early: Sequence[Optimizer] = ()) -> None:
-        self._owners = [m._buffers for m in model.modules() if m._buffers]
+    def __init__(self, parts: Iterable[nn.Module], early: Sequence[Optimizer] = ()) -> None:
+        self._owners = _owners(parts)
         self._early = early
         self._copies = Copies()
         self._buffers: list[tuple[_Owner, str, Tensor]] = []
@@ -50,6 +50,33 @@ class Memory:
         for optimizer, states in zip(self._early, self._states, strict=True):
             optimizer.state.clear()
             optimizer.state.update({k: _structure(s) for k, s in states.items()})
+
+
+class HeldBuffers:
+    """The tensors that are buffers of modules: the same ones throughout a run.
+
+    A module that assigns (`self.centre = new`) would leave averages, wrappers and what is kept
+    for an update with the old tensor.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._held = list(_moving(_owners(parts)))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have the tensors known be the buffers again, with the values of the assigned ones.
+
+        What has another shape or format than before is taken as it is.
+        """
+        for i, (owner, name, known) in enumerate(self._held):
+            now = owner.get(name)
+            if now is None or now is known:
+                continue
+            if _kind(now) == _kind(known):
+                known.copy_(now)
+                owner[name] = known
+            else:
+                self._held[i] = owner, name, now
 
 
 class Copies:
@@ -101,6 +128,10 @@ def _by_type(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     for _, members in groupby(sorted(tensors, key=key), key=key):
         yield list(members)
+
+
+def _owners(parts: Iterable[nn.Module]) -> list[_Owner]:
+    return [m._buffers for part in parts for m in part.modules() if m._buffers]
 
 
 def _moving(owners: Iterable[_Owner]) -> Iterator[tuple[_Owner, str, Tensor]]:

@@ -82,8 +82,10 @@ class Evaluator:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self._parts.wrapped.modules()]
-        self._parts.wrapped.eval()
+        parts = [self._parts.wrapped, *self._parts.task.own_modules().values()]
+        modes = [(module, module.training) for part in parts for module in part.modules()]
+        for part in parts:
+            part.eval()
         try:
             yield
         finally:

@@ -78,6 +78,16 @@ class FSDP(ProcessGroup):
             )
         return model
 
+    def check(self, others: Mapping[str, nn.Module]) -> None:
+        """Refuse what is trained and not sharded: torch steps no mixture of the two."""
+        parameters = [(f"{n}.{k}", p) for n, m in others.items() for k, p in m.named_parameters()]
+        trained = [name for name, parameter in parameters if parameter.requires_grad]
+        if trained:
+            raise ModelError(
+                f"strategy=fsdp shards the model alone, but {trained[0]} is the task's and is "
+                "trained: use strategy=ddp, or make it a part of the model"
+            )
+
     def _units(self, model: nn.Module) -> list[nn.Module]:
         kinds = [type(module).__name__ for module in model.modules()]
         for name in self._wrap_modules:

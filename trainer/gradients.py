@@ -106,9 +106,14 @@ def clip(
         else:
             _clip_norm(parameters, clipping.norm, norm)
     if clipping.value is not None:
-        grads = [p.grad for p in parameters if p.grad is not None]
+        # Of complex gradients both parts are bounded, as of two real ones.
+        grads = [_real(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_clamp_min_(grads, -clipping.value)
         torch._foreach_clamp_max_(grads, clipping.value)
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None:

@@ -113,7 +113,8 @@ def guard_of(parts: Parts, early: Sequence[Optimizer]) -> Guard:
     of the optimizers can leave a step out. Everywhere else the host asks: once an update, or once
     for each turn of a task that has turns.
     """
-    memory, device = Memory(parts.model, early), parts.strategy.device
+    memory = Memory([parts.model, *parts.task.own_modules().values()], early)
+    device = parts.strategy.device
     by_device = (
         waits_for(device)
         and parts.options.on_nonfinite == "stop"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from trainer.errors import ModelError
 from trainer.penalties import GradientPenalty
 from trainer.task import SUM
+
+_CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def vector(values: Sequence[float]) -> Tensor:
@@ -33,29 +35,24 @@ class Losses:
     """Compute a loss, or several by name, with the denominators their means are taken by.
 
     A term's own `reduction` says what it is: a mean over the samples, a sum over them, or one
-    value for each. Class weights make a mean's denominator depend on the labels; with
-    `ignore_index` it is the number of labels that count.
+    value for each. The mean of torch's cross entropy is one over the labels that count: all but
+    those of `ignore_index`, by their class weights.
     """
 
     terms: Mapping[str, Term]  # a loss without a name has the name ""
     single: nn.Module | None  # a mean over the samples: the path without detours
     counted: Sequence[str]  # terms whose denominators depend on the labels
+    _last: dict[str, Any] = field(default_factory=dict)  # labels that were counted, and the counts
 
     @classmethod
-    def of(
-        cls, loss: nn.Module | Mapping[str, nn.Module | None], per_label: bool = False
-    ) -> Losses:
-        """Take one loss module, or several by name (null: dropped), each perhaps in a `Term`.
-
-        `per_label`: samples have several labels each (pixels, tokens), any of which may be left
-        out of the mean by torch's own `ignore_index` of -100.
-        """
+    def of(cls, loss: nn.Module | Mapping[str, nn.Module | None]) -> Losses:
+        """Take one loss module, or several by name (null: dropped), each perhaps in a `Term`."""
         named = loss if isinstance(loss, Mapping) else {"": loss}
         given = {name: module for name, module in named.items() if module is not None}
         terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
         if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
             raise ModelError("task.loss has no term but penalties on gradients")
-        counted = [name for name, term in terms.items() if _is_counted(term.loss, per_label)]
+        counted = [name for name, term in terms.items() if _is_counted(term.loss)]
         simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
         simple = simple and _reduction(terms[""].loss) != "sum"
         return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
@@ -66,14 +63,29 @@ class Losses:
         named = [f"loss_{name}" for name, term in self.terms.items() if name and not _wrt(term)]
         return ["loss", *named]
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Move class weights to where the labels are, in the format of the outputs."""
-        for term in self.terms.values():
-            term.to(device) if dtype is None else term.to(device, dtype)
+    def counting(self, target: Tensor) -> Tensor | None:
+        """Return which labels count, True or False for each; None where all are known to."""
+        losses = (term.loss for term in self.terms.values())
+        loss = next((m for m in losses if isinstance(m, _CROSS_ENTROPIES)), None)
+        if loss is None or target.is_floating_point():
+            return None
+        if any(isinstance(count, int) for count in self.counts(target).values()):
+            return None
+        return target != loss.ignore_index
 
-    def counts(self, target: Tensor) -> dict[str, Tensor]:
-        """Return the denominators' parts for a batch of labels."""
-        return {name: _count(self.terms[name].loss, target) for name in self.counted}
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The losses by name: `loss`, or `loss.<term>`."""
+        return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
+
+    def counts(self, target: Tensor) -> dict[str, Tensor | int]:
+        """Return the denominators' parts for a batch of labels; asked again, those it found."""
+        if not self.counted:
+            return {}
+        if self._last.get("target") is not target:
+            found = {name: _count(self.terms[name].loss, target) for name in self.counted}
+            self._last.update(target=target, counts=found)
+        return dict(self._last["counts"])
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs whose gradient is known afterwards, if a penalty asks for it."""
@@ -96,7 +108,8 @@ class Losses:
         for name, term in self.terms.items():
             wrt = _wrt(term)
             if not wrt:
-                values[name] = term.loss(output, target) * term.weight
+                value = term.loss(output, target)
+                values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
                 sources = [inputs] if wrt == "inputs" else _trained(model)
                 values[name] = term.loss(output, target, sources) * term.weight
@@ -119,19 +132,31 @@ def _reduction(loss: nn.Module) -> str:
     return str(getattr(loss, "reduction", "mean"))
 
 
-def _is_counted(loss: nn.Module, per_label: bool) -> bool:
+def _is_counted(loss: nn.Module) -> bool:
     """Tell whether torch divides this loss by something else than the number of samples."""
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
-        return False
-    return per_label or loss.weight is not None or loss.ignore_index >= 0
+    return isinstance(loss, _CROSS_ENTROPIES) and loss.reduction == "mean"
 
 
-def _count(loss: nn.Module, target: Tensor) -> Tensor:
-    assert isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
+    """Return the number of labels that count, by their weights; on the host if it knows."""
+    assert isinstance(loss, _CROSS_ENTROPIES)
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return torch.full((), target.numel() // target.shape[1], device=target.device)
+        return target.numel() // target.shape[1]
+    if (
+        loss.weight is None
+        and target.device.type == "cpu"
+        and _all_count(target, loss.ignore_index)
+    ):
+        return target.numel()
     valid = target != loss.ignore_index
     if loss.weight is None:
         return valid.sum()
     weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
     return (weights * valid).sum()
+
+
+def _all_count(target: Tensor, ignored: int) -> bool:
+    # One look for the usual number, which lies below all labels.
+    if ignored < 0 and target.numel() and target.min().item() >= 0:
+        return True
+    return not (target == ignored).any().item()

@@ -51,12 +51,15 @@ class Sums:
 
     def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
         real = 1 if samples else 0
-        if count is None:
-            self.add(name, term.mean(), samples, samples)
-        elif isinstance(count, Tensor):
-            self.add(name, mean_of(term, count) * count, count * real, real)
-        else:  # a sum over the samples: over the updates, its mean
-            self.add(name, term.sum(), real, real)
+        if count is None or (count and isinstance(count, int | float)):
+            weight = samples if count is None else count * real
+            self.add(name, term.mean() if term.ndim else term, weight, weight)
+        elif isinstance(count, Tensor | int | float):
+            count = torch.as_tensor(count, device=term.device)
+            total = mean_of(term, count).to(self.dtype) * count
+            self.add(name, total, count * real, real)
+        else:  # a sum over the samples: told as what each of them adds to it, on the average
+            self.add(name, term.sum(), samples, real)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices: one transfer to the host; a sum where count is 0."""

@@ -16,7 +16,8 @@ from trainer.state import TrainState
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
     """Return the first name whose tensor holds a NaN or an infinity."""
     for name, tensor in named:
-        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        number = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor is not None and number and not torch.isfinite(tensor).all():
             return name
     return None
 

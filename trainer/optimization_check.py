@@ -15,21 +15,27 @@ _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100  # stand-ins for what only the data t
 
 
 def check_optimization(
-    model: nn.Module, optimizer: Mapping[str, Any], lr_scheduler: Mapping[str, Any] | None
+    model: nn.Module,
+    optimizer: Mapping[str, Any],
+    lr_scheduler: Mapping[str, Any] | None,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Build optimizers and schedules over `model`, which may be on the meta device.
+    """Build optimizers and schedules over `model`, which may be on the meta device, and `others`.
 
     Freezes what rules freeze. Raises `ParamGroupError` with all that is wrong in both.
     """
-    complain(list(_problems(model, optimizer, lr_scheduler)))
+    complain(list(_problems(model, optimizer, lr_scheduler, others)))
 
 
 def _problems(
-    model: nn.Module, optimizer: Mapping[str, Any], lr_scheduler: Mapping[str, Any] | None
+    model: nn.Module,
+    optimizer: Mapping[str, Any],
+    lr_scheduler: Mapping[str, Any] | None,
+    others: Mapping[str, nn.Module] | None,
 ) -> Iterator[str]:
     optimizers: Optimizers | None = None
     try:
-        optimizers = build_optimizers(model, optimizer)
+        optimizers = build_optimizers(model, optimizer, others=others)
     except Exception as error:
         yield from _known(error)
     try:

@@ -71,16 +71,23 @@ class Optimizers:
 
     @classmethod
     def wrap(
-        cls, optimizer: Optimizers | Optimizer | Mapping[str, Optimizer], model: nn.Module
+        cls,
+        optimizer: Optimizers | Optimizer | Mapping[str, Optimizer],
+        model: nn.Module,
+        others: Mapping[str, nn.Module] | None = None,
     ) -> Optimizers:
         """Take plain torch optimizers over `model`; each trainable parameter must be in one.
 
-        Raises `ParamGroupError` naming the parameters that are in none, in two, or not the model's.
+        `others` are modules besides the model that are trained. Raises `ParamGroupError` naming
+        the parameters that are in none, in two, or not the model's.
         """
+        found = candidates(model, others)
         if isinstance(optimizer, Optimizers):
+            apart = {p for module in (others or {}).values() for p in module.parameters()}
+            forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
+            complain(_membership_problems(forgotten, []))
             return optimizer
         optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
-        found = candidates(model)
         taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
         complain(_membership_problems(found, taken))
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
@@ -208,9 +215,13 @@ def target_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, d
 
 
 def build_optimizers(
-    model: nn.Module, node: Mapping[str, Any], key: str = "optimizer", prefer_fused: bool = False
+    model: nn.Module,
+    node: Mapping[str, Any],
+    key: str = "optimizer",
+    prefer_fused: bool = False,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> Optimizers:
-    """Build the optimizers of a config's `optimizer` node over `model`.
+    """Build the optimizers of a config's `optimizer` node over `model`, and `others` by name.
 
     Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
     the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
@@ -219,10 +230,10 @@ def build_optimizers(
     found = sections(node, key, problems)
     claimed = claims(found, node, key, problems)
     complain(problems)
-    division = divide(model, claimed)
+    division = divide(model, claimed, others)
     return Optimizers(
         {s.name: build(s, division.groups[s.name], prefer_fused) for s in found},
-        {c.tensor: c.name for c in candidates(model)},
+        {c.tensor: c.name for c in candidates(model, others)},
         division.frozen,
         {s.name: s.own["lr_scheduler"] for s in found if s.own["lr_scheduler"] is not None},
         {s.name: s.key for s in found},

@@ -84,12 +84,17 @@ def group_parameters(
     return {group.name: group for group in division.groups[""]}
 
 
-def divide(model: nn.Module, claims: Mapping[str, Claim]) -> Division:
+def divide(
+    model: nn.Module,
+    claims: Mapping[str, Claim],
+    others: Mapping[str, nn.Module] | None = None,
+) -> Division:
     """Give each trainable parameter to the first claim that takes it, and to a group there (I8).
 
     Freezes what a rule freezes. With several claims, a group's name begins with its optimizer's.
+    `others`: modules besides the model that are trained (a task's), by name.
     """
-    found = candidates(model)
+    found = candidates(model, others)
     problems: list[str] = []
     layers = Layers(found, problems)
     groups: dict[_Slot, ParamGroup] = {}

@@ -44,23 +44,30 @@ class Candidate:
         return self.names[0]
 
 
-def candidates(model: nn.Module) -> list[Candidate]:
-    """Return each parameter of `model` once, in order of registration."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
+    """Return each parameter of `model` once, in order of registration, then those of `others`."""
+    modules: dict[str, nn.Module] = {}
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
+    for root, part in {"": model, **(others or {})}.items():
+        for name, module in part.named_modules(remove_duplicate=False):
+            modules[_under(root, name)] = module
+        for name, tensor in part.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(_under(root, name))
+            tensors[id(tensor)] = tensor
     return [
         Candidate(
             tuple(aliases),
             tensors[key],
             tuple(modules[alias.rpartition(".")[0]] for alias in aliases),
-            tuple(modules[prefix] for alias in aliases for prefix in _prefixes(alias)),
+            tuple(modules[p] for alias in aliases for p in _prefixes(alias) if p in modules),
         )
         for key, aliases in names.items()
     ]
+
+
+def _under(root: str, name: str) -> str:
+    return ".".join(part for part in (root, name) if part)
 
 
 def _prefixes(name: str) -> list[str]:

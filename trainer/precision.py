@@ -10,9 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.errors import ModelError
+
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
+
+
+def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Store a module's floating-point tensors in `dtype`, complex ones in its `matching`."""
+    # `Module.to(torch.float64)` would discard imaginary parts.
+    converted: nn.Module = module._apply(lambda t: t.to(matching(t, dtype)))  # type: ignore[no-untyped-call]
+    return converted
+
+
+def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the format of a tensor in a run of `dtype`: only float64 has a complex companion."""
+    if tensor.is_complex():
+        return torch.complex128 if dtype == torch.float64 else tensor.dtype
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 class Precision:
@@ -39,8 +55,16 @@ class Precision:
         return self.name == "fp16"
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Store the parameters and floating-point buffers in the format."""
-        return model if self.dtype is None else model.to(self.dtype)
+        """Store the parameters and floating-point buffers in the format; in place.
+
+        Raises ModelError for complex parameters whose gradients cannot be scaled.
+        """
+        if self.scales and any(p.is_complex() for p in model.parameters()):
+            raise ModelError(
+                "trainer.precision=fp16 scales the loss, for which torch has no kernel for complex "
+                "gradients: use fp32, bf16 or fp64"
+            )
+        return model if self.dtype is None else in_format(model, self.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""

@@ -31,6 +31,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
             "counters": trainer.state.state_dict(),
             "sums": strategy.gather(trainer.updater.sums.state_dict()),
             "own": strategy.gather(strategy.own_state(trainer.model)),
+            "unsaved": strategy.gather(trainer.unsaved.state_dict()),
             "metrics": dict(trainer.metrics),
             "world_size": strategy.world_size,
             "torch": str(torch.__version__),
@@ -65,6 +66,9 @@ def restore(
     for name, callback in trainer.callbacks.items():
         if saved.get(name):
             callback.load_state_dict(saved[name])
+    if "unsaved" in state:  # an older checkpoint has none
+        same = state["world_size"] == trainer.strategy.world_size
+        notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed = True
@@ -96,12 +100,15 @@ def _rehearse(trainer: Trainer) -> None:
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
-    """Give the model the weights of a checkpoint, its averages included, and nothing else."""
+    """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
     compare_names(payload, trainer.model.state_dict())
     parameters = dict(trainer.model.named_parameters())
+    others = payload.get("state", {}).get("unsaved")
     needed = {k: v for k, v in payload.items() if k in ("model", "callbacks", "ema", "shards")}
     payload = checkpoint_shards.read(needed, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
+    if others:
+        trainer.unsaved.load_state_dict(others[0])
     saved = {**payload["callbacks"], "ema": payload["ema"]}
     saved = trainer.strategy.split_like(saved, parameters)
     for name, callback in trainer.callbacks.items():

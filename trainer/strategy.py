@@ -78,6 +78,9 @@ class Strategy:
         """Change `model` before its optimizer is built (sharding); the single device does not."""
         return model.to(self.device)
 
+    def check(self, others: Mapping[str, nn.Module]) -> None:
+        """Refuse modules besides the model (a task's) that cannot be trained here: ModelError."""
+
     def accumulate(
         self, wrapped: nn.Module, last: bool, counts: bool = True
     ) -> AbstractContextManager[Any]:

@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.precision import in_format
+
 
 class Metric(Protocol):
     """A metric with a state of its own; torchmetrics' classes are such."""
@@ -37,12 +39,13 @@ class StepOutput:
     `loss`: the mean over the micro-batch's samples, a scalar, or one value for each sample; or
     such terms by name, which are added up.
     `counts`: for a term whose mean has another denominator than the number of samples (tokens,
-    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM`.
+    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM` for
+    a sum over the samples: what is logged of it is the sum divided by their number.
     `sums`: for each metric the sum over the micro-batch and the number of things summed.
     """
 
     loss: Tensor | Mapping[str, Tensor]
-    counts: Mapping[str, Tensor | _Sum] = field(default_factory=dict)
+    counts: Mapping[str, Tensor | float | _Sum] = field(default_factory=dict)
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
 
 
@@ -81,13 +84,21 @@ class Task:
         """Compute loss and metrics without gradients."""
         return self.training_step(model, batch)
 
-    def counts(self, batch: Any) -> Mapping[str, Tensor]:
-        """Return this batch's part of the denominators of `count_names`.
+    def counts(self, batch: Any) -> Mapping[str, Tensor | float]:
+        """Return this batch's part of the denominators of `count_names`, on the host if known.
 
         An update's denominator is the sum over all its micro-batches and devices, so it must be
         known before the first of them is differentiated.
         """
         return {}
+
+    def own_modules(self) -> Mapping[str, nn.Module]:
+        """Return the modules that are the task's and not the model's, by name: losses, teachers.
+
+        Their trainable parameters are trained, as `task.<name>.<parameter>`, and their state is
+        saved. These are the task's attributes that are modules.
+        """
+        return {name: part for name, part in vars(self).items() if isinstance(part, nn.Module)}
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return metrics with a state of their own; `evaluation_step` updates them."""
@@ -95,6 +106,8 @@ class Task:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move what the task holds to where the batches are; `dtype`: of the run's numbers."""
+        for module in self.own_modules().values():
+            (module if dtype is None else in_format(module, dtype)).to(device)
         for metric in self.metrics().values():
             if hasattr(metric, "to"):
                 metric.to(device)
@@ -103,3 +116,8 @@ class Task:
         """Return the model's answer for a batch."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return model(inputs)
+
+
+def named_modules(task: Task) -> dict[str, nn.Module]:
+    """Return a task's own modules by the names that precede their parameters' (`task.loss`)."""
+    return {f"task.{name}": module for name, module in task.own_modules().items()}

@@ -21,8 +21,9 @@ from trainer.parts import Parts
 from trainer.precision import Precision
 from trainer.state import TrainState
 from trainer.strategy import Strategy
-from trainer.task import Task
+from trainer.task import Task, named_modules
 from trainer.timer import Timer
+from trainer.unsaved import Unsaved
 from trainer.update import Updater
 from trainer.waiting import Waiting
 
@@ -59,7 +60,8 @@ class Trainer:
         self.model = model if strategy else self.precision.convert(model).to(device)
         self.task = task
         task.to(device, self.precision.dtype)
-        self.optimizers = Optimizers.wrap(optimizer, model)
+        self.strategy.check(named_modules(task))
+        self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         steps = self.options.gradient_accumulation_steps
         self.train_loader: BatchSource = as_source(train_loader, steps)
@@ -91,6 +93,7 @@ class Trainer:
             self.state,
         )
         self.updater = Updater(self.parts)
+        self.unsaved = Unsaved(model, task)
         self._evaluator = Evaluator(self.parts, self.waiting)
         self._deadline: float | None = None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.batch import MicroBatch, Piece
+from trainer.copies import HeldBuffers
 from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.gradients import clip, largest, total_norm, without_effect
 from trainer.guard import Guard, guard_of
@@ -20,7 +21,7 @@ from trainer.metrics import Sums, mean_of
 from trainer.nonfinite import explain
 from trainer.optimizers import needs_closure
 from trainer.parts import Parts
-from trainer.task import SUM, StepOutput
+from trainer.task import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class Updater:
         self._precision = parts.precision
         self._options = parts.options
         self._state = parts.state
+        others = list(parts.task.own_modules().values())
+        self._buffers = HeldBuffers([parts.model, *others])
+        self._apart = [p for module in others for p in module.parameters()]
         _refuse_what_a_search_leaves_out(parts)
 
     @functools.cached_property
@@ -84,6 +88,7 @@ class Updater:
             if result is None:
                 return False
             taken.append((turn, *result))
+        self._buffers.settle()
         for turn, outputs, norm in taken:
             self._add_sums(turn, micro_batches, outputs, norm)
         return True
@@ -137,7 +142,16 @@ class Updater:
                 self._precision.backward(share if counts else share.nan_to_num())
             outputs.append(output)
             shares.append(share)
+        self._exchange_apart()
         return outputs, shares
+
+    def _exchange_apart(self) -> None:
+        # The strategy's wrapper knows the model's parameters, not those of losses.
+        if self._strategy.world_size > 1:
+            for parameter in self._apart:
+                if parameter.grad is not None:
+                    whole = self._strategy.reduce(parameter.grad)
+                    parameter.grad = whole / self._strategy.gradient_scale
 
     def _forward(self, turn: _Turn, batch: Any) -> StepOutput:
         try:
@@ -152,36 +166,54 @@ class Updater:
                 "loader.drop_last=true, or change loader.batch_size"
             ) from error
 
-    def _totals(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> dict[str, Tensor]:
+    def _totals(
+        self, micro_batches: Sequence[MicroBatch], batches: list[Any]
+    ) -> dict[str, Tensor | float]:
         """Return the update's denominators that depend on the data, over all devices."""
-        totals = {}
-        for name in self._task.count_names:
-            total = torch.zeros((), dtype=self.sums.dtype, device=self._strategy.device)
-            for micro_batch, batch in zip(micro_batches, batches, strict=True):
-                if micro_batch.piece.count:
-                    total = total + self._task.counts(batch)[name]
-            totals[name] = self._strategy.reduce(total)
-        return totals
+        if not self._task.count_names:
+            return {}
+        pairs = zip(micro_batches, batches, strict=True)
+        found = [self._task.counts(batch) for m, batch in pairs if m.piece.count]
+        return {
+            name: self._total([counts[name] for counts in found]) for name in self._task.count_names
+        }
 
-    def _share(self, output: StepOutput, piece: Piece, totals: Mapping[str, Tensor]) -> Tensor:
+    def _total(self, counts: Sequence[Tensor | float]) -> Tensor | float:
+        # Where no label of the whole update counts, all its parts are 0, and so is their sum.
+        total = sum(counts)
+        if self._strategy.world_size == 1 and not isinstance(total, Tensor):
+            return total or 1.0
+        dtype, device = self.sums.dtype, self._strategy.device
+        whole = self._strategy.reduce(torch.as_tensor(total, dtype=dtype, device=device))
+        return torch.where(whole > 0, whole, 1.0)
+
+    def _share(
+        self, output: StepOutput, piece: Piece, totals: Mapping[str, Tensor | float]
+    ) -> Tensor:
         scale = self._strategy.gradient_scale
         share = piece.count * scale / piece.total
         if isinstance(output.loss, Tensor):
-            loss = output.loss.mean() if output.loss.ndim else output.loss
-            return loss if share == 1 else loss * share
+            return _times(_mean(output.loss), share)
         terms = []
         for name, term in output.loss.items():
             count = output.counts.get(name)
             if not piece.count:  # a borrowed sample: it takes part with weight zero
                 terms.append(term.sum() * 0)
-            elif count is SUM:
+            elif count is None:
+                terms.append(_times(_mean(term), share))
+            elif isinstance(count, Tensor | int | float):
+                terms.append(self._part(term, count, totals[name]))
+            else:  # SUM
                 terms.append(term.sum() * scale)
-            elif isinstance(count, Tensor):
-                part = count.to(self.sums.dtype) * scale / totals[name]
-                terms.append(mean_of(term, count) * part.to(term.dtype))
-            else:
-                terms.append(term.mean() * share)
         return _add(terms)
+
+    def _part(self, term: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
+        """Return what a mean over `count` things adds to the one over `total` of them."""
+        scale = self._strategy.gradient_scale
+        if not isinstance(count, Tensor) and not isinstance(total, Tensor) and count:
+            return _times(_mean(term), count * scale / total)
+        count = torch.as_tensor(count, dtype=self.sums.dtype, device=term.device)
+        return mean_of(term, count) * (count * scale / total).to(term.dtype)
 
     def _search(
         self,
@@ -288,6 +320,14 @@ def _refuse_what_a_search_leaves_out(parts: Parts) -> None:
             f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
             f"{', trainer.'.join(keys)} cannot reach them: leave that out"
         )
+
+
+def _mean(term: Tensor) -> Tensor:
+    return term.mean() if term.ndim else term
+
+
+def _times(term: Tensor, share: float) -> Tensor:
+    return term if share == 1 else term * share
 
 
 def _add(terms: Iterable[Tensor]) -> Tensor:

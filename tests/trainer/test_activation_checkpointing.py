@@ -1,8 +1,12 @@
 """Gradients and running statistics are those without checkpointing."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 from trainer.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.errors import ModelError
@@ -94,3 +98,54 @@ def test_gradients_of_gradients() -> None:
         results.append([*(p.grad for p in model.parameters()), *model.buffers()])
     for plain, repeated in zip(*results, strict=True):
         torch.testing.assert_close(repeated, plain, rtol=0, atol=1e-12)
+
+
+class Chancy(nn.Module):
+    """A block that draws from Python's and numpy's generators, and assigns a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("mask", torch.ones(6), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        scale = random.random() + np.random.rand() + np.random.randn()
+        return torch.tanh(self.layer(x - self.mean) * self.mask) * scale
+
+
+def moving(kind: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    if kind == "chance":
+        blocks = [Chancy(), Chancy()]
+    else:
+        norm = parametrizations.spectral_norm if kind == "spectral" else spectral_norm
+        blocks = [nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(*blocks, nn.Linear(6, 1)).double()
+
+
+@pytest.mark.parametrize("kind", ["chance", "spectral", "spectral-hook"])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lambda m: checkpoint_modules(m, ["0", "1"]), id="globs"),
+        pytest.param(lambda m: checkpoint_segments(m, 3), id="segments"),
+    ],
+)
+def test_what_a_block_moves_is_moved_once(kind: str, apply) -> None:
+    plain, saving = moving(kind), moving(kind)
+    apply(saving)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    after = []
+    for model in (plain, saving):
+        random.seed(0)
+        np.random.seed(0)
+        for _ in range(3):
+            model(x).square().mean().backward()
+        after.append((random.random(), np.random.rand()))
+    assert after[0] == after[1]
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
+        assert torch.equal(a, b)

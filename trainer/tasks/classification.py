@@ -15,6 +15,7 @@ from trainer.tasks.supervised import Scores, Supervised
 class Classification(Supervised):
     """Classify; batches are `(inputs, labels)`, labels [n] as indices or [n, classes] as shares.
 
+    Samples whose label is the loss's `ignore_index` (-100 in torch's) count nowhere.
     Inputs of five dimensions [n, crops, C, H, W] are answered by the mean over the crops.
     """
 
@@ -49,16 +50,22 @@ class Classification(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Sum the samples whose class is among the k likeliest."""
-        labels = target.argmax(1) if target.is_floating_point() else target
-        return {_accuracy(k): _hits(output, labels, k) for k in self._top_k}
+        labels = target
+        count: Tensor | int = len(target)
+        counting = self.losses.counting(target)
+        if target.is_floating_point():
+            labels = target.argmax(1)
+        elif counting is not None:  # no answer is below 0
+            labels, count = target.where(counting, -1), counting.sum()
+        return {_accuracy(k): (_hits(output, labels, k), count) for k in self._top_k}
 
 
 def _accuracy(k: int) -> str:
     return "accuracy" if k == 1 else f"accuracy_top{k}"
 
 
-def _hits(logits: Tensor, labels: Tensor, k: int) -> tuple[Tensor, int]:
+def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return (logits.detach().argmax(1) == labels).sum(), len(labels)
+        return (logits.detach().argmax(1) == labels).sum()
     best = logits.detach().topk(k, dim=1).indices
-    return (best == labels[:, None]).any(1).sum(), len(labels)
+    return (best == labels[:, None]).any(1).sum()

@@ -30,7 +30,7 @@ class LanguageModel(Supervised):
         ignore_index: int = -100,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index), per_label=True)
+        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
         super().__init__(losses, {"perplexity": Perplexity(ignore_index), **(metrics or {})})
         self.num_classes = num_classes
         self._ignore_index = ignore_index

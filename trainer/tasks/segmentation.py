@@ -30,7 +30,7 @@ class Segmentation(Supervised):
         ignore_index: int = 255,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index), per_label=True)
+        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
         super().__init__(losses, {"miou": MeanIoU(num_classes), **(metrics or {})})
         self.num_classes = num_classes
         self._ignore_index = ignore_index

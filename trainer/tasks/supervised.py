@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainer.errors import SampleError
@@ -49,14 +48,13 @@ class Supervised(Task):
         """Return the metrics with a state of their own."""
         return self._metrics
 
-    def counts(self, batch: Any) -> dict[str, Tensor]:
+    def counts(self, batch: Any) -> dict[str, Tensor | int]:
         """Return the denominators that depend on the labels."""
         return self.losses.counts(batch[1])
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Move metrics and class weights to where the batches are."""
-        super().to(device, dtype)
-        self.losses.to(device, dtype)
+    def own_modules(self) -> dict[str, nn.Module]:
+        """Return the losses, and what a task of your own has beside them."""
+        return {**super().own_modules(), **self.losses.modules}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss and scores of `(inputs, target)`."""
