@@ -158,9 +158,8 @@ class _Walk:
         if tensor.is_meta:
             if not self._sharded:
                 raise _MisfitError(f"{key} is a tensor without values (on the meta device)")
-        elif tensor.layout is torch.strided and not tensor.is_quantized:
-            if tensor.nbytes > tensor.untyped_storage().nbytes():
-                raise _MisfitError(f"{key} claims to be larger than what is stored of it")
+        elif tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise _MisfitError(f"{key} claims to be larger than what is stored of it")
 
 
 _DEEPEST = 100
