@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from conf.compile_options import compile_problems
 from conf.fields import duration, option, share
 
 
@@ -54,7 +55,9 @@ class TrainerConfig:
         None, "cut an nn.Sequential into so many recomputed parts", at_least=1
     )
     compile: bool | dict[str, Any] = option(
-        False, "torch.compile, or its options; `dynamic: false` if not given"
+        False,
+        "torch.compile, or its mode, dynamic, fullgraph, backend and (numeric) options;"
+        " `dynamic: false` if not given",
     )
     channels_last: bool = option(False, "memory format of images: faster convolutions")
     tf32: bool = option(False, "TensorFloat32 for float32 products, as in precision=tf32")
@@ -84,6 +87,8 @@ class TrainerConfig:
         """Name what cannot be meant."""
         if self.max_epochs is None and self.max_steps is None and self.max_time is None:
             yield "max_epochs", "null, as are max_steps and max_time: nothing would end the run"
+        if isinstance(self.compile, dict):
+            yield from compile_problems(self.compile)
         for key in ("limit_train_batches", "overfit_batches"):
             if getattr(self, key) == 0:
                 yield key, "0 leaves nothing to train on; null = no limit"

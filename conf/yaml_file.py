@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import Problem
+from conf.errors import ConfigError, Problem
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
@@ -42,13 +42,28 @@ class Document:
 def examine(path: Path, name: str) -> Document:
     """Examine one file; `name` is how messages call it."""
     try:
-        content = path.read_bytes()
-        text = content.decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         return _unreadable(f"not a UTF-8 text (byte {error.start})", name)
     except OSError as error:
         return _unreadable(f"cannot be read: {error.strerror}", name)
-    if len(content) > MAX_BYTES:
+    return examine_text(text, name)
+
+
+def plain_values(text: str, name: str) -> Any:
+    """Return the values of a YAML text from a place that is not trusted.
+
+    Raises ConfigError where it is hostile or broken: aliases that multiply, tags, endless nesting.
+    """
+    document = examine_text(text, name)
+    if not document.readable:
+        raise ConfigError(document.problems)
+    return yaml.load(text, Loader=_LOADER)
+
+
+def examine_text(text: str, name: str) -> Document:
+    """Examine the text of a file; `name` is how messages call it."""
+    if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:
         return _unreadable(f"longer than {MAX_BYTES} bytes", name)
     try:
         _limit_depth(text)

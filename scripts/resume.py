@@ -13,6 +13,7 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from trainer import snapshot
 from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint_schema import check_payload, saved_config
 from trainer.errors import CheckpointError
 from trainer.run_directory import find_unfinished, holds_run, name_folder, read_status
 from trainer.trainer import Trainer
@@ -147,7 +148,8 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
 def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     """Hold the configuration against the checkpoint's, by `resume_policy`."""
     assert resume.payload is not None
-    saved = yaml.safe_load(resume.payload["config"]) or {}
+    check_payload(resume.payload, resume.checkpoint)
+    saved = saved_config(resume.payload, resume.checkpoint)
     changes = differences(saved, raw)
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
@@ -190,7 +192,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
 
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
-    saved = yaml.safe_load(payload["config"]) or {}
+    saved = saved_config(payload, None)
     return any(k in _HORIZON for k in differences(saved, raw))
 
 

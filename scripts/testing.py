@@ -18,6 +18,7 @@ from trainer.build import build_evaluation
 from trainer.build_check import check_targets
 from trainer.build_strategy import build_strategy
 from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint_schema import check_payload
 from trainer.errors import CheckpointError
 from trainer.targets import allow
 
@@ -33,6 +34,7 @@ def test_again(
     check_targets(config)
     path = _checkpoint(run_dir, checkpoint)
     payload = CheckpointStore(path.parent).load(path)
+    check_payload(payload, path)
     if getattr(config.data, split) is None:
         raise ConfigError([Problem(f"data.{split}", "is null: there is nothing to evaluate on")])
     strategy = build_strategy(config)

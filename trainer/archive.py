@@ -1,6 +1,8 @@
 """Read a file of torch.save so that no damage and no code in it passes unseen."""
 
 import hashlib
+import os
+import stat
 import warnings
 import zipfile
 from pathlib import Path
@@ -25,6 +27,8 @@ def read_archive(path: Path) -> Any:
     falls back to a load that could run code.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, without end
+            raise DamagedCheckpointError(f"{path}: is no file, but a folder, pipe or device")
         with open(path, "rb") as file:
             _check(path, file)
             return _load(path, file)
@@ -56,15 +60,38 @@ def _check_crcs(path: Path, file: BinaryIO) -> None:
             script = any("/code/" in name for name in archive.namelist())
             # torch.save compresses nothing; what claims to be compressed is damaged, or a bomb.
             odd = [info for info in archive.infolist() if info.compress_type or info.flag_bits & 1]
+            twice = _repeated(archive.namelist())
+            _check_sizes(path, archive)
             broken = odd[0].filename if odd else archive.testzip()
-    except MemoryError:
+    except (MemoryError, CheckpointError):
         raise
     except Exception as error:  # zipfile raises some ten types for what a flipped bit can do
         raise DamagedCheckpointError(f"{path}: its archive is cut off or damaged") from error
     if script:
         raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
+    if twice is not None:
+        raise DamagedCheckpointError(f"{path}: its archive holds {twice!r} twice")
     if broken is not None:
         raise DamagedCheckpointError(f"{path}: its archive is damaged in {broken!r} (CRC)")
+
+
+def _repeated(names: list[str]) -> str | None:
+    """Return a name that stands twice: readers differ in which one they take.
+
+    torch's reader looks names up without regard to case.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name.casefold() in seen:
+            return name
+        seen.add(name.casefold())
+    return None
+
+
+def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
+    """Refuse entries that together are larger than the file: they overlap, and multiply work."""
+    if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
+        raise DamagedCheckpointError(f"{path}: its archive claims more than it holds")
 
 
 def _load(path: Path, file: BinaryIO) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -19,12 +20,13 @@ from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.gradients import without_effect
 from trainer.instantiate import instantiate, refused_targets
+from trainer.node_kinds import misfit, misfit_of
 from trainer.optimization_check import check_optimization
 from trainer.optimizer_nodes import SINGLE
 from trainer.optimizer_steps import takes_closure
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
-from trainer.targets import locate
+from trainer.targets import TargetError, locate
 from trainer.task import named_modules
 
 # Stand-ins for what is known only once the data are open.
@@ -44,11 +46,12 @@ def check_targets(config: Config) -> None:
     the rest of the configuration make of them: each stage rests on the one before.
     """
     nodes = dict(_nodes(config))
+    _complain(_compile_problems(config.trainer.compile))
     _complain(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
     _complain(
         problem
         for key, (node, positional) in nodes.items()
-        for problem in bind_problems(node, key, _provided(key), positional)
+        for problem in _node_problems(node, key, positional)
     )
     monitors = list(_task_problems(config))
     about = tuple(p.key.rpartition(".")[0] for p in monitors)
@@ -58,6 +61,43 @@ def check_targets(config: Config) -> None:
         *_model_problems(config),
     ]
     _complain([*monitors, *(p for p in others if p.key not in about)])
+
+
+def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
+    """Hold a backend and the options of the default one against what torch has."""
+    if not isinstance(choice, dict) or not (choice.get("backend") or choice.get("options")):
+        return  # asking takes torch's compiler, which is slow to import
+    backend = choice.get("backend") or "inductor"
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        hint = f"there are {', '.join(known)}"
+        yield Problem("trainer.compile.backend", f"no backend {backend!r} is registered", hint=hint)
+    elif backend == "inductor":
+        from torch._inductor import list_options  # the package is large, and seldom needed
+
+        options = [name.replace("-", "_") for name in choice.get("options") or {}]
+        for name in sorted(set(options) - set(list_options())):
+            yield Problem(f"trainer.compile.options.{name}", "torch has no such option")
+
+
+def _node_problems(
+    node: Any, key: str, positional: int
+) -> Iterable[TargetProblem] | Iterable[Problem]:
+    """Hold a node against its section, then its arguments against the target's signature."""
+    wrong = _wrong_kind(key, node)
+    return [wrong] if wrong else bind_problems(node, key, _provided(key), positional)
+
+
+def _wrong_kind(key: str, node: Any) -> Problem | None:
+    """Name a class that makes something else than the section takes; a function is called later."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        return None
+    try:
+        target = functools.partial if node.get("_partial_") is True else locate(node["_target_"])
+    except TargetError:
+        return None  # its arguments' check says so
+    reason = misfit(key, target) if isinstance(target, type) else None
+    return Problem(f"{key}._target_", reason) if reason else None
 
 
 def _complain(found: Iterable[TargetProblem | Problem]) -> None:
@@ -78,11 +118,14 @@ def _constructor_problems(config: Config) -> Iterator[Problem]:
         nodes |= {f"transforms.{stage}.{name}": node for name, node in steps.items() if node}
     for key, node in nodes.items():
         try:
-            instantiate(node, _key_=key)
+            made = instantiate(node, _key_=key)
         except Exception as error:
             if not isinstance(getattr(error, "exit_code", None), int):
                 raise
             yield Problem(key, str(error).removeprefix(f"{key}: "))
+        else:
+            if (reason := misfit_of(key, made)) is not None:
+                yield Problem(f"{key}._target_", reason)
 
 
 def _model_problems(config: Config) -> Iterator[Problem]:
@@ -98,7 +141,7 @@ def _model_problems(config: Config) -> Iterator[Problem]:
             yield Problem("model", str(error).removeprefix("model: "))
         return
     if not isinstance(model, nn.Module):
-        yield Problem("model._target_", f"makes no torch.nn.Module but a {type(model).__name__}")
+        yield Problem("model._target_", str(misfit_of("model", model)))
         return
     if any(is_lazy(parameter) for parameter in model.parameters()):
         yield Problem("model", "has lazy parameters", hint="give its layers their sizes")

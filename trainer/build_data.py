@@ -21,8 +21,9 @@ from data.samplers import as_order, as_updates, default_order
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.instantiate import instantiate
+from trainer.node_kinds import misfit_of
 from trainer.strategy import Strategy
-from trainer.targets import locate
+from trainer.targets import TargetError, locate
 
 SPLITS = ("train", "val", "test")
 
@@ -202,7 +203,10 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     }
     asked = inspect.signature(locate(node["_target_"])).parameters
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
-    return instantiate(node, _key_=key, **given)
+    made = instantiate(node, _key_=key, **given)
+    if (reason := misfit_of(key, made)) is not None:
+        raise TargetError(f"{key}._target_ {reason}")
+    return made
 
 
 def _on_device(

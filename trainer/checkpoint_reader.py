@@ -81,7 +81,7 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
 def compare_names(
     payload: Mapping[str, Any], model_state: Mapping[str, Any], path: Path | None = None
 ) -> None:
-    """Refuse a checkpoint whose weights have other names or shapes than the model's.
+    """Refuse a checkpoint whose weights have other names, shapes or types than the model's.
 
     The CheckpointError names the first difference, in the model's order, and counts the others.
     """
@@ -90,6 +90,10 @@ def compare_names(
         f"{name} is {_shape(saved, name)} in it, {_shape(model_state, name)} in the model"
         for name in dict.fromkeys([*model_state, *saved])
         if _shape(saved, name) != _shape(model_state, name)
+    ] or [
+        f"{name} is {saved[name].dtype} in it, {value.dtype} in the model (trainer.precision)"
+        for name, value in model_state.items()
+        if isinstance(value, torch.Tensor) and saved[name].dtype != value.dtype
     ]
     if differences:
         more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""

@@ -11,8 +11,9 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.signatures import SPECIAL, TargetProblem, bind_problems
-from trainer.targets import ALLOWED, TargetError, allow, allowed_extra, locate, refusal, under
+from trainer.nameable import OFFERS
+from trainer.signatures import SPECIAL, TargetProblem, bind_problems, refused_arguments
+from trainer.targets import TargetError, allow, allowed_extra, locate, refusal, under
 
 __all__ = [
     "TargetError",
@@ -35,9 +36,9 @@ _TAKES_WHITELIST = _WHITELIST in inspect.signature(hydra.utils.instantiate).para
 def refused_targets(node: Any, key: str = "") -> list[TargetProblem]:
     """List the targets in `node` that may not be used, judged by name alone: imports nothing."""
     return [
-        TargetProblem(where, reason)
-        for where, path in _targets(node, key)
-        if (reason := refusal(path)) is not None
+        TargetProblem(_join(where, "_target_"), reason)
+        for where, inner in _nodes(node, key)
+        if (reason := refusal(inner["_target_"])) is not None
     ]
 
 
@@ -49,8 +50,8 @@ def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any
     callable. `_key_` is where the node stands, for the messages.
     Raises TargetError where a target is refused or rejects a value; other exceptions pass.
     """
-    for where, path in _targets(node, _key_):
-        _locate(where, path)
+    for where, inner in _nodes(node, _key_):
+        _check(where, inner)
     return _build(node, args, kwargs, _key_)
 
 
@@ -69,7 +70,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], k
         raise _refusal(error.__cause__ or error, node, key) from error
     except _REFUSALS as error:
         # In the user's own code it is a fault to be shown with its traceback.
-        if hasattr(error, "exit_code") or not under(node["_target_"], ALLOWED):
+        if hasattr(error, "exit_code") or not under(node["_target_"], OFFERS):
             raise
         raise _refusal(error, node, key) from error
 
@@ -85,22 +86,29 @@ def _built(value: Any, key: str) -> Any:
     return value
 
 
-def _targets(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _nodes(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every dict with a target in `node`, and where it stands."""
     if isinstance(node, dict):
         if "_target_" in node:
-            yield (f"{key}._target_" if key else "_target_"), node["_target_"]
+            yield key, node
         for name, child in node.items():
-            yield from _targets(child, f"{key}.{name}" if key else str(name))
+            yield from _nodes(child, _join(key, str(name)))
     elif isinstance(node, list | tuple):
         for index, child in enumerate(node):
-            yield from _targets(child, f"{key}.{index}")
+            yield from _nodes(child, f"{key}.{index}")
 
 
-def _locate(where: str, path: Any) -> Any:
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _check(where: str, node: dict[str, Any]) -> None:
     try:
-        return locate(path)
+        locate(node["_target_"])
     except TargetError as error:
-        raise TargetError(f"{where}: {error}") from error
+        raise TargetError(f"{_join(where, '_target_')}: {error}") from error
+    for problem in refused_arguments(node, where):
+        raise TargetError(str(problem))
 
 
 def _refusal(cause: BaseException, node: dict[str, Any], key: str) -> TargetError:

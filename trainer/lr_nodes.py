@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from trainer.instantiate import instantiate, locate
 from trainer.lr_functions import by_name, functions_of_groups
@@ -204,11 +210,15 @@ class _Maker:
     ) -> Any:
         try:
             if kind is ChainedScheduler:  # takes the optimizer last
-                return instantiate(arguments, optimizer=self._optimizer, _key_=key, **objects)
-            return instantiate(arguments, self._optimizer, _key_=key, **objects)
+                made = instantiate(arguments, optimizer=self._optimizer, _key_=key, **objects)
+            else:
+                made = instantiate(arguments, self._optimizer, _key_=key, **objects)
         except (RuntimeError, ArithmeticError, LookupError) as error:
             if (
                 hasattr(error, "exit_code") or "lr_lambda" in objects
             ):  # a fault in a user's function
                 raise
             raise ScheduleError(f"{key}: {arguments['_target_']}: {error}") from error
+        if not isinstance(made, LRScheduler):
+            raise ScheduleError(f"{key}._target_ makes no LRScheduler but a {type(made).__name__}")
+        return made

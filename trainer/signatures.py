@@ -15,6 +15,7 @@ from trainer.targets import REFUSED_ARGUMENTS, TargetError, locate, under
 # Hydra's own keys of a node; every other key is an argument.
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ def _node_problems(
     except TargetError as error:
         yield TargetProblem(f"{key}._target_", str(error))
         return
-    yield from _refused_arguments(node, key)
     parameters = _parameters(target)
+    yield from _refused_arguments(node, key, parameters)
     if parameters is not None:
-        args = node.get("_args_", [])
-        taken = max(positional, len(args) if isinstance(args, list) else 0)
-        yield from _bind(node, key, parameters, set(provided), taken)
+        args = _positional(node)
+        if not positional:  # else the caller's own take their place
+            yield from _positional_problems(args, key, parameters, node["_target_"])
+        yield from _bind(node, key, parameters, set(provided), max(positional, len(args)))
 
 
 def _special_problems(node: dict[str, Any], key: str) -> Iterator[TargetProblem]:
@@ -74,13 +76,51 @@ def _special_problems(node: dict[str, Any], key: str) -> Iterator[TargetProblem]
             yield TargetProblem(f"{key}._args_", f"expected a list, got {value!r}")
 
 
-def _refused_arguments(node: dict[str, Any], key: str) -> Iterator[TargetProblem]:
-    for prefix, names in REFUSED_ARGUMENTS.items():
-        if under(node["_target_"], [prefix]):
-            for name in names:
-                if node.get(name):
-                    message = "not allowed here: it would unpickle a file"
-                    yield TargetProblem(f"{key}.{name}", message)
+def refused_arguments(node: dict[str, Any], key: str) -> list[TargetProblem]:
+    """List the arguments of `node`, nested ones left out, that would unpickle or fetch code."""
+    if not any(under(str(node["_target_"]), [prefix]) for prefix in REFUSED_ARGUMENTS):
+        return []
+    return list(_refused_arguments(node, key, _parameters(locate(node["_target_"]))))
+
+
+def _refused_arguments(
+    node: dict[str, Any], key: str, parameters: Mapping[str, Parameter] | None
+) -> Iterator[TargetProblem]:
+    given = {**node, **dict(zip(_by_place(parameters or {}), _positional(node), strict=False))}
+    for prefix, refused in REFUSED_ARGUMENTS.items():
+        if not under(node["_target_"], [prefix]):
+            continue
+        for name in refused.unpickled:
+            if given.get(name):
+                message = "not allowed here: it would unpickle a file"
+                yield TargetProblem(f"{key}.{name}", message)
+        model = given.get(refused.model)
+        if model is not None and (not isinstance(model, str) or ":" in model):
+            message = f"not allowed here: {model!r} is no name of a model but a place to load from"
+            yield TargetProblem(f"{key}.{refused.model}", message)
+
+
+def _positional(node: Mapping[str, Any]) -> list[Any]:
+    args = node.get("_args_", [])
+    return args if isinstance(args, list) else []
+
+
+def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
+    return [name for name, p in parameters.items() if p.kind in _PLACED]
+
+
+def _positional_problems(
+    args: list[Any], key: str, parameters: Mapping[str, Parameter], target: str
+) -> Iterator[TargetProblem]:
+    """Judge what `_args_` gives as the arguments that it stands for."""
+    names = _by_place(parameters)
+    for index, (name, value) in enumerate(zip(names, args, strict=False)):
+        for problem in _type_problems(parameters[name], value, f"{key}._args_.{index}"):
+            yield TargetProblem(problem.key, f"{name}: {problem.message}")
+    endless = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
+    if len(args) > len(names) and not endless:
+        message = f"{target} takes {len(names)} arguments by position, got {len(args)}"
+        yield TargetProblem(f"{key}._args_", message)
 
 
 def _parameters(target: Any) -> Mapping[str, Parameter] | None:
@@ -101,8 +141,7 @@ def _bind(
     positional: int,
 ) -> Iterator[TargetProblem]:
     target = node["_target_"]
-    by_place = [p.name for p in parameters.values() if p.kind is not Parameter.KEYWORD_ONLY]
-    filled = provided | set(by_place[:positional])
+    filled = provided | set(_by_place(parameters)[:positional])
     names = [n for n, p in parameters.items() if p.kind in _NAMED and n not in filled]
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     given = {k: v for k, v in node.items() if k not in SPECIAL and isinstance(k, str)}

@@ -11,6 +11,7 @@ from trainer import checkpoint_shards, rng
 from trainer.batch import MicroBatch, updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
+from trainer.checkpoint_schema import taking_over
 from trainer.trainer import Trainer
 
 
@@ -50,10 +51,15 @@ def restore(
     With `hyper_parameters` false those that the trainer was built with hold from here on.
     """
     trainer.setup()
-    notes: list[str] = []
-    state, rank = payload["state"], trainer.strategy.rank
     _rehearse(trainer)
     compare_names(payload, trainer.model.state_dict())
+    with taking_over("the state"):
+        return _take_over(trainer, payload, hyper_parameters)
+
+
+def _take_over(trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool) -> list[str]:
+    notes: list[str] = []
+    state, rank = payload["state"], trainer.strategy.rank
     parameters = dict(trainer.model.named_parameters())
     payload = checkpoint_shards.read(payload, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
@@ -106,14 +112,15 @@ def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
     others = payload.get("state", {}).get("unsaved")
     needed = {k: v for k, v in payload.items() if k in ("model", "callbacks", "ema", "shards")}
     payload = checkpoint_shards.read(needed, parameters)
-    trainer.strategy.load_model_state(trainer.model, payload["model"])
-    if others:
-        trainer.unsaved.load_state_dict(others[0])
-    saved = {**payload["callbacks"], "ema": payload["ema"]}
-    saved = trainer.strategy.split_like(saved, parameters)
-    for name, callback in trainer.callbacks.items():
-        if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
-            callback.load_state_dict(saved[name])
+    with taking_over("the weights"):
+        trainer.strategy.load_model_state(trainer.model, payload["model"])
+        if others:
+            trainer.unsaved.load_state_dict(others[0])
+        saved = {**payload["callbacks"], "ema": payload["ema"]}
+        saved = trainer.strategy.split_like(saved, parameters)
+        for name, callback in trainer.callbacks.items():
+            if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
+                callback.load_state_dict(saved[name])
 
 
 def step_of(payload: Mapping[str, Any]) -> int:

@@ -1,8 +1,8 @@
 """Find what a `_target_` names, and refuse whatever the allow-list does not cover.
 
-A configuration may come from anyone, so it can only name things of the packages below, of the
-packages in the folder where the program was started, and of those that the person who started it
-allowed on the command line. The list is code: no YAML can lengthen it.
+A configuration may come from anyone, so it can only name what `trainer/nameable.py` lists, things
+of the packages in the folder where the program was started, and of those that the person who
+started it allowed on the command line. The list is code: no YAML can lengthen it.
 """
 
 import importlib
@@ -11,51 +11,36 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from trainer.errors import RunError
+from trainer.nameable import OFFERS, is_offered, refusal_by_name, refusal_of, split
 
-ALLOWED = (
-    "torch.nn",
-    "torch.optim",
-    "torch.utils.data",
-    "torchvision.models",
-    "torchvision.ops",
-    "torchvision.transforms",
-    "torchvision.datasets",
-    "torchmetrics",
-    "timm.create_model",
-    "timm.models",
-    "models",
-    "data",
-    "callbacks",
-    "trainer",
-)
-# Parts of the above that fetch, unpickle, write files or start processes.
-REFUSED = (
-    "torch.utils.data.datapipes",
-    "torch.utils.data.graph",
-    "torch.utils.data.graph_settings",
-    "torch.utils.data.backward_compatibility",
-    "torchvision.datasets.utils",
-    "timm.models._builder",
-    "timm.models._helpers",
-    "timm.models._hub",
-    "trainer.build",
-    "trainer.checkpoint",
-    "trainer.launch",
-    "trainer.run_directory",
-    "trainer.targets",
-    "trainer.instantiate",
-)
-# timm unpickles what these name (its loader asks torch for weights_only=False).
-_UNPICKLED = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
-REFUSED_ARGUMENTS = {"timm": _UNPICKLED, "models.timm_adapter": _UNPICKLED}
-# Compiled functions that an allowed module re-exports carry their implementation's module name.
-_IMPLEMENTATIONS = {"torch.nn.functional": ("torch._C._nn", "torch")}
+
+@dataclass(frozen=True, slots=True)
+class RefusedArguments:
+    """Arguments of a target that lead to a pickle or to foreign settings."""
+
+    model: str  # a model's name, which must not be an address: `hf-hub:...`, `local-dir:...`
+    unpickled: tuple[str, ...] = (
+        "checkpoint_path",
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "cache_dir",
+    )
+
+
+# timm unpickles what these name: its loader asks torch for weights_only=False.
+REFUSED_ARGUMENTS = {
+    "timm": RefusedArguments("model_name"),
+    "models.timm_adapter": RefusedArguments("name"),
+}
+_INSTALLED = tuple({module.partition(".")[0] for module in OFFERS})
 _OUR_OTHERS = ("conf", "scripts")
+_OUR_CHECKOUT = ("benchmarks", "tests")  # no packages, but found by who starts in a checkout
 
 _extra: list[str] = []
 
@@ -87,13 +72,13 @@ def refusal(path: object) -> str | None:
     """
     if not isinstance(path, str) or not _is_path(path):
         return f"{_shown(path)} is not the dotted path of a class or function"
-    if under(path, _extra):
+    if under(path, _extra) or _in_working_folder(path.partition(".")[0]):
         return None
-    if under(path, REFUSED):
-        return f"{path!r} is not allowed: {_within(path, REFUSED)} is kept from configurations"
-    if under(path, ALLOWED) or _in_working_folder(path.partition(".")[0]):
-        return None
-    return f"target {path!r} is not allowed; {_how_to_allow(path)}"
+    listed = split(path)
+    if listed is None:
+        return f"target {path!r} is not allowed; {_how_to_allow(path)}"
+    reason = refusal_by_name(*listed)
+    return f"{path!r} is not allowed: {reason}{_public_path(*listed)}" if reason else None
 
 
 def locate(path: str) -> Any:
@@ -105,6 +90,27 @@ def locate(path: str) -> Any:
     reason = refusal(path)
     if reason is not None:
         raise TargetError(reason)
+    listed = None if under(path, _extra) else split(path)
+    return _users(path) if listed is None else _listed(path, *listed)
+
+
+def _listed(path: str, module_name: str, name: str) -> Any:
+    """Return what a listed module offers under `name`."""
+    module = _import_module(module_name, path)
+    found: Any = module
+    for part in name.split("."):
+        found = _attribute(found, part, path)
+    if isinstance(found, ModuleType):
+        raise TargetError(f"{path!r} is not allowed: it is a module")
+    _check_callable(path, found)
+    reason = refusal_of(module, name, found)
+    if reason is not None:
+        raise TargetError(f"{path!r} is not allowed: {reason}")
+    return found
+
+
+def _users(path: str) -> Any:
+    """Return what lies in the user's packages, or in those that were allowed."""
     module, names = _import(path)
     parent: Any = None
     found: Any = module
@@ -112,14 +118,14 @@ def locate(path: str) -> Any:
         parent, found = found, _attribute(found, name, path)
         if isinstance(found, ModuleType):
             raise TargetError(f"{path!r} is not allowed: it leads out, to module {found.__name__}")
-    _check_found(path, parent, found)
+    _check_users(path, parent, found)
     return found
 
 
 def _import(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest part of `path` that is a module; return it with the names left over."""
     root, *names = path.split(".")
-    if _in_working_folder(root) and not under(path, (*ALLOWED, *_extra)):
+    if _in_working_folder(root):
         _append_working_folder()
     module = _import_module(root, path)
     while names and _is_submodule(module, names[0]):
@@ -160,13 +166,19 @@ def _attribute(holder: Any, name: str, path: str) -> Any:
     raise TargetError(f"target {path!r} does not exist: {place} has no {name!r}{hint}")
 
 
-def _check_found(path: str, parent: Any, found: Any) -> None:
+def _check_callable(path: str, found: Any) -> None:
     if not callable(found):
         raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
+
+
+def _check_users(path: str, parent: Any, found: Any) -> None:
+    _check_callable(path, found)
     if isinstance(parent, type) and not _bound_to(parent, found):
         raise TargetError(f"{path!r} is not allowed: it is a method, name a class or a function")
     owner = getattr(found, "__module__", None) or type(found).__module__
-    if path not in _extra and not _owned(path, owner):
+    if path in _extra or under(owner, _extra) or _in_working_folder(owner.partition(".")[0]):
+        return
+    if not is_offered(found):
         raise TargetError(f"{path!r} is not allowed: it belongs to {owner}; {_how_to_allow(owner)}")
 
 
@@ -175,22 +187,13 @@ def _bound_to(parent: type, found: Any) -> bool:
     return isinstance(found, type) or getattr(found, "__self__", None) is parent
 
 
-def _owned(path: str, owner: str) -> bool:
-    """Tell whether a thing defined in module `owner` may be reached through `path`."""
-    if under(owner, REFUSED) and not under(owner, _extra):
-        return False
-    if under(owner, (*ALLOWED, *_extra)) or _in_working_folder(owner.partition(".")[0]):
-        return True
-    return any(
-        owner in owners and under(path, (prefix,)) for prefix, owners in _IMPLEMENTATIONS.items()
-    )
-
-
 def _in_working_folder(root: str) -> bool:
     """Tell whether the top-level package `root` is the user's own, found where they work."""
-    if root in sys.stdlib_module_names or under(root, (*_tops(ALLOWED), *_OUR_OTHERS)):
+    if root in sys.stdlib_module_names or root in (*_INSTALLED, *_OUR_OTHERS):
         return False
     folder = _working_folder()
+    if root in _OUR_CHECKOUT and folder == os.path.dirname(_our_folder()):
+        return False
     module = sys.modules.get(root)
     if module is not None:
         return _places(module.__spec__) == {folder}
@@ -220,6 +223,10 @@ def _working_folder() -> str:
         return ""
 
 
+def _our_folder() -> str:
+    return os.path.dirname(os.path.realpath(__file__))
+
+
 def _append_working_folder() -> None:
     """Make the user's packages importable, after everything that is installed."""
     folder = _working_folder()
@@ -229,11 +236,15 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
-    near = get_close_matches(root, [*_tops(ALLOWED), *_in_folder()], n=1)
+    near = get_close_matches(root, [*_INSTALLED, *_in_folder()], n=1)
     if near and near[0] != root:
         return f"did you mean {near[0]!r}?"
+    module, _, name = path.rpartition(".")
+    near = get_close_matches(module, OFFERS, n=1, cutoff=0.85)
+    if near and near[0] != module:
+        return f"did you mean '{near[0]}.{name}'?"
     # Of what everyone has installed, only the very thing: `torch` as a whole can run anything.
-    known = root in sys.stdlib_module_names or root in _tops(ALLOWED)
+    known = root in sys.stdlib_module_names or root in _INSTALLED
     return (
         f"if you trust it, start with `--allow-target {path if known else root}`,"
         " or put the package in the folder where you start"
@@ -249,12 +260,12 @@ def _in_folder() -> list[str]:
     return [name for name in names if name.isidentifier()]
 
 
-def _tops(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple({path.partition(".")[0] for path in paths})
-
-
-def _within(path: str, prefixes: Iterable[str]) -> str:
-    return next(prefix for prefix in prefixes if under(path, (prefix,)))
+def _public_path(module: str, name: str) -> str:
+    """Hint at the public name of what was named where it is defined."""
+    last = name.rpartition(".")[2]
+    if "." not in name or refusal_by_name(module, last) is not None or module not in sys.modules:
+        return ""
+    return f"; did you mean '{module}.{last}'?" if hasattr(sys.modules[module], last) else ""
 
 
 def under(path: str, prefixes: Iterable[str]) -> bool:

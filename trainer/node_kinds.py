@@ -1,0 +1,67 @@
+"""What the node of each section has to make: a model, a callback, a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer.callback import Callback
+from trainer.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is accepted: a subclass of `base`, or a class with all methods of one of `methods`."""
+
+    called: str
+    base: type | None = None
+    methods: tuple[tuple[str, ...], ...] = ()
+
+    def fits(self, cls: type) -> bool:
+        """Tell whether objects of a class are of this kind."""
+        if self.base is not None:
+            return issubclass(cls, self.base)
+        return any(all(hasattr(cls, name) for name in names) for names in self.methods)
+
+
+_FUNCTION = Kind("function", methods=(("__call__",),))
+_READ = (("__iter__",), ("__getitem__",))
+KINDS: Mapping[str, Kind] = {
+    "model": Kind("torch.nn.Module", nn.Module),
+    "task": Kind("trainer.task.Task", Task),
+    "callbacks": Kind("trainer.callback.Callback", Callback),
+    "optimizer": Kind("torch.optim.Optimizer", Optimizer),
+    "lr_scheduler": Kind("torch.optim.lr_scheduler.LRScheduler", LRScheduler),
+    "transforms": _FUNCTION,
+    "loader.sampler": Kind("sampler", methods=(*_READ, ("__call__", "__len__"))),
+    "loader.batch_sampler": Kind("batch sampler", methods=(*_READ, ("samples",))),
+    "loader.collate_fn": _FUNCTION,
+    "loader.worker_init_fn": _FUNCTION,
+    "data": Kind("data set", methods=_READ),
+}
+
+
+def kind_of(key: str) -> Kind | None:
+    """Return what the node at `key` has to make; None where anything may stand."""
+    if "lr_scheduler" in key.split("."):  # an optimizer of several has one of its own
+        return KINDS["lr_scheduler"]
+    found = (kind for prefix, kind in KINDS.items() if f"{key}.".startswith(f"{prefix}."))
+    return next(found, None)
+
+
+def misfit(key: str, cls: type) -> str | None:
+    """Say that objects of `cls` are not what `key` has to make; None where they are."""
+    kind = kind_of(key)
+    if kind is None or kind.fits(cls):
+        return None
+    return f"makes no {kind.called} but a {cls.__module__}.{cls.__qualname__}"
+
+
+def misfit_of(key: str, made: Any) -> str | None:
+    """Say that an object is not what `key` has to make; None where it is."""
+    return misfit(key, type(made))
