@@ -265,8 +265,9 @@ def _with_harmless(
         node = result
         for parent in parents:
             node = node.setdefault(parent, {})
-        node.pop(last, None)
-        if new is not _ABSENT:
+        if new is _ABSENT:
+            node.pop(last, None)
+        else:
             node[last] = new
     kept: dict[str, Any] = result | {k: raw[k] for k in ("run_dir", "resume", "dry_run")}
     return kept

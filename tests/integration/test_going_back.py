@@ -43,7 +43,9 @@ def test_a_stop_after_going_back_goes_on_by_the_printed_command(
     assert train([*change, f"resume={step_file(undisturbed, 10)}"]).code == 0
     stopped = start([*change, f"resume={step_file(copy, 10)}"])
     metrics = copy / "metrics.jsonl"
-    stopped.until(lambda: (copy / "abandoned").exists() and '"step": 12' in metrics.read_text())
+    left = copy / "abandoned"
+    stopped.until(lambda: list(left.glob("*/metrics.jsonl")) and not list(left.glob("*.json")))
+    stopped.until(lambda: '"step": 12' in metrics.read_text())
     stopped.send(signal.SIGTERM)
     assert stopped.wait().code == 143
     command = shlex.split(stopped.error.partition("go on with: ")[2])
