@@ -35,15 +35,18 @@ class Checkpoint(Callback):
 
     `every_n_epochs`, `every_n_steps`: either, both or, with None, neither. `monitor` and `mode`
     choose `best.pt` among the saved: its value must come from the very update that is saved; of
-    equal values the earlier wins and NaN never does. With `monitor` None, or without the validation
-    set that it needs, the newest is the best. `save_top_k`: how many of the best to keep (-1: every
-    checkpoint, 0: no best); the newest two are kept anyway. `save_last`: also name the newest
-    `last.pt`. `save_weights`: also write the best's weights, those that were evaluated, to
-    `best.safetensors`.
+    equal values the earlier wins and NaN never does. What a signal or `max_time` makes the run save
+    does not take part: the best must not depend on who disturbed it. With `monitor` None, or
+    without the validation set that it needs, the newest is the best. `save_top_k`: how many of the
+    best to keep (-1: every checkpoint, 0: no best); the newest two are kept anyway. `save_last`:
+    also name the newest `last.pt`. `save_weights`: also write the best's weights, those that were
+    evaluated, to `best.safetensors`.
 
     A save that fails is a warning, tried again when values are next logged; at the end it is an
     error. Earlier checkpoints stay as they are.
     """
+
+    of_run = True
 
     def __init__(
         self,
@@ -96,7 +99,10 @@ class Checkpoint(Callback):
         """Protect the checkpoint that this run goes on from."""
         if not trainer.resumed or self._store is None:
             return
-        path = self._store.path_of(trainer.state.global_step)
+        store = self._store
+        here = [saved for saved in self._ranking if store.holds(saved.step)]
+        self._ranking = trainer.strategy.broadcast(here)  # what is gone cannot be the best
+        path = store.path_of(trainer.state.global_step)
         if trainer.strategy.broadcast(path.exists()):  # or it is another run's
             self._saved = trainer.state.state_dict()
             self._store.resumed_from = trainer.state.global_step
@@ -110,11 +116,12 @@ class Checkpoint(Callback):
     def on_boundary(self, trainer: Trainer) -> None:
         """Save if it is time to."""
         state = trainer.state
+        due = self._due(trainer)
         again = self._failures and state.logged_at == state.global_step
-        if not again and not self._due(trainer):
+        if not again and not due:
             return
         try:
-            self.save_now(trainer)
+            self.save_now(trainer, ranked=due)
         except StorageError as error:
             self._failures += 1
             # A disk that stays full must not fill the log: the 1st, 2nd, 4th, 8th... are told.
@@ -123,12 +130,15 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save where the run ended. Raises StorageError."""
-        self.save_now(trainer)
+        state = trainer.state
+        self.save_now(trainer, ranked=trainer.done or not state.interrupted)
 
-    def save_now(self, trainer: Trainer) -> None:
+    def save_now(self, trainer: Trainer, ranked: bool = True) -> None:
         """Save, unless this very state is saved already or nothing is trained yet.
 
-        Between two updates only; a collective of all processes. Raises StorageError on all.
+        A save that the run would not do if nothing disturbed it is not `ranked`: it must not
+        decide which checkpoint is the best. Between two updates only; a collective of all
+        processes. Raises StorageError on all.
         """
         trainer.updater.confirm()  # or what a GPU left out would be saved as done
         counters = trainer.state.state_dict()
@@ -136,7 +146,7 @@ class Checkpoint(Callback):
             return
         started = time.monotonic()
         before = self._ranking
-        self._ranking = self._ranked(trainer)
+        self._ranking = self._with_this(trainer) if ranked else before
         try:
             self._write(trainer, self._store)
         except StorageError:
@@ -152,7 +162,7 @@ class Checkpoint(Callback):
         applied = state.global_step and not state.skipped_in_a_row
         return bool((by_step and applied) or (by_epoch and not state.position))
 
-    def _ranked(self, trainer: Trainer) -> list[Saved]:
+    def _with_this(self, trainer: Trainer) -> list[Saved]:
         """Return the ranking with this state in it."""
         step = trainer.state.global_step
         known = {saved.step: saved.value for saved in self._ranking}

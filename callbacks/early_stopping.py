@@ -20,7 +20,7 @@ class EarlyStopping(Callback):
     `patience`: None never stops for that. `min_delta`: what a better value must be better by.
     `min_epochs`: no stop before so many epochs; what happened in them counts all the same.
     `check_finite`: stop as soon as the metric is NaN or infinite. A metric that no validation
-    gives (`train/loss`) is looked at after every epoch.
+    gives (`train/loss`) is looked at after every epoch: its mean over that epoch.
     """
 
     def __init__(

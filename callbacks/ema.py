@@ -61,10 +61,12 @@ class EMA(Callback):
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights."""
+        self._average.take_buffers()  # those that are not averaged, also between two averagings
         return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, in the form of the model's state."""
+        self._average.take_buffers()
         return {"model": self._average.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -25,6 +25,8 @@ class MetricsLog(Callback):
     cuts what was written after its checkpoint.
     """
 
+    of_run = True
+
     def __init__(self) -> None:
         self._path: Path | None = None
         self._log: AppendLog | None = None

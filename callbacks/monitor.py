@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from callbacks.errors import CallbackError
+from trainer.metric_names import epoch_metric
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -33,18 +34,19 @@ _LARGER = {
 class Monitor:
     """Compare values of the metric `name`.
 
-    `name`: "auto" becomes what the task is judged by, such as val/accuracy; None watches
-    nothing. `mode`: min, max, or "auto": known from the metric's name, an error if it is not.
+    `name`: "auto" becomes what the task is judged by, such as val/accuracy; None watches nothing;
+    train/loss stands for train/epoch_loss, the mean over an epoch. `mode`: min, max, or "auto":
+    known from the metric's name, an error if it is not.
     """
 
     def __init__(self, name: str | None, mode: str = AUTO) -> None:
         if mode not in ("min", "max", AUTO):
             raise CallbackError(f"mode={mode!r}: choose min, max or {AUTO}")
-        self.name = name
+        self.name = None if name is None else epoch_metric(name)
         self._mode = mode
         self._sign = 1
         if name not in (None, AUTO):
-            self._sign = _sign(name, mode)
+            self._sign = _sign(self.name, mode)
 
     def resolve(self, trainer: Trainer) -> None:
         """Choose the metric, where that was left to the task."""

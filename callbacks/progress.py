@@ -16,6 +16,7 @@ from trainer.callback import Callback
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+_LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +30,8 @@ class Progress(Callback):
 
     `bar`: true, false, or None for a bar where stderr is a terminal. Without one, a line at most
     every `every_seconds` says how far the epoch is. Shown are the last values of train/loss and of
-    the validation; between two log lines nothing is read from the device.
+    the validation, in the line that closes an epoch its train/epoch_loss; between two log lines
+    nothing is read from the device.
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
@@ -57,6 +59,7 @@ class Progress(Callback):
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Begin a bar."""
         self._begun = self._told = time.monotonic()
+        self._values.pop(_EPOCH_LOSS, None)
         self._position = trainer.state.position
         if self._shown and self._wants_bar:
             self._bar = _Bar(
@@ -119,8 +122,8 @@ class Progress(Callback):
             self._bar = None
         if self._shown:
             seconds = time.monotonic() - self._begun
-            step = trainer.state.global_step
-            _say(f"{_epoch(trainer, epoch)}, step {step}: {_text(self._values)} ({seconds:.1f} s)")
+            step, values = trainer.state.global_step, _closing(self._values)
+            _say(f"{_epoch(trainer, epoch)}, step {step}: {_text(values)} ({seconds:.1f} s)")
 
     def _tell(self, trainer: Trainer) -> None:
         now, state = time.monotonic(), trainer.state
@@ -156,7 +159,13 @@ def _say(line: str) -> None:
 
 
 def _is_shown(key: str) -> bool:
-    return key == "train/loss" or key.startswith("val/")
+    return key in (_LOSS, _EPOCH_LOSS) or key.startswith("val/")
+
+
+def _closing(values: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the last interval's loss where the epoch's is known."""
+    left_out = _LOSS if _EPOCH_LOSS in values else None
+    return {key: values[key] for key in sorted(values) if key != left_out}
 
 
 def _epoch(trainer: Trainer, epoch: int) -> str:

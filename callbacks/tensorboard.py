@@ -29,6 +29,8 @@ class TensorBoard(Callback):
     tab beside the run's last metrics. A disk that is full costs a warning, not the run.
     """
 
+    of_run = True
+
     def __init__(self, hparams: Sequence[str] = ()) -> None:
         self._hparams = hparams
         self._folder: Path | None = None

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -234,6 +234,15 @@ class Loader:
                 late = self.timeout and waited >= self.timeout
                 if late or "timed out" not in str(error):
                     raise self._lost(error) from error
+
+    def skipped_state(self) -> list[list[Any]]:
+        """Return what was left out, as plain values: it counts after a resume as well."""
+        return [[entry.index, entry.path, entry.reason] for entry in self.skipped]
+
+    def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
+        """Take over what was left out."""
+        entries = {int(index): Skipped(int(index), path, str(why)) for index, path, why in state}
+        self.skipped[:] = entries.values()
 
     def _note(self, skipped: tuple[Skipped, ...]) -> None:
         known = {entry.index for entry in self.skipped}

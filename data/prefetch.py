@@ -1,6 +1,6 @@
 """Batches on their device, one ahead of the computation, transformed there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,14 @@ class OnDevice:
     def skipped(self) -> list[Skipped]:
         """Samples that could not be loaded."""
         return self.loader.skipped
+
+    def skipped_state(self) -> list[list[Any]]:
+        """Return what was left out, as plain values."""
+        return self.loader.skipped_state()
+
+    def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
+        """Take over what was left out."""
+        self.loader.load_skipped_state(state)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -22,8 +22,8 @@ class Ranking:
         name, mode = checkpoint.get("monitor"), checkpoint.get("mode", AUTO)
         if name in (None, AUTO):  # the task decided
             name = next((k for job in jobs for k in job.results if k.startswith(_BEST)), "val/loss")
-        self.name = str(name).removeprefix(_BEST)
-        self._monitor = Monitor(self.name, mode)
+        self._monitor = Monitor(str(name).removeprefix(_BEST), mode)
+        self.name = str(self._monitor.name)
 
     def value(self, job: Outcome) -> float | None:
         """Return a job's best value, or its last where the best was not recorded."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.metric_names import epoch_metric
+
 if TYPE_CHECKING:
     from scripts.request import Request
     from trainer.build import Experiment
@@ -13,8 +15,17 @@ _NOT_RESULTS = ("time/", "memory/", "lr/")
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
-    """Return the last value of everything logged, the best one monitored, and the test's."""
-    last = {k: v for k, v in experiment.trainer.metrics.items() if not k.startswith(_NOT_RESULTS)}
+    """Return the last value of everything logged, the best one monitored, and the test's.
+
+    Of training that is the epoch's mean: the last log line's depends on how often one is written.
+    """
+    logged = experiment.trainer.metrics
+    last = {
+        k: v
+        for k, v in logged.items()
+        if not k.startswith(_NOT_RESULTS)
+        and (epoch_metric(k) == k or epoch_metric(k) not in logged)
+    }
     best = best_of(experiment)
     return last | ({f"best/{best[0]}": best[1]} if best else {}) | tested
 
@@ -53,11 +64,19 @@ def final_block(
     lines.append(
         ("test", f"{tested}  (checkpoint {which})" if tested else "no test split: see val")
     )
-    lines += [
-        ("look", f"tensorboard --logdir {run_dir}"),
-        ("again", f"evaluate run={run_dir}"),
-    ]
+    lines.append(("look", f"tensorboard --logdir {run_dir}"))
+    if (split := _held_out(experiment)) is not None:
+        lines.append(("again", f"evaluate run={run_dir}{split}"))
+    if state.interrupted and not experiment.trainer.done:
+        lines.append(("go on", request.resume_command(run_dir)))
     return "\n" + "\n".join(f"{name:<8} {text}" for name, text in lines if text)
+
+
+def _held_out(experiment: Experiment) -> str | None:
+    """Return the words that choose the split there is to evaluate on; None if there is none."""
+    sets = experiment.data.sets
+    words = {"test": "", "val": " split=val"}
+    return next((words[split] for split in words if sets.get(split) is not None), None)
 
 
 def _values(results: dict[str, float], stage: str) -> str:

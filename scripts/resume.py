@@ -12,10 +12,18 @@ import yaml
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from trainer import snapshot
+from trainer.abandoned import Moment, go_back, going_back_to
+from trainer.atomic import write_text
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint_schema import check_payload, saved_config
 from trainer.errors import CheckpointError
-from trainer.run_directory import find_unfinished, holds_run, name_folder, read_status
+from trainer.run_directory import (
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    name_folder,
+    read_status,
+)
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -79,7 +87,12 @@ class Resume:
     def apply(self, trainer: Trainer) -> None:
         """Make `trainer` go on, and say what differs."""
         assert self.payload is not None
-        self.notes += snapshot.restore(trainer, self.payload, hyper_parameters=not self.new_values)
+        self.notes += snapshot.restore(
+            trainer,
+            self.payload,
+            hyper_parameters=not self.new_values,
+            same_run=self.run_dir is not None,
+        )
         state = trainer.state
         logger.info(
             "resumed at step %d, epoch %d, update %d of it",
@@ -89,6 +102,17 @@ class Resume:
         )
         for note in self.notes:
             logger.info("  %s", note)
+
+    def leave_behind(self) -> None:
+        """Take what the run did beyond this point out of its way; for the main process."""
+        if self.run_dir is None:  # another run's: it stays as it is
+            return
+        if self.payload is not None:
+            _mend_config(self.run_dir, self.payload["config"])
+        moment = Moment() if self.payload is None else Moment.of(self.payload)
+        folder = go_back(self.run_dir, moment)
+        if folder is not None:
+            logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
 
 
 def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
@@ -119,17 +143,35 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
         )
     if path.is_dir():
         return _from_run(path, config, raw)
-    store = CheckpointStore(path.parent)
-    payload = store.load(path)
-    own_run = path.parent.parent
-    inside = path.parent.name == "checkpoints" and holds_run(own_run) and config.run_dir is None
-    return _checked(Resume(raw, own_run if inside else None, path, payload), config, raw)
+    payload = CheckpointStore(path.parent).load(path)
+    own_run = _own_run(path, config)
+    if own_run is not None:
+        _refuse_left(own_run, path, payload)
+    return _checked(Resume(raw, own_run, path, payload), config, raw)
+
+
+def _own_run(path: Path, config: Config) -> Path | None:
+    """Return the run that a checkpoint belongs to, unless another is to begin from it."""
+    run = path.absolute().parent.parent
+    inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
+    same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()
+    return run if inside and same else None
+
+
+def _refuse_left(run: Path, path: Path, payload: dict[str, Any]) -> None:
+    """Refuse a checkpoint of a history that the run was leaving when it was killed."""
+    step = going_back_to(run)
+    if step is not None and payload["state"]["counters"]["global_step"] > step:
+        raise CheckpointError(
+            f"{path}: the run went back to step {step} and was killed while doing so: finish that "
+            f"with run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
+        )
 
 
 def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     if not holds_run(folder):
         raise ConfigError([Problem("resume", f"{folder} holds no run: it has no manifest.json")])
-    newest = CheckpointStore(folder / "checkpoints").newest()
+    newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
         note = "the run was stopped before its first checkpoint: it starts anew"
         return Resume(raw, folder, notes=[note])
@@ -137,12 +179,31 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     for reason in passed:
         logger.warning("warning: passed over %s", reason)
     resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
-    finished = read_status(folder).get("state") == "finished"
-    if finished and not passed and not _horizon_moved(payload, raw):
+    if _is_finished(folder) and not passed and not _horizon_moved(payload, raw):
         counters = payload["state"]["counters"]
         where = f"epoch {counters['epoch']}, step {counters['global_step']}"
         resume.finished = f"{folder}: already finished at {where}"
     return resume
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        return bool(read_status(folder).get("state") == "finished")
+    except RunDirectoryError as error:
+        logger.warning("warning: %s: the checkpoint holds all that is needed", error)
+        return False
+
+
+def _mend_config(folder: Path, text: str) -> None:
+    """Write a run's `config.yaml` again from its checkpoint, if it was damaged."""
+    path = folder / "config.yaml"
+    try:
+        if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+            return
+    except (OSError, ValueError, yaml.YAMLError):
+        pass
+    logger.warning("warning: %s is damaged: written again from the checkpoint", path)
+    write_text(path, text)
 
 
 def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
@@ -206,8 +267,9 @@ def _with_harmless(
         node = result
         for parent in parents:
             node = node.setdefault(parent, {})
-        node.pop(last, None)
-        if new is not _ABSENT:
+        if new is _ABSENT:
+            node.pop(last, None)
+        else:
             node[last] = new
     kept: dict[str, Any] = result | {k: raw[k] for k in ("run_dir", "resume", "dry_run")}
     return kept

@@ -92,7 +92,9 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
     if resume is not None and resume.finished:
         logger.info("%s", resume.finished)
         return 0
-    config = config if resume is None else parse(resume.config)
+    if resume is not None:  # what holds from here on is what checkpoints keep
+        request = replace(request, config=resume.config)
+        config = parse(resume.config)
     goes_on = resume is not None and resume.payload is not None
     with backlog() as earlier, no_initial_weights() if goes_on else nullcontext():
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
@@ -196,8 +198,10 @@ def _fit(
     trainer = experiment.trainer
     if directory is not None:
         logger.info("run directory: %s", directory.path)
-    if resume is not None and resume.payload is not None:
-        resume.apply(trainer)
+    if resume is not None:
+        if resume.payload is not None:
+            resume.apply(trainer)
+        trainer.strategy.on_main(resume.leave_behind)  # not before nothing refuses to go on
     started = time.monotonic()
     tested = {}
     with suppress(EvaluationAbandoned):
@@ -213,9 +217,24 @@ def _fit(
         raise _interrupted(request, experiment)
     if directory is not None:
         results = results_of(experiment, tested)
-        directory.finish("finished", results=results)
+        _record_end(request, experiment, directory, results)
         print(final_block(request, experiment, directory.path, results, seconds))
     return 0
+
+
+def _record_end(
+    request: Request, experiment: Experiment, directory: RunDirectory, results: dict[str, float]
+) -> None:
+    """Record a good end; a run that its time ended before its horizon is not finished."""
+    trainer = experiment.trainer
+    if trainer.done or not trainer.state.interrupted:
+        directory.finish("finished", results=results)
+        return
+    state = trainer.state
+    where = f"epoch {state.epoch}, step {state.global_step}"
+    command = request.resume_command(directory.path)
+    reason = f"trainer.{state.stop_reason} ended it at {where}"
+    directory.finish("stopped", reason=reason, resume=command, results=results)
 
 
 def _interrupted(request: Request, experiment: Experiment) -> Interrupted:

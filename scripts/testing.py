@@ -36,7 +36,11 @@ def test_again(
     payload = CheckpointStore(path.parent).load(path)
     check_payload(payload, path)
     if getattr(config.data, split) is None:
-        raise ConfigError([Problem(f"data.{split}", "is null: there is nothing to evaluate on")])
+        others = [s for s in ("test", "val") if getattr(config.data, s) is not None]
+        hint = f"choose split={others[0]}" if others else None
+        raise ConfigError(
+            [Problem(f"data.{split}", "is null: there is nothing to test", hint=hint)]
+        )
     strategy = build_strategy(config)
     strategy.setup()
     with no_initial_weights():  # the checkpoint brings its own

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from conf.errors import ConfigError, Problem
 from conf.reserved import fill
 from conf.schema import Config, TrainerConfig
 from data.prefetch import OnDevice
@@ -125,6 +126,10 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
     """
     limits = {"val": config.trainer.limit_val_batches, "test": config.trainer.limit_test_batches}
     data = _open_data(config, strategy, (split,))
+    if data.sets[split] is None:
+        other = "val" if split == "test" else "test"
+        problem = Problem(f"data.{split}", "the data have no such split", hint=f"try split={other}")
+        raise ConfigError([problem])
     loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)

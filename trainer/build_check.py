@@ -20,6 +20,7 @@ from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.gradients import without_effect
 from trainer.instantiate import instantiate, refused_targets
+from trainer.metric_names import epoch_metric
 from trainer.node_kinds import misfit, misfit_of
 from trainer.optimization_check import check_optimization
 from trainer.optimizer_nodes import SINGLE
@@ -233,7 +234,12 @@ def _search_problems(config: Config) -> Iterator[Problem]:
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:
     known = [f"{stage}/{name}" for stage in ("val", "train") for name in names]
     known.append("train/grad_norm")
+    known += [epoch_metric(name) for name in known if name.startswith("train/")]
     for key, monitor in _monitors(config):
+        follows = key.endswith("lr_scheduler.monitor") and str(monitor).startswith("val/")
+        if follows and config.data.val is None and config.trainer.overfit_batches is None:
+            message = f"{monitor!r} would never come: data.val is null"
+            yield Problem(key, message, hint="follow train/loss")
         if monitor not in (None, "auto", *known):
             close = get_close_matches(str(monitor), known, n=1)
             meant = f"did you mean {close[0]}?" if close else None

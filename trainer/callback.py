@@ -19,6 +19,7 @@ class Callback:
     """
 
     name: str = ""  # the key in the config, and of the state in a checkpoint
+    of_run: bool = False  # its state tells of the run directory's files: another run's is no use
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare: everything is built, nothing is loaded or trained."""

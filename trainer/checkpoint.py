@@ -1,10 +1,11 @@
 """Checkpoints on disk: how they are written, named, verified and removed. When is not said here."""
 
 import logging
+import math
 import os
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,6 +23,7 @@ from trainer.checkpoint_reader import (
     read_checkpoint,
 )
 from trainer.checkpoint_repair import repair
+from trainer.checkpoint_rewind import beyond, rewind
 from trainer.checkpoint_shards import remove_unused, shard_facts
 from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.hashing import HashingFile
@@ -92,14 +94,15 @@ class CheckpointStore:
             self.resumed_from = int(match[1])
         return payload
 
-    def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
+    def newest(self, up_to: int | None = None) -> tuple[Path, dict[str, Any], list[str]] | None:
         """Return the newest whole checkpoint, and in words which newer ones were passed over.
 
         None if there never was one; CheckpointError if there are some and none is whole. Only
-        damage is passed over: code, or a format from the future, is an error at once.
+        damage is passed over: code, or a format from the future, is an error at once. Steps beyond
+        `up_to` do not count.
         """
         passed: list[str] = []
-        for path in self._candidates():
+        for path in self._candidates(up_to):
             try:
                 payload = self.load(path)
             except DamagedCheckpointError as error:
@@ -114,6 +117,21 @@ class CheckpointStore:
     def entries(self) -> list[Entry]:
         """Return the checkpoints on record that are there, by step."""
         return Index.read(self.folder).existing(self.folder)
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there, if only by a further name."""
+        names = Index.read(self.folder).names
+        led = (self.folder / f"{name}.pt" for name, entry in names.items() if entry.step == step)
+        return any(path.exists() for path in (self.path_of(step), *led))
+
+    def beyond(self, step: int) -> bool:
+        """Whether there is anything of a later step."""
+        return beyond(self.folder, self._step_files(), step)
+
+    def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
+        """Move what is beyond `step` to the folder `into`; `best` ranks what stays."""
+        if self.folder.is_dir():
+            rewind(self.folder, self._step_files(), step, best, into)
 
     def prune(self, keep: Collection[int]) -> list[Path]:
         """Remove the checkpoints of other steps than `keep`; return the removed ones.
@@ -173,15 +191,18 @@ class CheckpointStore:
         found = [(_STEP_FILE.fullmatch(path.name), path) for path in _listed(self.folder)]
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
-    def _candidates(self) -> list[Path]:
+    def _candidates(self, up_to: int | None) -> list[Path]:
         """Return step files, the newest first, then names that are files of their own (copies)."""
-        steps = [path for _, path in self._step_files()]
+        files = self._step_files()
         known = Index.read(self.folder).names
         by_step = sorted(known, key=lambda name: known[name].step, reverse=True)
         names = dict.fromkeys([*by_step, "last", "best"])
         copies = [self.folder / f"{name}.pt" for name in names]
-        copies = [copy for copy in copies if not any(_same(copy, step) for step in steps)]
-        return steps + [copy for copy in copies if os.path.lexists(copy)]
+        own = [copy for copy in copies if not any(_same(copy, path) for _, path in files)]
+        bound = math.inf if up_to is None else up_to
+        far = {self.folder / f"{name}.pt" for name in known if known[name].step > bound}
+        steps = [path for step, path in files if step <= bound]
+        return steps + [copy for copy in own if copy not in far and os.path.lexists(copy)]
 
 
 def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:

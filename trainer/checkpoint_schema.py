@@ -37,6 +37,8 @@ _STATE: Mapping[str, type] = {
     "metrics": dict,
     "world_size": int,
 }
+_LISTS = ("sums", "own")  # a part for each process
+_LATER_LISTS = ("epoch_sums", "loader", "unsaved")  # which an older checkpoint lacks
 _SUMS: Mapping[str, type] = {"sums": dict, "counts": dict}
 _RNG: Mapping[str, type] = {"torch": torch.Tensor, "cuda": list, "python": dict, "numpy": dict}
 _MOST_VALUES = 5_000_000  # containers that share their members multiply when they are walked
@@ -85,22 +87,23 @@ def _check(payload: Mapping[str, Any]) -> None:
     _check_keys(state, _STATE, "state.")
     _check_counters(state["counters"])
     processes = state["world_size"]
-    for key, values in (("rng", payload["rng"]), *((f"state.{k}", state[k]) for k in _LISTS)):
+    lists = [k for k in (*_LISTS, *_LATER_LISTS) if k in state]
+    for key, values in (("rng", payload["rng"]), *((f"state.{k}", state[k]) for k in lists)):
+        if not isinstance(values, list):
+            raise _MisfitError(f"{key} is no list but {type(values).__name__}")
         if processes < 1 or len(values) != processes:
             raise _MisfitError(f"{key} is of {len(values)} processes, state.world_size {processes}")
     for index, generators in enumerate(payload["rng"]):
         _check_keys(generators, _RNG, f"rng.{index}.")
-    for index, sums in enumerate(state["sums"]):
-        _check_keys(sums, _SUMS, f"state.sums.{index}.")
+    for key in ("sums", "epoch_sums"):
+        for index, sums in enumerate(state.get(key, [])):
+            _check_keys(sums, _SUMS, f"state.{key}.{index}.")
     for name, value in payload["model"].items():
         if not isinstance(name, str):
             raise _MisfitError(f"model has a name that is no text: {name!r}")
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise _MisfitError(f"model.{name} is no tensor but {type(value).__name__}")
     _Walk(sharded="shards" in payload).check(dict(payload))
-
-
-_LISTS = ("sums", "own")
 
 
 def _check_keys(values: Any, wanted: Mapping[str, type], prefix: str) -> None:

@@ -90,8 +90,19 @@ class LRSchedule:
             track.after_epoch()
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Follow a validation; schedules that watch none of its metrics stay where they are."""
+        """Follow a validation, or the means of an epoch of training.
+
+        A schedule that watches the other of the two stays where it is. Raises `ScheduleError` where
+        one waits for a metric of this stage that is not there: it never would be.
+        """
+        stages = {name.partition("/")[0] for name in metrics}
         for track in self._tracks:
+            watched = track.watched
+            if watched and watched.partition("/")[0] in stages and watched not in metrics:
+                known = ", ".join(metrics)
+                raise ScheduleError(
+                    f"lr_scheduler.monitor={track.monitor}: no such metric; there are: {known}"
+                )
             track.after_validation(metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.lr_horizon import Interval
+from trainer.metric_names import epoch_metric
 from trainer.optimizer_state import type_name
 from trainer.plain import plain_part
 from trainer.warmup import Warmup
@@ -75,6 +76,11 @@ class Track:
             self.scale(self.warmup.factor(0))
 
     @property
+    def watched(self) -> str | None:
+        """The metric by the name that it has of a whole epoch or validation."""
+        return None if self.monitor is None else epoch_metric(self.monitor)
+
+    @property
     def warming(self) -> bool:
         """Whether the warm-up is not over."""
         return self._tick < self.warmup.ticks
@@ -98,9 +104,9 @@ class Track:
             self.scheduler.step()
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Follow a validation, if it has measured what is monitored."""
-        if self.monitor is not None and self.monitor in metrics and not self.warming:
-            self.scheduler.step(metrics[self.monitor])
+        """Follow a validation, or an epoch's means, if it has measured what is monitored."""
+        if self.watched is not None and self.watched in metrics and not self.warming:
+            self.scheduler.step(metrics[self.watched])
 
     def _warm(self) -> None:
         self._tick += 1

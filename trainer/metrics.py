@@ -15,10 +15,12 @@ class Sums:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
     Sums are float64 where the device has it, so that their order does not show in the result.
+    `over` takes all that is added as well: the sums over a longer time, which others reset.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, over: Sums | None = None) -> None:
         self._device = device
+        self._over = over
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}
@@ -34,6 +36,8 @@ class Sums:
         else:
             self._sums[name] = total.to(self.dtype, copy=True).mul_(scale)
             self._counts[name] = count
+        if self._over is not None:
+            self._over.add(name, total, count, scale)
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""

@@ -106,6 +106,13 @@ class Optimizers:
             for i, options in enumerate(optimizer.param_groups)
         ]
 
+    def rates(self) -> list[Any]:
+        """Return the learning rates of all groups, in their order, without waiting for a device."""
+        groups = (
+            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
+        )
+        return [lr.clone() if isinstance(lr := g["lr"], Tensor) else lr for g in groups]
+
     def _group_name(self, optimizer: str, index: int, options: Mapping[str, Any]) -> str:
         if "name" in options:
             return str(options["name"])

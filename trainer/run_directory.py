@@ -1,6 +1,7 @@
 """A run's folder: its files, its state, and the one process that may write to it."""
 
 import contextlib
+import logging
 import os
 import shlex
 import shutil
@@ -37,6 +38,8 @@ __all__ = [
     "reserve",
     "timestamp",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -224,8 +227,13 @@ class RunDirectory:
     def _continue(self, facts: Mapping[str, Any]) -> None:
         for folder in (self.path, self.checkpoints):
             remove_orphans(folder)
-        resumed = [*self.manifest().get("resumed", []), manifest.start_record(facts)]
-        self.update_manifest({"resumed": resumed, "exit": None})
+        try:
+            former = self.manifest()
+        except RunDirectoryError as error:
+            _log.warning("warning: %s: what the run was made with before is lost", error)
+            former = {}
+        resumed = [*former.get("resumed", []), manifest.start_record(facts)]
+        write_json(self.manifest_path, {**former, "resumed": resumed, "exit": None})
         self._write_status(state="running", started=manifest.now())
 
     def _write_status(self, **fields: Any) -> None:

@@ -1,6 +1,5 @@
 """Look at runs without holding them: is there one, how does it stand, which is to go on."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,16 @@ def find_unfinished(folder: Path) -> Path | None:
         return None
     runs = [path for path in folder.iterdir() if holds_run(path)]
     for path in sorted(runs, key=_created, reverse=True):
-        with contextlib.suppress(RunDirectoryError):
-            if read_status(path).get("state") != "finished" and not is_held(path):
-                return path
+        if not _is_finished(path) and not is_held(path):
+            return path
     return None
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return bool(read_status(path).get("state") == "finished")
+    except RunDirectoryError:  # damaged: going on with it, the checkpoint tells
+        return False
 
 
 def _created(path: Path) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from trainer.batch import MicroBatch, updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
 from trainer.checkpoint_schema import taking_over
+from trainer.metrics import Sums
 from trainer.trainer import Trainer
 
 
@@ -31,6 +32,8 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "state": {
             "counters": trainer.state.state_dict(),
             "sums": strategy.gather(trainer.updater.sums.state_dict()),
+            "epoch_sums": strategy.gather(trainer.updater.epoch_sums.state_dict()),
+            "loader": strategy.gather(_loader_state(trainer)),
             "own": strategy.gather(strategy.own_state(trainer.model)),
             "unsaved": strategy.gather(trainer.unsaved.state_dict()),
             "metrics": dict(trainer.metrics),
@@ -44,20 +47,26 @@ def take(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore(
-    trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool = True
+    trainer: Trainer,
+    payload: Mapping[str, Any],
+    hyper_parameters: bool = True,
+    same_run: bool = True,
 ) -> list[str]:
     """Make `trainer` go on where `payload` was taken; return what cannot be exact, in words.
 
-    With `hyper_parameters` false those that the trainer was built with hold from here on.
+    With `hyper_parameters` false those that the trainer was built with hold from here on. Unless it
+    is the `same_run` nothing is taken over that tells of a run directory's files.
     """
     trainer.setup()
     _rehearse(trainer)
     compare_names(payload, trainer.model.state_dict())
     with taking_over("the state"):
-        return _take_over(trainer, payload, hyper_parameters)
+        return _take_over(trainer, payload, hyper_parameters, same_run)
 
 
-def _take_over(trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool) -> list[str]:
+def _take_over(
+    trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool, same_run: bool
+) -> list[str]:
     notes: list[str] = []
     state, rank = payload["state"], trainer.strategy.rank
     parameters = dict(trainer.model.named_parameters())
@@ -70,7 +79,7 @@ def _take_over(trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: b
     saved = {**payload["callbacks"], "ema": payload["ema"]}
     saved = trainer.strategy.split_like(saved, parameters)
     for name, callback in trainer.callbacks.items():
-        if saved.get(name):
+        if saved.get(name) and (same_run or not callback.of_run):
             callback.load_state_dict(saved[name])
     if "unsaved" in state:  # an older checkpoint has none
         same = state["world_size"] == trainer.strategy.world_size
@@ -78,8 +87,10 @@ def _take_over(trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: b
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed = True
+    _load_loader_state(trainer, state.get("loader", []))
     if state["world_size"] == trainer.strategy.world_size:
-        trainer.updater.sums.load_state_dict(state["sums"][rank])
+        for sums, saved_sums in _sums(trainer, state):
+            sums.load_state_dict(saved_sums[rank])
         trainer.strategy.load_own_state(trainer.model, state["own"][rank])
         notes += rng.restore(payload["rng"][rank])
     else:
@@ -87,7 +98,8 @@ def _take_over(trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: b
             f"saved by {state['world_size']} processes, resumed by {trainer.strategy.world_size}: "
             "the samples of every update stay the same; dropout masks and the last digits do not"
         )
-        _merge_sums(trainer, state["sums"])
+        for sums, saved_sums in _sums(trainer, state):
+            _merge_sums(trainer, sums, saved_sums)
     return notes
 
 
@@ -128,10 +140,35 @@ def step_of(payload: Mapping[str, Any]) -> int:
     return int(payload["state"]["counters"]["global_step"])
 
 
-def _merge_sums(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
-    # One process takes over what all had summed since the last log; the others begin at zero.
+def _loader_state(trainer: Trainer) -> dict[str, Any]:
+    """Return which samples this process left out; a plain loader leaves out none."""
+    loader: Any = trainer.train_loader
+    return {"skipped": loader.skipped_state()} if hasattr(loader, "skipped_state") else {}
+
+
+def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
+    """Give each process what it had left out; other processes than then: all to the first."""
+    loader: Any = trainer.train_loader
+    if not hasattr(loader, "skipped_state"):
+        return
+    rank, count = trainer.strategy.rank, trainer.strategy.world_size
+    own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
+    loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
+
+
+def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:
+    """Return the trainer's sums, each with those that every process had saved."""
+    updater = trainer.updater
+    pairs = [(updater.sums, "sums"), (updater.epoch_sums, "epoch_sums")]
+    return [(sums, state[key]) for sums, key in pairs if key in state]  # an older one lacks a key
+
+
+def _merge_sums(trainer: Trainer, sums: Sums, states: list[Mapping[str, Any]]) -> None:
+    # One process takes over what all had summed; the others begin at zero.
+    merged = Sums(trainer.strategy.device)
     for state in states:
         for name, total in state["sums"].items():
             real = int(trainer.is_main)
             count = state["counts"][name]
-            trainer.updater.sums.add(name, total.to(trainer.strategy.device), count * real, real)
+            merged.add(name, total.to(trainer.strategy.device), count * real, real)
+    sums.load_state_dict(merged.state_dict())

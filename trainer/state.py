@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+MAX_TIME = "max_time"  # why a run ended that its time ended
 _STOP = ("stop_reason", "stop_code", "requested", "signal")
 
 
@@ -33,6 +34,11 @@ class TrainState:
     # that its handler has a field of its own.
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was ended from outside, by a signal or the clock: another goes on."""
+        return bool(self.stop_code) or self.stop_reason == MAX_TIME
 
     def request_stop(self, reason: str, code: int = 0) -> None:
         """End the run after this update; the first reason stays, a signal's goes before others."""

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from trainer.batch import BatchSource, MicroBatch, as_source, updates
 from trainer.callback import Callback, Hooks, judged_average
 from trainer.evaluation import EvaluationAbandoned, Evaluator
-from trainer.lr_schedule import LRSchedule
+from trainer.lr_schedule import LRSchedule, ScheduleError
 from trainer.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.parts import Parts
 from trainer.precision import Precision
-from trainer.state import TrainState
+from trainer.state import MAX_TIME, TrainState
 from trainer.strategy import Strategy
 from trainer.task import Task, named_modules
 from trainer.timer import Timer
@@ -96,6 +96,20 @@ class Trainer:
         self.unsaved = Unsaved(model, task)
         self._evaluator = Evaluator(self.parts, self.waiting)
         self._deadline: float | None = None
+        self._used_rates: list[Any] = []  # of each group, in the last update
+        self._check_monitors()
+
+    def _check_monitors(self) -> None:
+        """Refuse a schedule that would wait for validations which never come."""
+        o = self.options
+        often = o.validate_every_n_epochs is not None or o.validate_every_n_steps is not None
+        for monitor in self.lr_schedule.monitors:
+            if monitor.startswith("val/") and (self.val_loader is None or not often):
+                reason = "no validation before the end" if self.val_loader else "no validation set"
+                raise ScheduleError(
+                    f"lr_scheduler.monitor={monitor}: there is {reason}, and the rates would never "
+                    "move: monitor train/loss, or choose a schedule that follows no metric"
+                )
 
     @property
     def is_main(self) -> bool:
@@ -125,8 +139,15 @@ class Trainer:
         )
 
     def learning_rates(self) -> dict[str, float]:
-        """Return each parameter group's learning rate."""
+        """Return each parameter group's learning rate: that of the next update."""
         return {group.name: float(group.options["lr"]) for group in self.optimizers.groups()}
+
+    def used_learning_rates(self) -> dict[str, float]:
+        """Return the learning rate that each parameter group's last update was made with."""
+        if not self._used_rates:
+            return self.learning_rates()
+        groups = self.optimizers.groups()
+        return {g.name: float(lr) for g, lr in zip(groups, self._used_rates, strict=False)}
 
     def fit(self) -> None:
         """Train until the horizon, or until a stop is requested.
@@ -204,7 +225,7 @@ class Trainer:
         """Agree with the other processes on whether this update was the last."""
         state = self.state
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            state.request_stop("max_time")
+            state.request_stop(MAX_TIME)
         # Where all wait for each other anyway they learn at once what one of them wishes.
         meeting = self.done or not state.position or state.validated_at == state.global_step
         self.strategy.agree(state, at_once=meeting, in_step=not meeting)
@@ -221,6 +242,7 @@ class Trainer:
         if applied:
             state.global_step += 1
             state.skipped_in_a_row = 0
+            self._used_rates = self.optimizers.rates()
             self.lr_schedule.after_update()
         else:
             self.updater.count_skipped(1)
@@ -234,10 +256,11 @@ class Trainer:
         self.hooks.emit("on_boundary", self)
 
     def _log_due(self) -> bool:
-        step, at_end = self.state.global_step, self.state.position == 0 or self.done
-        return step > self.state.logged_at and (
-            step % self.options.log_every_n_steps == 0 or at_end
-        )
+        step, at_end = self.state.global_step, not self.state.position or self.done
+        fresh = step > self.state.logged_at
+        if not self.state.position and self.updater.epoch_sums:  # its last update may be skipped
+            return True
+        return fresh and (step % self.options.log_every_n_steps == 0 or at_end)
 
     def _validation_due(self) -> bool:
         o, s = self.options, self.state
@@ -252,7 +275,9 @@ class Trainer:
     def _log(self) -> None:
         self.updater.confirm()
         means = self.updater.take_means()
-        scalars = {f"train/{name}": value for name, value in means.items()}
+        ended = not self.state.position
+        epoch = self.updater.epoch_means(ended) if ended or self.done else {}
+        scalars = {f"train/{name}": value for name, value in (means | epoch).items()}
         if self.precision.scales:
             scalars["train/loss_scale"] = self.precision.scale
         if self.state.skipped_updates:
@@ -261,6 +286,8 @@ class Trainer:
             scalars |= contribute(self)
         self.state.logged_at = self.state.global_step
         self.timer.reset()
+        if ended:
+            self.lr_schedule.after_validation({f"train/{name}": v for name, v in epoch.items()})
         self.log(scalars)
 
     def log(self, scalars: Mapping[str, float]) -> None:

@@ -32,7 +32,11 @@ class _Turn:
     every: list[Optimizer]
     optimizers: list[Optimizer]  # those that only step
     searching: list[Optimizer]  # those that evaluate the loss again within a step, as LBFGS does
-    parameters: list[Tensor]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained now: a callback may add groups on the way."""
+        return [p for o in self.every for group in o.param_groups for p in group["params"]]
 
     @classmethod
     def of(cls, name: str, optimizers: Iterable[Optimizer]) -> _Turn:
@@ -43,7 +47,6 @@ class _Turn:
             every,
             [o for o in every if not needs_closure(o)],
             [o for o in every if needs_closure(o)],
-            [p for o in every for group in o.param_groups for p in group["params"]],
         )
 
 
@@ -52,7 +55,8 @@ class Updater:
 
     def __init__(self, parts: Parts) -> None:
         device = parts.strategy.device
-        self.sums = Sums(device)  # since the last log
+        self.epoch_sums = Sums(device)
+        self.sums = Sums(device, over=self.epoch_sums)  # since the last log
         self._parts = parts
         self._task = parts.task
         self._optimizers = parts.optimizers
@@ -108,18 +112,19 @@ class Updater:
         """Return what the sums need; None if the turn, and so the update, was refused."""
         outputs, shares = self._accumulate(turn, micro_batches, batches)
         self._precision.unscale(turn.optimizers)
-        norm = total_norm(turn.parameters, self._options.clipping.norm_type)
+        parameters = turn.parameters
+        norm = total_norm(parameters, self._options.clipping.norm_type)
         if self._guard.refuses(norm):
             self._refuse(micro_batches, batches, shares)
             return None
-        clip(self._options.clipping, self._optimizers, turn.parameters, norm)
+        clip(self._options.clipping, self._optimizers, parameters, norm)
         if self._options.gradient_noise is not None:
-            self._options.gradient_noise.add(turn.parameters, self._state.updates, turn.name)
+            self._options.gradient_noise.add(parameters, self._state.updates, turn.name)
         for optimizer in turn.optimizers:
             self._guard.step(optimizer)
         if turn.searching:
             self._search(turn, micro_batches, batches, shares)
-            if self._guard.refuses(largest(turn.parameters)):
+            if self._guard.refuses(largest(parameters)):
                 self._refuse(micro_batches, batches, shares)
                 return None
         self._precision.update_scale()
@@ -274,6 +279,13 @@ class Updater:
                 f"{self._state.epoch}): lower optimizer.lr, or go on with trainer.on_nonfinite=skip"
             )
         return means
+
+    def epoch_means(self, ended: bool) -> dict[str, float]:
+        """Return `epoch_<name>`: the means over the epoch so far; forget them where it `ended`."""
+        means = self.epoch_sums.means(self._strategy.reduce)
+        if ended:
+            self.epoch_sums.reset()
+        return {f"epoch_{name}": value for name, value in means.items()}
 
     def count_skipped(self, count: int) -> None:
         """Count updates that were not applied; too many in a row end the run."""

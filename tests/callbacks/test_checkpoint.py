@@ -14,6 +14,7 @@ from trainer.callback import Callback
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import StorageError
 from trainer.safetensors_file import read_safetensors
+from trainer.state import MAX_TIME
 
 
 class Scores(Callback):
@@ -233,3 +234,42 @@ def test_best_weights_are_those_that_were_evaluated(make_trainer: Any, tmp_path:
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(CallbackError):
         Checkpoint(**options)
+
+
+@pytest.mark.parametrize("stopped", ["by a signal", "by its time", "by a callback"])
+def test_only_a_save_that_the_run_does_anyway_is_ranked(
+    make_trainer: Any, stop_at: Any, tmp_path: Path, stopped: str
+) -> None:
+    """Validations at steps 3, 6, 9 fall between the saves at 5 and 10."""
+    callback = Checkpoint(monitor="val/loss", save_top_k=-1)
+    stop: Any = stop_at(6)
+    if stopped != "by a signal":
+        reason = MAX_TIME if stopped == "by its time" else "enough"
+        stop.on_update_end = lambda trainer: (
+            trainer.state.request_stop(reason) if trainer.state.global_step == 6 else None
+        )
+    callbacks = {"stop": stop, "checkpoint": callback}
+    trainer = make_trainer(callbacks, tmp_path, validate_every_n_steps=3)
+    trainer.fit()
+    assert steps(tmp_path) == [5, 6]
+    best = 6 if stopped == "by a callback" else 5
+    assert [saved.step for saved in callback._ranking] == [best]
+    assert step_of(tmp_path, "best") == best
+    assert step_of(tmp_path, "last") == 6
+
+
+def test_a_stop_leaves_the_best_what_it_would_have_been(
+    make_trainer: Any, stop_at: Any, carry_over: Any, tmp_path: Path
+) -> None:
+    def options() -> dict[str, Any]:
+        return {"checkpoint": Checkpoint(monitor="train/loss", every_n_steps=4, save_top_k=1)}
+
+    whole = make_trainer(options(), tmp_path / "whole", max_epochs=4)
+    whole.fit()
+    first = make_trainer({"stop": stop_at(17), **options()}, tmp_path / "cut", max_epochs=4)
+    first.fit()
+    second = make_trainer(options(), tmp_path / "cut", max_epochs=4)
+    carry_over(first, second)
+    second.fit()
+    assert second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
+    assert step_of(tmp_path / "cut", "best") == step_of(tmp_path / "whole", "best")

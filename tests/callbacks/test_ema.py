@@ -118,3 +118,22 @@ def test_the_best_checkpoint_evaluates_to_what_training_said(
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(CallbackError):
         EMA(**options)
+
+
+def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trainer: Any) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Looks(Callback):
+        def on_validation_start(self, trainer: Any) -> None:
+            with trainer.evaluation_weights():
+                seen.append(trainer.model[1].running_mean.clone())
+
+    ema = EMA(0.9, update_every=3, use_buffers=False)
+    trainer = make_trainer({"looks": Looks(), "ema": ema}, max_epochs=1)
+    trainer.fit()  # 5 updates: the last average is that of the third
+    own = trainer.model.state_dict()
+    assert torch.equal(seen[-1], own["1.running_mean"])
+    saved = ema.state_dict()["model"]
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.equal(saved[name], own[name])
+    assert not torch.equal(saved["0.weight"], own["0.weight"])

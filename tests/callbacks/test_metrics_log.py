@@ -19,15 +19,16 @@ def test_lines(make_trainer: Any, tmp_path: Path) -> None:
     trainer.log({"test/loss": 0.5})  # after the training, and its teardown
     found = [(r["step"], r["epoch"], sorted(set(r) - {"step", "epoch"})) for r in records(tmp_path)]
     train = ["train/accuracy", "train/grad_norm", "train/loss"]
+    epoch = sorted([*train, "train/epoch_accuracy", "train/epoch_grad_norm", "train/epoch_loss"])
     val = ["val/accuracy", "val/loss"]
     assert found == [
         (2, 0, train),
         (4, 0, train),
-        (5, 1, train),
+        (5, 1, epoch),
         (5, 1, val),
         (6, 1, train),
         (8, 1, train),
-        (10, 2, train),
+        (10, 2, epoch),
         (10, 2, val),
         (10, 2, ["test/loss"]),
     ]

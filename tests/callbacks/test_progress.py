@@ -82,7 +82,7 @@ def test_a_terminal_sees_a_bar(make_trainer: Any) -> None:
     assert lines[0] == "something happened"  # on a line of its own
     assert [line.split(":")[0] for line in lines[1:]] == ["epoch 1/2, step 5", "epoch 2/2, step 10"]
     assert re.search(
-        r"train/loss [\d.]+, val/accuracy [\d.]+, val/loss [\d.]+ \([\d.]+ s\)$", lines[1]
+        r"train/epoch_loss [\d.]+, val/accuracy [\d.]+, val/loss [\d.]+ \([\d.]+ s\)$", lines[1]
     )
 
 
@@ -126,7 +126,7 @@ def test_a_resumed_epoch_begins_where_it_was(
 def test_a_horizon_in_steps_closes_its_last_epoch(make_trainer: Any, capsys: Any) -> None:
     with console():
         make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
-    assert "epoch 2, step 7: train/loss" in capsys.readouterr().err
+    assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err
 
 
 def test_only_the_main_process_shows(make_trainer: Any, capsys: Any) -> None:

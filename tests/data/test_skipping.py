@@ -91,3 +91,17 @@ def test_a_data_set_of_nothing_but_broken_samples(noisy: Any, on_error: str) -> 
     dataset = noisy(4, bad=dict.fromkeys(range(4), "raise"))
     with pytest.raises(DataError, match="replacements could not be loaded"):
         _load(dataset, on_error, max_skipped=100)
+
+
+def test_what_was_left_out_before_a_resume_counts_after_it(noisy: Any) -> None:
+    def fresh(bad: dict[int, str], max_skipped: int) -> Loader:
+        sampler = UpdateSampler(Sequential(20), batch_size=6)
+        return Loader(noisy(bad=bad), sampler, seed=5, on_error="replace", max_skipped=max_skipped)
+
+    first = fresh({3: "raise"}, 1)
+    list(first.epoch(0))
+    second = fresh({3: "raise", 11: "raise"}, 1)
+    second.load_skipped_state(first.skipped_state())
+    assert [entry.index for entry in second.skipped] == [3]
+    with pytest.raises(DataError, match="2 samples could not be loaded"):
+        list(second.epoch(0))

@@ -66,10 +66,16 @@ def test_time_ends_a_run_in_good_order(run, lines, tmp_path) -> None:
     # constant: a schedule made for ten thousand epochs would hardly begin
     run("trainer.max_epochs=10000", "trainer.max_time=1.5", "lr_scheduler=constant")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "finished"
+    assert (status["state"], status["code"]) == ("stopped", 0)  # not finished: more time goes on
+    assert "max_time" in status["reason"]
+    assert status["resume"].endswith("resume=auto")
     last = lines()[-1]["step"]
     assert 0 < last < 200_000
     assert steps(lines(), "test/loss") == [last]
+    more = [f"trainer.max_steps={last + 3}", "resume=auto", "trainer.max_time=null"]
+    run("trainer.max_epochs=10000", "lr_scheduler=constant", *more)
+    assert steps(lines(), "test/loss") == [last + 3]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
 def test_time_alone_is_a_horizon(run, lines) -> None:

@@ -494,8 +494,10 @@ def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
     with pytest.raises(ScheduleError, match='monitor="val/loss"'):
         LRSchedule.wrap(plateau)
     schedule = LRSchedule.wrap(plateau, monitor="val/loss")
-    for metrics in ({"val/loss": 1.0}, {"val/accuracy": 0.0}, {"val/loss": 2.0}):
+    for metrics in ({"val/loss": 1.0}, {"train/epoch_loss": 0.0}, {"val/loss": 2.0}):
         schedule.after_validation(metrics)
+    with pytest.raises(ScheduleError, match="val/loss: no such metric; there are: val/accuracy"):
+        schedule.after_validation({"val/accuracy": 0.0})
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert (schedule.monitor, schedule.monitors) == ("val/loss", ("val/loss",))
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
@@ -341,6 +342,8 @@ def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding)
     ended(tmp_path / "sweeps" / "x" / "0", "failed")
     ended(tmp_path / "damaged", "failed")
     (tmp_path / "damaged" / "status.json").write_text("")
+    assert find_unfinished(tmp_path) == tmp_path / "damaged"  # its checkpoints tell how far it is
+    shutil.rmtree(tmp_path / "damaged")
     assert find_unfinished(tmp_path) == tmp_path / "killed"
     ended_run = RunDirectory.resume(tmp_path / "killed", facts={})
     assert find_unfinished(tmp_path) == tmp_path / "failed"

@@ -12,6 +12,7 @@ from data.orders import Sequential, Shuffled
 from data.sampler import UpdateSampler
 from trainer.errors import ModelError, SampleError
 from trainer.losses import Losses, Term
+from trainer.metric_names import epoch_metric
 from trainer.options import TrainerOptions
 from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.multilabel import MultiLabel
@@ -181,7 +182,9 @@ def test_the_metrics_named_are_those_that_come(kind: str) -> None:
     named = {f"val/{name}" for name in trainer.task.metric_names()}
     assert named == {name for name in trainer.metrics if name.startswith("val/")}
     sums = {f"train/{name}" for name in ["loss", "grad_norm", *trainer.task.score_names]}
-    assert sums == {name for name in trainer.metrics if name.startswith("train/")}
+    logged = {name for name in trainer.metrics if name.startswith("train/")}
+    assert sums == {name for name in logged if not name.startswith("train/epoch_")}
+    assert {epoch_metric(name) for name in sums} == logged - sums
 
 
 @pytest.mark.parametrize("kind", KINDS)
