@@ -19,9 +19,10 @@ from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.instantiate import instantiate, refused_targets
 from trainer.optimization_check import check_optimization
-from trainer.optimizer_nodes import SINGLE
+from trainer.optimizer_nodes import SINGLE, UNSHARDED, sections
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
+from trainer.targets import locate
 
 # Stand-ins for what is known only once the data are open.
 _LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
@@ -46,7 +47,7 @@ def check_targets(config: Config) -> None:
         for key, (node, positional) in nodes.items()
         for problem in bind_problems(node, key, _provided(key), positional)
     )
-    monitors = list(_task_problems(config))
+    monitors = [*_task_problems(config), *_sharding_problems(config)]
     about = tuple(p.key.rpartition(".")[0] for p in monitors)
     others = [*_constructor_problems(config), *_model_problems(config)]
     _complain([*monitors, *(p for p in others if p.key not in about)])
@@ -152,6 +153,20 @@ def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
             f"the optimizers are {', '.join(names)}, but those of task.turns {', '.join(turns)}",
             hint="a task that takes turns has one optimizer for each, such as optimizer=gan",
         )
+
+
+def _sharding_problems(config: Config) -> Iterator[Problem]:
+    """Name the optimizers that look at whole parameters, which no process has under fsdp."""
+    if config.strategy.name != "fsdp":
+        return
+    for section in sections(config.optimizer, "optimizer", []):
+        kind = locate(section.target["_target_"])
+        if isinstance(kind, type) and issubclass(kind, UNSHARDED):
+            yield Problem(
+                f"{section.key}._target_",
+                f"{kind.__name__} cannot train what strategy=fsdp shards",
+                hint="strategy=ddp keeps parameters whole; most other optimizers train shards",
+            )
 
 
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ class Updater:
         self._guard = Guard(parts.model, device)
         # A scaled loss overflows now and then, and its scaler looks at the host anyway; else a
         # GPU decides by itself and is asked at the log boundary.
-        self._verdict_on_host = device.type == "cpu" or parts.precision.scales
+        on_host = device.type == "cpu" or parts.strategy.updates_on_host
+        self._verdict_on_host = on_host or parts.precision.scales
 
     @functools.cached_property
     def _turns(self) -> list[_Turn]:
