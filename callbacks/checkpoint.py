@@ -16,6 +16,7 @@ from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoint import CheckpointStore
 from trainer.errors import StorageError
+from trainer.strategy import describe_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -93,7 +94,10 @@ class Checkpoint(Callback):
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._monitor = Monitor(None)
         if trainer.run_dir is not None:
-            self._store = CheckpointStore(trainer.run_dir / "checkpoints")
+            self._store = CheckpointStore(
+                trainer.run_dir / "checkpoints",
+                facts={"device": describe_device(trainer.strategy.device)},
+            )
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Protect the checkpoint that this run goes on from."""

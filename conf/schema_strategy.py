@@ -73,6 +73,15 @@ class StrategyConfig:
         """Name what the chosen strategy would pass over in silence."""
         if isinstance(self.devices, list) and (not self.devices or min(self.devices) < 0):
             yield "devices", "expected a list of device numbers"
+        for name in ("devices", "device_ids"):
+            numbers = getattr(self, name)
+            if isinstance(numbers, list) and len(set(numbers)) < len(numbers):
+                yield name, f"names a device twice: {numbers}"
+        count = len(self.devices) if isinstance(self.devices, list) else self.devices
+        if self.name == "single" and count not in (0, 1, "auto"):
+            yield "devices", f"{count} devices need strategy=ddp, fsdp or dp: single has one"
+        if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
+            yield "backend", f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
         for declared in fields(self):
             users = rule_of(declared).strategies
             changed = getattr(self, declared.name) != default_of(declared)

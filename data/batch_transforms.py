@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from torchvision.transforms.v2 import functional as F
 
 from data.errors import DataError
+from data.transforms import Constants
 
 Draws = tuple[Tensor, ...]
 _TRIES = 10  # boxes drawn before torchvision gives up
@@ -113,7 +114,7 @@ class RandomErasing:
         self.p = p
         self.scale = scale
         self.ratio = ratio
-        self.value = value
+        self.value = value if isinstance(value, int | float) else Constants(value, (-1, 1, 1))
 
     def draw(self, samples: int, height: int, width: int, generator: Generator) -> Draws:
         """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
@@ -133,8 +134,7 @@ class RandomErasing:
         box = (rows[:, :, None] & columns[:, None, :])[:, None]
         if isinstance(self.value, int | float):
             return images.masked_fill(box, self.value)
-        value = torch.tensor(self.value, dtype=images.dtype).to(images.device, non_blocking=True)
-        return torch.where(box, value.view(-1, 1, 1), images)
+        return torch.where(box, self.value.beside(images, images.dtype), images)
 
 
 class RandomResizedCrop:

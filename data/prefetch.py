@@ -1,5 +1,6 @@
 """Batches on their device, one ahead of the computation, transformed there."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class OnDevice:
         """Yield the micro-batches of updates `start` to `stop` of an epoch."""
         source = self.loader.epoch(epoch, start, stop)
         if self.prefetch and self.device.type == "cuda":
-            return one_ahead(source, SideStream(self.device), self._moved)
+            return one_ahead(source, side_stream(self.device), self._moved)
         return map(self._moved, source)
 
     def heed(self, interrupted: Callable[[], bool]) -> None:
@@ -113,6 +114,15 @@ class SideStream:
         current.wait_event(done)
         map_leaves(lambda leaf: _lent(leaf, current), moved.batch)
         return moved
+
+
+@functools.cache
+def side_stream(device: torch.device) -> SideStream:
+    """Return the side stream of a device, one for all loaders and epochs.
+
+    torch keeps the memory of each stream apart: with new ones, batches of the old would stay.
+    """
+    return SideStream(device)
 
 
 def one_ahead(

@@ -1,6 +1,6 @@
 """Per-sample transforms: a named, ordered pipeline, and the few steps torchvision lacks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,23 @@ def acts_on_batches(transform: Any) -> bool:
     kind = type(transform)
     known = kind.__module__.startswith("torchvision.transforms.v2.")
     return known and kind.__name__ in _PER_PIXEL
+
+
+class Constants:
+    """Numbers that go with images, as a tensor of a shape beside them on their device."""
+
+    def __init__(self, values: Sequence[float], shape: Sequence[int]) -> None:
+        self._values = list(values)
+        self._shape = tuple(shape)
+        self._tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def beside(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers on the device of `images`; only its first call may wait for it."""
+        place = (images.device, dtype)
+        if place not in self._tensors:
+            values = torch.tensor(self._values, dtype=dtype).view(self._shape)
+            self._tensors[place] = values.to(images.device)
+        return self._tensors[place]
 
 
 class Pipeline:
@@ -65,8 +82,8 @@ class Standardize:
     def __init__(self, mean: list[float], std: list[float]) -> None:
         if len(mean) != len(std) or min(std) <= 0:
             raise DataError(f"mean {mean} and std {std} must be as long, std positive")
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.std = torch.tensor(std).view(-1, 1, 1)
+        self._mean = Constants(mean, (-1, 1, 1))
+        self._std = Constants(std, (-1, 1, 1))
 
     def __call__(self, image: Tensor) -> Tensor:
-        return (image - self.mean) / self.std
+        return (image - self._mean.beside(image)) / self._std.beside(image)

@@ -24,6 +24,7 @@ from conf.errors import ConfigError, Problem
 from scripts.notes import Notes, Report
 from scripts.request import Request
 from trainer.errors import stopping_signals
+from trainer.machine import check_processes
 from trainer.run_directory import amend_failure
 from trainer.strategy import count_devices
 
@@ -34,10 +35,11 @@ _STOPPED = (130, 143)
 def launch(request: Request) -> int:
     """Run a request in `strategy.devices` processes and return the run's exit code.
 
-    Raises ConfigError for what only they could find.
+    Raises ResourceError for more than the machine holds, ConfigError for what only they could find.
     """
     strategy = request.config["strategy"]
     processes = count_devices(strategy["devices"], strategy["accelerator"])
+    check_processes(processes, strategy["accelerator"], strategy["backend"])
     # As torchrun does: processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -32,6 +32,7 @@ from trainer.checkpoint_reader import compare_names
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
 from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.seed import tf32_remark
 from trainer.signals import stop_signals
 from trainer.strategy import Strategy
 from trainer.targets import allow
@@ -97,6 +98,7 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         config = parse(resume.config)
     goes_on = resume is not None and resume.payload is not None
     with backlog() as earlier, no_initial_weights() if goes_on else nullcontext():
+        _remark_on_format(config, strategy)
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
     if resume is not None and resume.payload is not None:  # before anything of the run is touched
         trainer = experiment.trainer
@@ -112,6 +114,13 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
             if note is not None:
                 note.write_text(str(directory.path))
         return _fit(request, experiment, directory, resume)
+
+
+def _remark_on_format(config: Config, strategy: Strategy) -> None:
+    options = config.trainer
+    remark = tf32_remark(options.precision, options.tf32, strategy.device)
+    if remark is not None and strategy.is_main:
+        logger.info("%s", remark)
 
 
 def _dry_run(request: Request, config: Config, strategy: Strategy) -> int:

@@ -23,7 +23,7 @@ from trainer.instantiate import instantiate, refused_targets
 from trainer.metric_names import epoch_metric
 from trainer.node_kinds import misfit, misfit_of
 from trainer.optimization_check import check_optimization
-from trainer.optimizer_nodes import SINGLE
+from trainer.optimizer_nodes import SINGLE, UNSHARDED, sections
 from trainer.optimizer_steps import takes_closure
 from trainer.param_groups import ParamGroupError
 from trainer.signatures import TargetProblem, bind_problems
@@ -54,7 +54,7 @@ def check_targets(config: Config) -> None:
         for key, (node, positional) in nodes.items()
         for problem in _node_problems(node, key, positional)
     )
-    monitors = list(_task_problems(config))
+    monitors = [*_task_problems(config), *_sharding_problems(config)]
     about = tuple(p.key.rpartition(".")[0] for p in monitors)
     others = [
         *_search_problems(config),
@@ -229,6 +229,20 @@ def _search_problems(config: Config) -> Iterator[Problem]:
             f"cannot reach the gradients that {searching[0]} computes by itself",
             hint="leave it out, or take another optimizer",
         )
+
+
+def _sharding_problems(config: Config) -> Iterator[Problem]:
+    """Name the optimizers that look at whole parameters, which no process has under fsdp."""
+    if config.strategy.name != "fsdp":
+        return
+    for section in sections(config.optimizer, "optimizer", []):
+        kind = locate(section.target["_target_"])
+        if isinstance(kind, type) and issubclass(kind, UNSHARDED):
+            yield Problem(
+                f"{section.key}._target_",
+                f"{kind.__name__} cannot train what strategy=fsdp shards",
+                hint="strategy=ddp keeps parameters whole; most other optimizers train shards",
+            )
 
 
 def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from data.samplers import as_order, as_updates, default_order
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.instantiate import instantiate
+from trainer.machine import check_workers
 from trainer.node_kinds import misfit_of
 from trainer.strategy import Strategy
 from trainer.targets import TargetError, locate
@@ -139,7 +140,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
         name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
         for name, node in nodes.items()
     }
-    loader = _loader(config, dataset, sampler, "replace")
+    loader = _loader(config, dataset, sampler, strategy, "replace")
     return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
 
 
@@ -164,7 +165,7 @@ def eval_loader(
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
-    loader = _loader(config, dataset, sampler, "drop", evaluating=True)
+    loader = _loader(config, dataset, sampler, strategy, "drop", evaluating=True)
     return _on_device(config, loader, strategy, None)
 
 
@@ -222,7 +223,12 @@ def _on_device(
 
 
 def _loader(
-    config: Config, dataset: Any, sampler: UpdateSampler, on_error: str, evaluating: bool = False
+    config: Config,
+    dataset: Any,
+    sampler: UpdateSampler,
+    strategy: Strategy,
+    on_error: str,
+    evaluating: bool = False,
 ) -> Loader:
     options = config.loader
     values: dict[str, Any] = {
@@ -244,7 +250,9 @@ def _loader(
     for name in ("collate_fn", "worker_init_fn"):
         if values[name]:
             values[name] = instantiate(values[name], _key_=f"loader.{name}")
-    values["pin_memory"] = True if values["pin_memory"] is None else values["pin_memory"]
+    # Pinning opens a context on a GPU, which a run on the CPU has no part in.
+    values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
+    check_workers(values["num_workers"])
     return Loader(
         dataset,
         sampler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainer.distributed import is_rank
 from trainer.dp import DataParallel
 from trainer.errors import ModelError
 from trainer.fsdp import FSDP
+from trainer.machine import check_processes
 from trainer.strategy import Planned, Strategy, count_devices
 
 _DDP = (
@@ -37,17 +39,28 @@ def build_strategy(config: Config) -> Strategy:
     """Choose where to compute."""
     options = config.strategy
     if options.name == "dp":
-        return DataParallel(options.device_ids, options.output_device, options.dim, options.devices)
+        if options.accelerator != "auto":
+            _device(options)  # or an accelerator that is not there would be passed over
+        return DataParallel(
+            options.device_ids,
+            options.output_device,
+            options.dim,
+            options.devices,
+            options.accelerator,
+        )
     if options.name in ("ddp", "fsdp") or is_rank():
         return _group(options)
-    return Strategy(_device(config))
+    return Strategy(_device(options))
 
 
 def _group(options: StrategyConfig) -> Strategy:
     """Choose how processes train together; under torchrun a single device becomes one of many."""
     if not is_rank():
         count = count_devices(options.devices, options.accelerator)
-        return Planned(options.name, count, options.accelerator)
+        on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
+        return Planned(options.name, count, None if on_cpu else _device(options))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_processes(here, options.accelerator, options.backend)
     common: dict[str, Any] = {
         "backend": None if options.backend == "auto" else options.backend,
         "timeout": options.timeout,
@@ -60,8 +73,7 @@ def _group(options: StrategyConfig) -> Strategy:
     return FSDP(**common, **values) if options.name == "fsdp" else DDP(**common, **values)
 
 
-def _device(config: Config) -> torch.device | None:
-    options = config.strategy
+def _device(options: StrategyConfig) -> torch.device | None:
     first = options.devices[0] if isinstance(options.devices, list) else None
     if options.accelerator == "auto" and first is None:
         return None

@@ -28,6 +28,9 @@ from trainer.strategy import Strategy
 from trainer.sync_batchnorm import Share, synchronize
 
 _GRACE = 5.0  # seconds that a process told to stop has left once another one has failed
+# By how much a GPU's exchange outlasts strategy.timeout. Its watchdog kills the process that waits,
+# which is not the one to blame: the hosts, who say so in words, must be the first to tire.
+_WATCHDOG_LATER = timedelta(seconds=60)
 
 
 def is_rank() -> bool:
@@ -79,13 +82,14 @@ class ProcessGroup(Strategy):
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
         attempts.settle(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
+        on_gpus = self.device.type == "cuda"
         dist.init_process_group(
             self.backend,
             store=PrefixStore(f"regimen/group-{attempts.attempt()}", store),
             rank=rank,
             world_size=world_size,
-            timeout=self.timeout,
-            device_id=self.device if self.device.type == "cuda" else None,
+            timeout=self.timeout + _WATCHDOG_LATER if on_gpus else self.timeout,
+            device_id=self.device if on_gpus else None,
         )
         # What the hosts tell each other never waits for a device.
         control = dist.new_group(backend="gloo", timeout=self.timeout)

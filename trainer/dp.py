@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,14 +30,22 @@ class DataParallel(Strategy):
         output_device: int | None = None,
         dim: int = 0,
         devices: int | Sequence[int] | str = "auto",
+        accelerator: str = "auto",
     ) -> None:
-        super().__init__()
-        self.device_ids = _numbers(device_ids, devices)
+        super().__init__(None if accelerator in ("auto", "cuda") else accelerator)
+        on_gpus = accelerator in ("auto", "cuda")
+        self.device_ids = _numbers(device_ids, devices) if on_gpus else []
         self._output_device = output_device
         self._dim = dim
         self.devices = max(1, len(self.device_ids))
         if self.device_ids:
             self.device = torch.device("cuda", self.device_ids[0])
+
+    @property
+    def computing(self) -> list[torch.device]:
+        """The devices of its threads."""
+        gpus = [torch.device("cuda", number) for number in self.device_ids]
+        return gpus or super().computing
 
     def explain(self) -> str | None:
         """Say what happens on a machine without two GPUs; None where all is as asked."""
@@ -66,11 +75,35 @@ class _Gathered(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.parallel = nn.DataParallel(model, list(device_ids), output_device, dim)
+        self._replicated = _InFormat(model)
+        self.parallel = nn.DataParallel(self._replicated, list(device_ids), output_device, dim)
         self._device = device
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._replicated.take_format()
         return map_tensors(lambda t: t.to(self._device), self.parallel(*inputs, **named))
+
+
+class _InFormat(nn.Module):
+    """Compute in the caller's autocast format: it is a thread's own, and torch's threads for
+    replicas are told whether there is one, not which."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._formats: dict[str, torch.dtype] = {}
+
+    def take_format(self) -> None:
+        """Remember the formats that this thread computes in."""
+        kinds = ("cuda", "cpu")
+        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._formats = {kind: torch.get_autocast_dtype(kind) for kind in enabled}
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with ExitStack() as formats:
+            for kind, dtype in self._formats.items():
+                formats.enter_context(torch.autocast(kind, dtype=dtype))
+            return self.model(*inputs, **named)
 
 
 def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | str) -> list[int]:

@@ -58,6 +58,9 @@ class Evaluator:
                     break
         if self._parts.state.stop_code:
             raise EvaluationAbandoned
+        # A process may have had no sample at all: it must not stay away from the sum over all.
+        for names in self._parts.strategy.gather(sums.names):
+            sums.take_part(names)
         values = sums.means(self._parts.strategy.reduce)
         for name, metric in metrics.items():
             if hasattr(metric, "merge"):  # torchmetrics' own meet when they compute

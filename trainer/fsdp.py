@@ -60,8 +60,10 @@ class FSDP(ProcessGroup):
             param_dtype=_FORMATS[mixed_precision],
             reduce_dtype=torch.float32 if mixed_precision else None,
         )
-        offloads = cpu_offload and self.device.type != "cpu"
-        self._offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        self.updates_on_host = cpu_offload and self.device.type != "cpu"
+        self._offload = CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy()
+        if self.updates_on_host:  # the norm of gradients there is added up from host to host
+            self.backend = f"cpu:gloo,{self.device.type}:{self.backend}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the parameters, before an optimizer knows them."""

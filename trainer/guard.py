@@ -119,7 +119,7 @@ def guard_of(parts: Parts, early: Sequence[Optimizer]) -> Guard:
         waits_for(device)
         and parts.options.on_nonfinite == "stop"
         and not parts.precision.scales
-        and all(p.device.type == device.type for p in parts.optimizers.parameters())
+        and not parts.strategy.updates_on_host
         and all(can_leave_out(o) for o in parts.optimizers.optimizers.values())
     )
     return DeviceGuard(memory, device) if by_device else HostGuard(memory)

@@ -103,12 +103,12 @@ class Losses:
         `inputs` (from `watched`) and `model` are what penalties on gradients need.
         """
         if self.single is not None:
-            return self.single(output, target), {}
+            return _value(self.single, output, target), {}
         values = {}
         for name, term in self.terms.items():
             wrt = _wrt(term)
             if not wrt:
-                value = term.loss(output, target)
+                value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
                 sources = [inputs] if wrt == "inputs" else _trained(model)
@@ -118,6 +118,24 @@ class Losses:
             if _reduction(self.terms[name].loss) == "sum":
                 counts[name] = SUM
         return values, counts
+
+
+def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (n, classes, d...) and labels (n, d...) as (places, classes) and (places).
+
+    torch's losses have no deterministic kernel for images of labels, and a slower one.
+    """
+    if output.ndim < 3 or target.is_floating_point():
+        return output, target
+    return output.movedim(1, -1).flatten(0, -2), target.flatten()
+
+
+def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
+    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        value: Tensor = loss(output, target)
+        return value
+    value = loss(*by_place(output, target))
+    return value.view(target.shape) if value.ndim and not target.is_floating_point() else value
 
 
 def _wrt(term: Term) -> str | None:

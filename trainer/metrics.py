@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class Sums:
             self._sums[name].add_(total, alpha=scale)
             self._counts[name] = self._counts[name] + count
         else:
-            self._sums[name] = total.to(self.dtype, copy=True).mul_(scale)
+            # An offloaded run's norm lies in host memory.
+            self._sums[name] = total.to(self._device, self.dtype, copy=True).mul_(scale)
             self._counts[name] = count
         if self._over is not None:
             self._over.add(name, total, count, scale)
@@ -64,6 +65,16 @@ class Sums:
             self.add(name, total, count * real, real)
         else:  # a sum over the samples: told as what each of them adds to it, on the average
             self.add(name, term.sum(), samples, real)
+
+    @property
+    def names(self) -> set[str]:
+        """What has been added to here; a process without samples may have less than others."""
+        return set(self._sums)
+
+    def take_part(self, names: Iterable[str]) -> None:
+        """Begin sums of other processes' names at zero: `means` needs the same ones on all."""
+        for name in set(names) - set(self._sums):
+            self.add(name, torch.zeros((), dtype=self.dtype, device=self._device), 0)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices: one transfer to the host; a sum where count is 0."""

@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 
 from trainer.instantiate import instantiate
 from trainer.optimizer_steps import damped
-from trainer.param_groups import Claim, ParamGroup, ParamGroupError, complain
+from trainer.param_groups import Claim, ParamGroup, ParamGroupError, complain, some
 from trainer.param_rules import parse_rules
 from trainer.param_selectors import nearest, parse_selector
 
 SINGLE = "optimizer"  # the name of an optimizer that is alone
+# Whose fused kernels torch.distributed.tensor can split, and what cannot train shards at all.
+SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+UNSHARDED = (torch.optim.Adafactor,)
 OWN = ("param_groups", "params", "lr_scheduler")  # keys of a node that are not the target's
 
 
@@ -86,7 +89,8 @@ def claims(
 def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
     """Build one optimizer over its groups. Raises `ParamGroupError` for what it cannot take."""
     # Which hyper-parameters a group can have, and their values, only an instance knows for sure.
-    defaults = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))]).defaults
+    probe = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))])
+    defaults = probe.defaults
     problems: list[str] = []
     resolved: list[dict[str, Any]] = [
         {
@@ -96,8 +100,11 @@ def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) ->
         }
         for group in groups
     ]
+    shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
+    problems += _sharding_problems(section, probe, shards)
     complain(problems)
     fused = prefer_fused and _takes_fused(defaults, resolved)
+    fused = fused and (not shards or isinstance(probe, SHARDED_FUSED))
     return _construct(section.target | ({"fused": True} if fused else {}), section.key, resolved)
 
 
@@ -107,6 +114,27 @@ def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     # Fused SGD cannot begin to damp a parameter whose first gradient comes later than others'.
     damps = any(damped({**defaults, **group}) for group in groups)
     return open_choice and not defaults.get("differentiable") and not damps
+
+
+def _sharding_problems(
+    section: Section, optimizer: Optimizer, shards: Mapping[str, Any]
+) -> list[str]:
+    """Say what an optimizer cannot do with parameters of which each process has a part."""
+    problems = []
+    kind = type(optimizer).__name__
+    if shards and optimizer.defaults.get("fused") and not isinstance(optimizer, SHARDED_FUSED):
+        problems.append(
+            f"{section.key}.fused: torch has no fused kernel of {kind} for strategy=fsdp; leave "
+            "it out"
+        )
+    uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
+    if uneven and isinstance(optimizer, torch.optim.LBFGS):
+        problems.append(
+            f"{section.key}: {kind} takes parameters as one vector, which torch cannot make of "
+            f"uneven shards: {some(uneven)} {'has' if len(uneven) == 1 else 'have'} rows that the "
+            "processes cannot share evenly; strategy=ddp trains it"
+        )
+    return problems
 
 
 def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer:

@@ -1,7 +1,7 @@
 """This process's random number generators, as a state that a weights-only load accepts."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,22 +9,34 @@ import numpy as np
 import torch
 
 
-def capture() -> dict[str, Any]:
-    """Return the states of torch (CPU and every CUDA device), `random` and numpy."""
+def capture(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
+    """Return the states of torch, `random` and numpy.
+
+    Torch's are those of the CPU and of the CUDA devices among `devices`, which this process
+    computes on; None: of its current one, if it uses any.
+    """
     return {
         "torch": torch.get_rng_state(),
-        "cuda": _capture_cuda(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda(devices)],
         "python": _capture_python(),
         "numpy": capture_numpy(),
     }
 
 
-def restore(state: dict[str, Any]) -> list[str]:
-    """Put the generators back; return what could not be restored here, in words."""
+def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None) -> list[str]:
+    """Put the generators back; return what could not be restored here, in words.
+
+    `devices` are those of this process, in the order that `capture` was given them: a process may
+    go on with others than it began with.
+    """
     torch.set_rng_state(state["torch"].cpu())
     _restore_python(state["python"])
     restore_numpy(state["numpy"])
-    return _restore_cuda(state["cuda"])
+    here, saved = _cuda(devices), state["cuda"]
+    for device, own in zip(here, saved, strict=False):
+        torch.cuda.set_rng_state(own.cpu(), device)
+    lost = len(saved) - len(here)
+    return [f"the random state of {lost} GPUs (this process has {len(here)})"] if lost > 0 else []
 
 
 @contextmanager
@@ -52,20 +64,12 @@ def keyed(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _capture_cuda() -> list[torch.Tensor]:
+def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
+    if devices is not None:
+        return [device for device in devices if device.type == "cuda"]
     # Asking an unused CUDA for its state would initialise it: a run on the CPU has none to save.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if used else []
-
-
-def _restore_cuda(states: list[torch.Tensor]) -> list[str]:
-    if not states:
-        return []
-    devices = torch.cuda.device_count()
-    for device, state in enumerate(states[:devices]):
-        torch.cuda.set_rng_state(state.cpu(), device)
-    missing = range(devices, len(states))
-    return [f"the random state of cuda:{device} (no such device here)" for device in missing]
+    return [torch.device("cuda", torch.cuda.current_device())] if used else []
 
 
 def _capture_python() -> dict[str, Any]:

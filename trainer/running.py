@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.losses import by_place
+
 _LARGEST = 700.0  # whose exponential is still a number
 
 
@@ -76,7 +78,8 @@ class Perplexity(Running):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Take in logits (n, classes, ...) and labels (n, ...)."""
         logits = output.detach().float() if output.dtype.itemsize < 4 else output.detach()
-        nll = F.cross_entropy(logits, target, ignore_index=self._ignore_index, reduction="sum")
+        places = by_place(logits, target)
+        nll = F.cross_entropy(*places, ignore_index=self._ignore_index, reduction="sum")
         self.total += torch.stack([nll, (target != self._ignore_index).sum().to(nll.dtype)])
 
     def compute(self) -> float:

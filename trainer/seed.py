@@ -40,12 +40,21 @@ def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> d
 
 
 def _set_tf32(enabled: bool) -> None:
-    # CUDA's own switches: the global one would change matrix products on some CPUs as well.
-    precision = "tf32" if enabled else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined]
+    # The older switches set the newer ones (`fp32_precision`) as well; the other way round torch
+    # raises where the older are read, as `torch.backends.cudnn.flags()` does. CUDA's own: the
+    # global one would change matrix products on some CPUs as well.
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    torch.backends.cudnn.allow_tf32 = enabled
+
+
+def tf32_remark(precision: str, tf32: bool, device: torch.device) -> str | None:
+    """Say where a run of full precision is not what torch does by itself; None elsewhere."""
+    if device.type != "cuda" or precision != "fp32" or tf32:
+        return None
+    return (
+        "trainer.precision=fp32 computes convolutions in IEEE single precision, where torch by "
+        "itself takes TF32: trainer.tf32=true is faster and keeps 10 bits of the mantissa"
+    )
 
 
 def derived(seed: int, *parts: object) -> int:

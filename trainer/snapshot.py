@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer import checkpoint_shards, rng
-from trainer.batch import MicroBatch, updates
+from trainer.batch import MicroBatch, map_tensors, updates
 from trainer.checkpoint import FORMAT_VERSION
 from trainer.checkpoint_reader import compare_names
 from trainer.checkpoint_schema import taking_over
@@ -17,12 +18,15 @@ from trainer.trainer import Trainer
 
 
 def take(trainer: Trainer) -> dict[str, Any]:
-    """Return everything that the rest of the run depends on; a collective of all processes."""
+    """Return everything that the rest of the run depends on; a collective of all processes.
+
+    On the main process, which writes it, all tensors are on the host; shards stay where they are.
+    """
     strategy = trainer.strategy
     callbacks = strategy.to_save(
         {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
     )
-    return {
+    payload = {
         "model": strategy.to_save(dict(trainer.model.state_dict())),
         "optimizer": strategy.to_save(trainer.optimizers.state_dict()),
         "lr_scheduler": trainer.lr_schedule.state_dict(),
@@ -31,19 +35,39 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "callbacks": callbacks,
         "state": {
             "counters": trainer.state.state_dict(),
-            "sums": strategy.gather(trainer.updater.sums.state_dict()),
-            "epoch_sums": strategy.gather(trainer.updater.epoch_sums.state_dict()),
+            "sums": strategy.gather(on_host(trainer.updater.sums.state_dict())),
+            "epoch_sums": strategy.gather(on_host(trainer.updater.epoch_sums.state_dict())),
             "loader": strategy.gather(_loader_state(trainer)),
-            "own": strategy.gather(strategy.own_state(trainer.model)),
-            "unsaved": strategy.gather(trainer.unsaved.state_dict()),
+            "own": strategy.gather(on_host(strategy.own_state(trainer.model))),
+            "unsaved": strategy.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
             "world_size": strategy.world_size,
             "torch": str(torch.__version__),
         },
-        "rng": strategy.gather(rng.capture()),
+        "rng": strategy.gather(rng.capture(strategy.computing)),
         "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
+    return dict(on_host(payload)) if trainer.is_main else payload
+
+
+def on_host(tree: Any) -> Any:
+    """Return `tree` with its tensors on the CPU; what was one tensor (tied weights) stays one.
+
+    Pickled on a GPU they would ask for that GPU wherever they are read.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device.type in ("cpu", "meta") or hasattr(tensor, "device_mesh"):
+            return tensor
+        storage = tensor.untyped_storage()._cdata
+        place = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in copies:
+            copies[place] = tensor.detach().cpu()
+        return copies[place]
+
+    return map_tensors(moved, tree)
 
 
 def restore(
@@ -92,7 +116,7 @@ def _take_over(
         for sums, saved_sums in _sums(trainer, state):
             sums.load_state_dict(saved_sums[rank])
         trainer.strategy.load_own_state(trainer.model, state["own"][rank])
-        notes += rng.restore(payload["rng"][rank])
+        notes += rng.restore(payload["rng"][rank], trainer.strategy.computing)
     else:
         notes.append(
             f"saved by {state['world_size']} processes, resumed by {trainer.strategy.world_size}: "

@@ -28,6 +28,17 @@ def default_device(index: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def describe_device(device: torch.device) -> str:
+    """Return what a device is called by those who made it, or else its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return `cuda` as `cuda:0`: torch makes no device without a number its current one."""
+    bare = device.type == "cuda" and device.index is None
+    return torch.device("cuda", 0) if bare else device
+
+
 def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto") -> int:
     """Return how many devices of this machine `strategy.devices` means."""
     if isinstance(devices, int):
@@ -46,10 +57,11 @@ class Strategy:
     world_size = 1
     devices = 1
     evaluates_wrapped = True  # whether evaluation, too, calls the wrapped module
+    updates_on_host = False  # whether parameters lie in host memory while a GPU computes
     evaluates_in_step = False  # whether a process must call the model whenever the others do
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self.device = default_device() if device is None else torch.device(device)
+        self.device = default_device() if device is None else _indexed(torch.device(device))
 
     @property
     def is_main(self) -> bool:
@@ -60,6 +72,11 @@ class Strategy:
     def gradient_scale(self) -> float:
         """By what the gradients are divided on their way: a loss is multiplied by it."""
         return 1.0
+
+    @property
+    def computing(self) -> list[torch.device]:
+        """The devices that this process computes on."""
+        return [self.device]
 
     def explain(self) -> str | None:
         """Say where things are not as asked; None where they are."""
@@ -188,7 +205,7 @@ class Strategy:
 class Planned(Strategy):
     """Stand for processes that are not started: a dry run builds what one of them would have."""
 
-    def __init__(self, name: str, devices: int, accelerator: str = "auto") -> None:
-        super().__init__(None if accelerator == "auto" else accelerator)
+    def __init__(self, name: str, devices: int, device: torch.device | None = None) -> None:
+        super().__init__(device)
         self.name = name
         self.devices = devices

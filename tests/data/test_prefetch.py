@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from data import prefetch
 from data.device_transforms import DeviceTransforms
 from data.errors import DataError
 from data.loader import Loader, MicroBatch
@@ -79,6 +80,27 @@ def test_an_error_ahead_is_raised_after_what_came_before_it() -> None:
     with pytest.raises(DataError, match="sample 2"):
         used.extend(int(micro.batch) for micro in ahead)
     assert used == [0, 1]
+
+
+def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of each stream is its own: one for every epoch would keep a batch in each."""
+    made: list[torch.device] = []
+
+    class Counted(Recorder):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__([])
+            made.append(device)
+
+    monkeypatch.setattr(prefetch, "SideStream", Counted)
+    monkeypatch.setattr(prefetch, "to_device", lambda batch, *_: batch)
+    prefetch.side_stream.cache_clear()
+    for _ in range(2):  # loaders, as of training and validation
+        loader = Loader(noisy(), UpdateSampler(Sequential(20), batch_size=6), seed=1)
+        on_device = OnDevice(loader, torch.device("cuda", 1))
+        for epoch in range(2):
+            assert len(list(on_device.epoch(epoch))) == 4
+    prefetch.side_stream.cache_clear()
+    assert made == [torch.device("cuda", 1)]
 
 
 def test_an_empty_source() -> None:

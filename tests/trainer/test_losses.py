@@ -210,3 +210,34 @@ def test_a_term_that_is_null_is_dropped() -> None:
 def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(6,), (4, 5), (2, 4, 5)], ids=["n", "images", "volumes"])
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_labels_of_places_are_judged_as_torch_judges_them(kind, shape, reduction) -> None:
+    """Flattened, as GPUs have no deterministic kernel for images of labels."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    loss = kind(weight=weight, ignore_index=2, reduction=reduction)
+    one, other = (
+        torch.randn(3, 3, *shape, generator=generator.manual_seed(1), dtype=torch.float64)
+        .requires_grad_()
+        .log_softmax(1)
+        for _ in range(2)
+    )
+    target = torch.randint(3, (3, *shape), generator=generator)
+    values, _ = Losses.of(loss, per_label=True)(one, target)
+    value = values[""] if isinstance(values, dict) else values
+    expected = loss(other, target)
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(v.sum(), x)[0] for v, x in ((value, one), (expected, other))]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_shares_of_classes_at_places_are_judged_as_torch_judges_them() -> None:
+    logits, shares = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 5).softmax(1)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    values, _ = Losses.of(loss, per_label=True)(logits, shares)
+    value = values[""] if isinstance(values, dict) else values
+    torch.testing.assert_close(value, loss(logits, shares))

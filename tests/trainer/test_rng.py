@@ -58,21 +58,47 @@ def test_capturing_draws_nothing():
     assert draw() == expected
 
 
-def test_devices_that_are_gone_are_named(monkeypatch):
-    state = rng.capture()
-    restored = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: restored.append(device))
-    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 3
-    notes = rng.restore(state)
-    assert restored == [0]
-    assert [note.split()[4] for note in notes] == ["cuda:1", "cuda:2"]
+@pytest.fixture
+def states(monkeypatch):
+    """The states of GPUs that are not there, by their number."""
+    kept = {number: torch.tensor([number]) for number in range(4)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: kept[device.index])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda value, device: kept.update({device.index: value})
+    )
+    return kept
+
+
+def gpus(*numbers):
+    return [torch.device("cuda", number) for number in numbers]
+
+
+def test_a_process_keeps_the_state_of_its_own_gpu_and_puts_it_back_where_it_now_computes(states):
+    state = rng.capture(gpus(2))
+    assert state["cuda"] == [torch.tensor([2])]
+    assert rng.restore(state, gpus(1)) == []
+    assert {number: int(value) for number, value in states.items()} == {0: 0, 1: 2, 2: 2, 3: 3}
+
+
+def test_the_current_gpu_stands_for_those_that_are_not_said(states, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert rng.capture()["cuda"] == [torch.tensor([3])]
+
+
+def test_devices_that_are_gone_are_counted(states):
+    state = rng.capture(gpus(0, 1, 2))
+    assert rng.restore(state, gpus(3)) == ["the random state of 2 GPUs (this process has 1)"]
+    assert int(states[3]) == 0
+    assert rng.restore(state, [torch.device("cpu")])[0].startswith("the random state of 3 GPUs")
 
 
 def test_a_run_on_the_cpu_does_not_wake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("initialises CUDA"))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: pytest.fail("initialises CUDA"))
     assert rng.capture()["cuda"] == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert rng.capture([torch.device("cpu")])["cuda"] == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,6 +11,7 @@ from data.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.sampler import UpdateSampler
 from trainer.callback import Callback, Hooks
+from trainer.confusion import MacroF1
 from trainer.ddp import DDP
 from trainer.gradients import Clipping
 from trainer.options import TrainerOptions
@@ -187,6 +188,23 @@ def test_evaluation_counts_each_sample_once(ranks, world_size):
     for metrics, _ in ranks(world_size, in_group(evaluate)):
         assert metrics["val/accuracy"] == expected["val/accuracy"]
         assert metrics["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-14)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
+    def evaluate(strategy):
+        trainer = make_trainer(strategy, task=Classification(CLASSES, metrics={"f1": MacroF1(3)}))
+        sampler = UpdateSampler(
+            Sequential(samples),
+            batch_size=4 * strategy.world_size,
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+        )
+        return trainer.evaluate(Loader(Points(10, seed=1), sampler, seed=0), "val")
+
+    expected = evaluate(Strategy("cpu"))
+    for metrics in ranks(3, in_group(evaluate)):
+        assert metrics == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("broadcast", [True, False])

@@ -114,3 +114,28 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, backend, tmp_path,
             torch.testing.assert_close(compiled[0][name], value, rtol=0, atol=1e-10)
         for name in ("train/loss", "val/loss", "val/accuracy"):
             assert compiled[1][name] == pytest.approx(plain[1][name], abs=1e-10)
+
+
+def test_gradients_leave_while_others_are_computed(ranks):
+    """Torch cuts what is compiled within DDP at its buckets; of one graph all would come at once.
+
+    Compiled around DDP, a model of torch's own modules would not be compiled at all.
+    """
+
+    def graphs(rank):
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 100  # of this process: a small model's
+        strategy = DDP("gloo", 60, "cpu", bucket_cap_mb=0.0005)
+        strategy.setup()
+        backward = []
+
+        def backend(graph, inputs):
+            backward.append(torch.is_grad_enabled())
+            return graph.forward
+
+        _, _, graphs = train(strategy, backend)
+        strategy.teardown()
+        return graphs, backward.count(True), backward.count(False)
+
+    for whole, trained, judged in ranks(2, graphs):
+        assert whole > judged > 0
+        assert trained > 2 * judged  # pieces of the model; evaluation's is one

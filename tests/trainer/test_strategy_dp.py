@@ -1,10 +1,12 @@
 """DataParallel: what it does without GPUs, and that uneven shards make the exact mean."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from trainer import dp
+from trainer import dp, rng
 from trainer.errors import ResourceError
 from trainer.options import TrainerOptions
 from trainer.strategy import Strategy
@@ -79,3 +81,53 @@ def test_without_gpus_it_says_so(monkeypatch):
     model = nn.Linear(2, 2)
     assert strategy.wrap(model) is model
     assert "no second GPU" in strategy.explain()
+
+
+class Threads(Chunks):
+    """Compute parts in threads, as nn.DataParallel does, which tells them that there is autocast
+    but not in which format."""
+
+    def forward(self, inputs):
+        parts, results = inputs.chunk(self.devices, self.dim), {}
+        enabled = torch.is_autocast_enabled("cpu")
+
+        def compute(number):
+            with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+                results[number] = self.module(parts[number])
+
+        threads = [threading.Thread(target=compute, args=(n,)) for n in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cat([results[number] for number in range(len(parts))], self.dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        pytest.param(None, torch.float32, id="no autocast"),
+        pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
+    ],
+)
+def test_replicas_compute_in_the_format_of_the_run(three_gpus, monkeypatch, dtype, expected):
+    monkeypatch.setattr(nn, "DataParallel", Threads)
+    strategy = dp.DataParallel()
+    strategy.device = torch.device("cpu")
+    wrapped = strategy.wrap(nn.Linear(4, 3))
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        assert wrapped(torch.randn(6, 4)).dtype == expected
+    assert wrapped(torch.randn(6, 4)).dtype == torch.float32
+
+
+def test_the_cpu_can_be_asked_for(three_gpus):
+    strategy = dp.DataParallel(accelerator="cpu")
+    assert strategy.device == torch.device("cpu")
+    assert strategy.device_ids == []
+    assert strategy.devices == 1
+
+
+def test_each_gpu_of_the_process_has_a_random_state(three_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([device.index]))
+    state = rng.capture(dp.DataParallel(devices=[2, 0]).computing)
+    assert [int(own) for own in state["cuda"]] == [2, 0]

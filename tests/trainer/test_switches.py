@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import build
+from trainer import build, seed
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -101,3 +101,37 @@ def test_each_shape_is_compiled_by_itself(options: dict[str, Any], dynamic: bool
     for size in (4, 3, 4):
         model(torch.zeros(size, 3, 6, 6, dtype=torch.float64))
     assert symbols == [False, dynamic]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_older_tf32_switches_can_be_read_as_well(tf32: bool) -> None:
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    try:
+        for value in (not tf32, tf32):
+            seed._set_tf32(value)
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.backends.cudnn.allow_tf32 is tf32
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        with torch.backends.cudnn.flags(enabled=False):
+            assert not torch.backends.cudnn.enabled
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is tf32
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32  # type: ignore[attr-defined]
+        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32", "device", "told"),
+    [
+        pytest.param("fp32", False, "cuda", True, id="convolutions are slower than torch's"),
+        pytest.param("fp32", True, "cuda", False, id="as torch's"),
+        pytest.param("bf16", False, "cuda", False, id="another format"),
+        pytest.param("fp32", False, "cpu", False, id="no TF32 on a CPU"),
+    ],
+)
+def test_a_run_says_where_it_is_more_exact_than_torch(
+    precision: str, tf32: bool, device: str, told: bool
+) -> None:
+    remark = seed.tf32_remark(precision, tf32, torch.device(device))
+    assert (remark is not None and "convolutions in IEEE" in remark) is told

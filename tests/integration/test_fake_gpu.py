@@ -1,0 +1,217 @@
+"""What a GPU would be asked to do, on a machine without one: its tensors have no numbers.
+
+A fake tensor knows its device: tensors of two devices in one operation are an error, as on a GPU,
+and so is every question about a number, for which the host would wait.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conf.check import parse
+from data.device_transforms import DeviceTransforms
+from data.prefetch import to_device
+from data.sampler import Piece
+from models.gan import GAN as Networks  # noqa: N811
+from scripts.arguments import parse_arguments
+from scripts.compose import compose
+from trainer.build_data import with_classes
+from trainer.confusion import MacroF1, PerClassAccuracy
+from trainer.instantiate import instantiate
+from trainer.losses import Term, vector
+from trainer.metrics import Sums
+from trainer.penalties import GradientPenalty
+from trainer.snapshot import on_host
+from trainer.task import Task
+from trainer.tasks.classification import Classification
+from trainer.tasks.gan import GAN
+from trainer.tasks.language_model import LanguageModel
+from trainer.tasks.multilabel import MultiLabel
+from trainer.tasks.regression import Regression
+from trainer.tasks.segmentation import Segmentation
+
+CUDA = torch.device("cuda", 0)
+TRANSFORMS = Path(__file__).parents[2] / "conf" / "transforms"
+NAMES = sorted(path.stem for path in TRANSFORMS.glob("*.yaml"))
+
+
+class FakeGPU(TorchDispatchMode):
+    """Compute with real numbers on the CPU and with none on `cuda:0`; keep what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.to_host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        if func is torch.ops.aten._pin_memory.default:  # there is nothing to pin for
+            return args[0].clone()
+        devices = [torch.device(leaf) for leaf in leaves if isinstance(leaf, torch.device)]
+        if not fakes and not any(device.type == "cuda" for device in devices):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        self.asked.append(str(func))
+        if any(fake.is_cuda for fake in fakes) and any(d.type == "cpu" for d in devices):
+            self.to_host.append(str(func))
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGPU]:
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeGPU() as mode:
+        yield mode
+
+
+def test_the_fake_notices_what_a_gpu_would_not_do(gpu: FakeGPU) -> None:
+    there, here = torch.ones(3, device=CUDA), torch.ones(3)
+    assert float(here.sum()) == 3
+    with pytest.raises(RuntimeError, match="device"):
+        there + here
+    with pytest.raises(Exception, match=r"_local_scalar_dense"):
+        there.sum().item()
+    there.cpu()
+    assert len(gpu.to_host) == 1
+
+
+def device_steps(name: str) -> DeviceTransforms:
+    overrides = [f"transforms={name}", "data=cifar10", "data.root=/nowhere"]
+    config = parse(compose(parse_arguments(overrides)).config)
+    nodes = with_classes(config.transforms.device, 10)
+    steps = {key: instantiate(node, _key_=key) for key, node in nodes.items() if node}
+    if name == "on_device":  # one of its kind for each channel, too
+        erase = {"_target_": "data.batch_transforms.RandomErasing", "value": [0.1, 0.2, 0.3]}
+        steps["erase_more"] = instantiate(erase, _key_="erase_more")
+    return DeviceTransforms(steps, seed=1)
+
+
+def test_there_are_device_transforms_to_try() -> None:
+    assert sum(bool(device_steps(name)) for name in NAMES) >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_device_transforms_of_every_choice_stay_on_the_device(gpu: FakeGPU, name: str) -> None:
+    transforms = device_steps(name)
+    needs_numbers = name in ("mixup", "cutmix", "mixup_cutmix")  # those of the workers' images
+    dtype = torch.float32 if needs_numbers else torch.uint8
+    images, labels = torch.zeros(6, 3, 32, 32, dtype=dtype), torch.arange(6)
+    batch = to_device((images, labels), CUDA)
+    piece = Piece(tuple(range(6)), 6, 3, 9, 0, 1, 0, 0)
+    for _ in range(2):
+        moved, targets = transforms(batch, piece)
+        assert moved.device == targets.device == CUDA
+        assert moved.shape[0] == 6
+    assert gpu.to_host == []
+
+
+def penalised() -> Task:
+    score = nn.CrossEntropyLoss(reduction="sum")
+    terms: dict[str, nn.Module | None] = {
+        "weighted": nn.CrossEntropyLoss(weight=vector([1, 2, 3])),
+        "penalty": Term(GradientPenalty(loss=score), 0.1),
+    }
+    metrics = {"each": PerClassAccuracy(3), "f1": MacroF1(3)}
+    return Classification(3, terms, top_k=(1, 2), metrics=metrics)  # type: ignore[arg-type]
+
+
+def randint(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape)
+
+
+CASES: dict[str, Any] = {
+    "classification": lambda: (penalised(), nn.Linear(5, 3), (torch.randn(8, 5), randint(3, 8))),
+    "regression": lambda: (Regression(), nn.Linear(5, 1), (torch.randn(8, 5), torch.randn(8))),
+    "multilabel": lambda: (MultiLabel(), nn.Linear(5, 3), (torch.randn(8, 5), torch.ones(8, 3))),
+    "segmentation": lambda: (
+        Segmentation(3),
+        nn.Conv2d(1, 3, 3, padding=1),
+        (torch.randn(4, 1, 8, 8), randint(3, 4, 8, 8)),
+    ),
+    "language_model": lambda: (
+        LanguageModel(4),
+        nn.Embedding(4, 4),
+        (randint(4, 4, 7), randint(4, 4, 7)),
+    ),
+    "gan": lambda: (
+        GAN(r1=1.0),
+        Networks(image_size=8, latent_dim=5, width=4),
+        (torch.randn(4, 1, 8, 8), torch.randn(4, 5)),
+    ),
+}
+
+
+def step(task: Task, model: nn.Module, batch: Any) -> Sums:
+    """Go forward over a batch in training and evaluation; return what is summed."""
+    sums = Sums(CUDA)
+    for turn in task.turns or [""]:
+        output = task.turn_step(model, batch, turn) if turn else task.training_step(model, batch)
+        sums.add_output(output, 4, f"loss_{turn}")
+    task.counts(batch)
+    with torch.no_grad():
+        sums.add_output(task.evaluation_step(model, batch), 4)
+    return sums
+
+
+def gradients(outputs: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    """Stand in for autograd, whose threads would ask the driver for the device."""
+    return tuple(torch.zeros_like(i) for i in (inputs if isinstance(inputs, list) else [inputs]))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_of_every_task_and_its_metrics_stay_on_the_device(
+    gpu: FakeGPU, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.autograd, "grad", gradients)
+    task, model, batch = CASES[name]()
+    batch = to_device(batch, CUDA)
+    with torch.no_grad():
+        parameters = {n: p.to(CUDA).requires_grad_() for n, p in model.named_parameters()}
+        buffers = {n: b.to(CUDA) for n, b in model.named_buffers()}
+    task.to(CUDA)
+    gpu.asked.clear()
+
+    def there(*inputs: Any, **named: Any) -> Any:
+        return torch.func.functional_call(model, {**parameters, **buffers}, inputs, named)
+
+    there.parameters = lambda: list(parameters.values())  # type: ignore[attr-defined]
+    step(task, there, batch)  # type: ignore[arg-type]
+    for metric in task.metrics().values():
+        assert metric.total.device == CUDA  # type: ignore[attr-defined]
+    assert gpu.to_host == []
+    # Classes of pixels and tokens: these have no deterministic kernel on a GPU.
+    assert not [kernel for kernel in gpu.asked if "nll_loss2d" in kernel]
+    if name in ("segmentation", "language_model"):
+        assert "aten.nll_loss_forward.default" in gpu.asked
+
+
+def test_a_norm_in_host_memory_is_summed_on_the_device(gpu: FakeGPU) -> None:
+    sums = Sums(CUDA)
+    sums.add("loss", torch.ones((), device=CUDA), 3, 3)
+    for _ in range(2):
+        sums.add("grad_norm", torch.ones(()), 1)
+    sums.take_part(["other"])
+    assert {value.device for value in sums.state_dict()["sums"].values()} == {CUDA}
+
+
+def test_a_checkpoint_holds_tensors_of_the_host(gpu: FakeGPU) -> None:
+    weight = torch.ones(3, 4, device=CUDA)
+    payload = {
+        "model": {"tied": weight, "head": weight.detach(), "row": weight[1]},
+        "state": [torch.zeros((), device=CUDA), (torch.ones(2), "text", None)],
+    }
+    found: Any = on_host(payload)
+    leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    assert {leaf.device.type for leaf in leaves} == {"cpu"}
+    assert found["model"]["tied"] is found["model"]["head"]
+    assert found["model"]["row"].shape == (4,)
+    assert found["state"][1] == payload["state"][1]
+    assert len(gpu.to_host) == 3
