@@ -34,7 +34,19 @@ VARIANTS = {
     "muon": ["optimizer=muon"],
     "swa": ["callbacks=[default,swa]"],
     "streamed-metrics": ["trainer.log_every_n_steps=7", "trainer.validate_every_n_steps=null"],
+    "gpu-sgd": [],
+    "gpu-adamw-swa": ["optimizer=adamw", "callbacks=[default,swa]", "trainer.clip_grad_norm=1.0"],
 }
+
+
+@pytest.fixture(scope="module")
+def train(train, as_on_a_gpu):
+    """Run `train ARGUMENTS`, a variant that begins with `gpu` as on one."""
+
+    def run(arguments, name=""):
+        return train(arguments, environment=as_on_a_gpu if name.startswith("gpu") else {})
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +57,7 @@ def finished(train, job, tmp_path_factory):
     def get(name):
         if name not in runs:
             path = tmp_path_factory.mktemp("runs") / name
-            run = train([*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}"])
+            run = train([*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}"], name)
             assert run.code == 0, run.err
             runs[name] = path
         return runs[name]
@@ -76,7 +88,7 @@ def killed_at(run, step, target):
 
 def resumed(train, job, name, run, but=()):
     overrides = [*VARIANTS[name], *but]
-    result = train([*job, *EVERY_STEP, *overrides, f"run_dir={run}", "resume=auto"])
+    result = train([*job, *EVERY_STEP, *overrides, f"run_dir={run}", "resume=auto"], name)
     assert result.code == 0, result.err
     return run
 
