@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer import rng
 from trainer.batch import MicroBatch, as_source
+from trainer.errors import ModelError
 from trainer.metrics import Sums
 from trainer.parts import Parts
 from trainer.seed import derived
+from trainer.strategy import Strategy
+from trainer.task import Metric
 from trainer.waiting import Waiting
 
 
@@ -26,6 +30,7 @@ class Evaluator:
     def __init__(self, parts: Parts, waiting: Waiting) -> None:
         wraps = parts.strategy.evaluates_wrapped
         self._module = parts.wrapped if wraps else parts.compiled
+        check_metrics(parts.task.metrics(), parts.strategy)
         self._parts = parts
         self._waiting = waiting
 
@@ -49,8 +54,7 @@ class Evaluator:
         for metric in metrics.values():
             metric.reset()
         stream = self._waiting.attend(as_source(loader, 1)).epoch(0, 0, limit)
-        alike = self._parts.strategy.evaluating(self._parts.model)
-        with self._own_generators(step), self._evaluating(), weights, alike:
+        with self._own_generators(step), self._evaluating(), weights, self._alike():
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.agree(self._parts.state, at_once=False)
@@ -63,9 +67,7 @@ class Evaluator:
             sums.take_part(names)
         values = sums.means(self._parts.strategy.reduce)
         for name, metric in metrics.items():
-            if hasattr(metric, "merge"):  # torchmetrics' own meet when they compute
-                metric.merge(self._parts.strategy.reduce)
-            values |= named_values(name, metric.compute())
+            values |= named_values(name, merged(metric, self._parts.strategy).compute())
         return {f"{stage}/{name}": value for name, value in values.items()}
 
     def _add(self, micro_batch: MicroBatch, sums: Sums) -> None:
@@ -84,6 +86,17 @@ class Evaluator:
         return rng.keyed(strategy.device, seed)
 
     @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """Have all processes judge with the main one's buffers; a task's own they get back."""
+        strategy = self._parts.strategy
+        with strategy.evaluating(self._parts.model), ExitStack() as stack:
+            if strategy.world_size > 1:
+                for module in self._parts.task.own_modules().values():
+                    stack.enter_context(_kept(module))
+                    stack.enter_context(strategy.evaluating(module))
+            yield
+
+    @contextmanager
     def _evaluating(self) -> Iterator[None]:
         parts = [self._parts.wrapped, *self._parts.task.own_modules().values()]
         modes = [(module, module.training) for part in parts for module in part.modules()]
@@ -94,6 +107,44 @@ class Evaluator:
         finally:
             for module, mode in modes:  # a frozen module stays in evaluation
                 module.training = mode
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in values:
+            buffer.copy_(value)
+
+
+def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
+    """Refuse metrics of which each of several processes would tell its own share: ModelError."""
+    if strategy.devices == 1 or strategy.name not in ("ddp", "fsdp"):
+        return
+    for name, metric in metrics.items():
+        if not (hasattr(metric, "merge") or hasattr(metric, "merge_state") or _meets(metric)):
+            raise ModelError(
+                f"task.metrics.{name}: {type(metric).__name__} sees the samples of one process of "
+                f"{strategy.devices}: give it merge(reduce), where reduce(tensor) is the sum over "
+                "the processes, or merge_state(others); or use strategy=single"
+            )
+
+
+def _meets(metric: Metric) -> bool:
+    """Tell whether a metric is torchmetrics', which meets its like when it computes."""
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).mro())
+
+
+def merged(metric: Any, strategy: Strategy) -> Any:
+    """Return a metric of all processes' samples; a collective."""
+    if hasattr(metric, "merge"):
+        metric.merge(strategy.reduce)
+    elif hasattr(metric, "merge_state") and strategy.world_size > 1 and not _meets(metric):
+        metric, *others = strategy.gather(metric)
+        metric.merge_state(others)
+    return metric
 
 
 def named_values(name: str, value: Any) -> dict[str, float]:

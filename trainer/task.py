@@ -13,7 +13,12 @@ from trainer.precision import in_format
 
 
 class Metric(Protocol):
-    """A metric with a state of its own; torchmetrics' classes are such."""
+    """A metric with a state of its own; torchmetrics' classes are such, and meet by themselves.
+
+    With several processes any other has either `merge(reduce)`, which replaces its state by that
+    of all processes (`reduce` returns the sum of a tensor over them), or `merge_state(others)`,
+    which takes in the metrics of the other processes.
+    """
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Take in a batch."""
