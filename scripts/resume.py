@@ -11,9 +11,10 @@ import yaml
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from scripts.saved_config import saved_config
 from trainer import snapshot
 from trainer.checkpoint import CheckpointStore
-from trainer.checkpoint_schema import check_payload, saved_config
+from trainer.checkpoint_schema import check_payload
 from trainer.errors import CheckpointError
 from trainer.run_directory import find_unfinished, holds_run, name_folder, read_status
 from trainer.trainer import Trainer
