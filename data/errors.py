@@ -6,6 +6,11 @@ class DataError(Exception):
 
     exit_code = 3
 
+    def __str__(self) -> str:
+        """Return the text on one line: file names may hold line breaks and a terminal's codes."""
+        text = super().__str__()
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
 
 class UnreadableError(DataError):
     """One file that cannot be read; the others may be well."""

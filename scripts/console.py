@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from scripts.outlets import outlive_readers
 from trainer.errors import EXIT_CODES, stopping_signals
+from trainer.log_format import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # what only `train.log` is told
@@ -55,8 +56,8 @@ def report(error: BaseException) -> int:
     if not _speaks(error):
         return code
     if code == 1:
-        traceback.print_exception(error, file=sys.stderr)
-    first, *rest = describe(error).splitlines() or [""]
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    first, *rest = indented_lines(describe(error))
     print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
     return code
 
@@ -101,7 +102,7 @@ def describe(error: BaseException) -> str:
 def log_to_stderr(verbose: bool) -> None:
     """Show log lines as they are: everything, or warnings only."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     handler.setLevel(logging.INFO if verbose else logging.WARNING)
     handler.addFilter(lambda record: record.name != log_file.name)
     root = logging.getLogger()

@@ -27,11 +27,12 @@ def convert(source: Path, target: Path) -> int:
     from trainer.checkpoint import write_checkpoint
     from trainer.checkpoint_reader import read_whole
     from trainer.errors import CheckpointError
+    from trainer.log_format import on_one_line
 
     if target.exists():  # in a run's folder it would be a file that the index does not know
         raise CheckpointError(f"{target} exists: choose another name")
     write_checkpoint(target, read_whole(source))
-    print(f"written to {target}")
+    print(f"written to {on_one_line(target)}")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, one_line
 from scripts.arguments import Arguments, parse_arguments
 from scripts.compose import compose
 from scripts.console import log_to_stderr
@@ -78,5 +78,5 @@ def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None
     result: dict[str, Any] = {"checkpoint": own["checkpoint"], "split": own["split"], **metrics}
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():
-        print(f"{name:<20} {value:.4f}")
-    print(f"written to {run_dir / 'evaluation.json'}")
+        print(f"{one_line(name):<20} {value:.4f}")
+    print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")

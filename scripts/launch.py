@@ -24,6 +24,7 @@ from conf.errors import ConfigError, Problem
 from scripts.notes import Notes, Report
 from scripts.request import Request
 from trainer.errors import stopping_signals
+from trainer.log_format import indented_lines, visible
 from trainer.machine import check_processes
 from trainer.run_directory import amend_failure
 from trainer.strategy import count_devices
@@ -117,8 +118,9 @@ def _answer(error: BaseException | None, processes: int, request: Request, notes
     if first.problems:
         raise ConfigError([Problem(**fields) for fields in first.problems])
     if first.code == 1:
-        print(first.traceback, file=sys.stderr)
-    print(f"error: {first.text}", file=sys.stderr)
+        print(visible(first.traceback), file=sys.stderr)
+    line, *rest = indented_lines(first.text)
+    print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
     if notes.run_dir.exists():
         run_dir = Path(notes.run_dir.read_text())
         amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))

@@ -9,6 +9,7 @@ from typing import Any
 from callbacks.monitor import AUTO, Monitor
 from scripts.sweep_job import Outcome
 from trainer.atomic import write_text
+from trainer.log_format import on_one_line
 
 FILE = "leaderboard.csv"
 _BEST = "best/"
@@ -80,6 +81,6 @@ def show(folder: Path, jobs: Sequence[Outcome], ranking: Ranking, varied: Sequen
     console.print(table)
     for job in jobs:
         if job.failed:
-            reason = job.reason or "see its output above"
-            console.print(f"job {job.number} {job.state} (exit {job.code}): {escape(reason)}")
-    console.print(f"leaderboard: {escape(str(folder / FILE))}", soft_wrap=True)
+            reason = escape(on_one_line(job.reason or "see its output above"))
+            console.print(f"job {job.number} {job.state} (exit {job.code}): {reason}")
+    console.print(f"leaderboard: {escape(on_one_line(folder / FILE))}", soft_wrap=True)

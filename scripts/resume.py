@@ -11,11 +11,12 @@ import yaml
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from scripts.saved_config import saved_config
 from trainer import snapshot
 from trainer.abandoned import Moment, go_back, going_back_to
 from trainer.atomic import write_text
 from trainer.checkpoint import CheckpointStore
-from trainer.checkpoint_schema import check_payload, saved_config
+from trainer.checkpoint_schema import check_payload
 from trainer.errors import CheckpointError
 from trainer.run_directory import (
     RunDirectoryError,

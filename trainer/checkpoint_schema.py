@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from conf.errors import ConfigError
-from conf.yaml_file import plain_values
 from trainer.errors import CheckpointError
 from trainer.state import TrainState
 
@@ -51,18 +49,6 @@ def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
         _check(payload)
     except _MisfitError as error:
         raise CheckpointError(f"{where}is no checkpoint that a run wrote: {error}") from None
-
-
-def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
-    """Return the configuration that a checkpoint holds as a text. Raises CheckpointError."""
-    where = f"{path}: " if path else ""
-    try:
-        values = plain_values(payload["config"], "its configuration")
-    except ConfigError as error:
-        raise CheckpointError(f"{where}{_first_line(error)}") from error
-    if values is not None and not isinstance(values, dict):
-        raise CheckpointError(f"{where}its configuration holds no keys")
-    return values or {}
 
 
 @contextmanager

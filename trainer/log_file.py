@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from trainer.atomic import AppendLog
+from trainer.log_format import VisibleFormatter
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -14,7 +15,7 @@ class LogFileHandler(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._log = AppendLog(path)
-        self.setFormatter(logging.Formatter(FORMAT))
+        self.setFormatter(VisibleFormatter(FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append one record."""

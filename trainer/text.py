@@ -6,6 +6,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.log_format import on_one_line, visible
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -46,7 +48,7 @@ def table(
     for name in columns:
         drawn.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(on_one_line(cell)) for cell in row))
     return drawn
 
 
@@ -61,7 +63,7 @@ def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> s
     )
     for part in parts:
         # As Text, so that brackets in an error or a name are no markup.
-        console.print(Text(part) if isinstance(part, str) else part)
+        console.print(Text(visible(part)) if isinstance(part, str) else part)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     single = [line for line, above in zip(lines, ["", *lines], strict=False) if line or above]
     return "\n".join(single) + "\n"

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.saved_config import saved_config
 from trainer import snapshot
 from trainer.checkpoint_reader import read_checkpoint
-from trainer.checkpoint_schema import check_payload, saved_config, taking_over
+from trainer.checkpoint_schema import check_payload, taking_over
 from trainer.errors import CheckpointError
 from trainer.options import TrainerOptions
 from trainer.strategy import Strategy
