@@ -24,6 +24,8 @@ _LESS_MEMORY = (
 class StoppedEarlyError(BaseException):
     """A signal came before there was anything to save."""
 
+    from_outside = True  # no fault of the code that it passes through
+
     def __init__(self, number: int) -> None:
         self.exit_code = {signal.SIGINT: 130}.get(signal.Signals(number), 143)
         name = signal.Signals(number).name
@@ -45,8 +47,6 @@ def guarded(command: Callable[[], int]) -> NoReturn:
 
 def report(error: BaseException) -> int:
     """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, BrokenPipeError):  # `train --help | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

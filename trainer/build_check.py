@@ -14,10 +14,11 @@ from conf.errors import ConfigError, Problem
 from conf.reserved import fill
 from conf.schema import Config
 from trainer import lr_schedule, optimizers
-from trainer.build import build_task
+from trainer.build import build_task, is_refused_model, refused_model
 from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.instantiate import instantiate, refused_targets
+from trainer.loss_check import loss_problems
 from trainer.optimization_check import check_optimization
 from trainer.optimizer_nodes import SINGLE
 from trainer.param_groups import ParamGroupError
@@ -75,6 +76,7 @@ def _constructor_problems(config: Config) -> Iterator[Problem]:
             if not isinstance(getattr(error, "exit_code", None), int):
                 raise
             yield Problem(key, str(error).removeprefix(f"{key}: "))
+    yield from (Problem(*found) for found in loss_problems(nodes["task"].get("loss"), "task.loss"))
 
 
 def _model_problems(config: Config) -> Iterator[Problem]:
@@ -88,6 +90,8 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         cause = error.__cause__
         if isinstance(cause, (TypeError, ValueError, AssertionError)) or _is_model_error(error):
             yield Problem("model", str(error).removeprefix("model: "))
+        elif is_refused_model(error) and "meta" not in str(error).lower():
+            yield Problem("model", refused_model(config.model, error))
         return
     if not isinstance(model, nn.Module):
         yield Problem("model._target_", f"makes no torch.nn.Module but a {type(model).__name__}")

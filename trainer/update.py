@@ -16,6 +16,7 @@ from trainer.batch import MicroBatch, Piece
 from trainer.errors import DivergedError, SampleError
 from trainer.gradients import clip, is_finite, total_norm
 from trainer.metrics import Sums, mean_of
+from trainer.misfit import MISFITS, misfit
 from trainer.nonfinite import Guard, explain
 from trainer.optimizers import needs_closure
 from trainer.parts import Parts
@@ -134,13 +135,15 @@ class Updater:
             if turn.name:
                 return self._task.turn_step(self._parts.wrapped, batch, turn.name)
             return self._task.training_step(self._parts.wrapped, batch)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise SampleError(
-                "BatchNorm has no statistics of a single sample: leave a short last batch out with "
-                "loader.drop_last=true, or change loader.batch_size"
-            ) from error
+        except MISFITS as error:
+            if "more than 1 value per channel" in str(error):
+                raise SampleError(
+                    "BatchNorm has no statistics of a single sample: leave a short last batch out "
+                    "with loader.drop_last=true, or change loader.batch_size"
+                ) from error
+            if (known := misfit(error, batch, self._state.updates)) is not None:
+                raise known from error
+            raise
 
     def _totals(self, micro_batches: Sequence[MicroBatch], batches: list[Any]) -> dict[str, Tensor]:
         """Return the update's denominators that depend on the data, over all devices."""

@@ -14,6 +14,8 @@ T = TypeVar("T")
 class StopWaiting(BaseException):
     """Raised by a signal handler while data are waited for: no one may swallow it."""
 
+    from_outside = True  # no fault of the data set that it passes through
+
 
 class Waiting:
     """Draw from streams; `active` tells a signal handler that it may break the wait off."""
