@@ -43,8 +43,11 @@ class SWA(Callback):
         bn_batches: int | None = None,
         use_for_evaluation: bool = True,
     ) -> None:
-        if start_epoch < 0:
-            raise CallbackError(f"start_epoch={start_epoch}: choose 0 or more")
+        if start_epoch < 0 or (start_epoch > 1 and start_epoch != int(start_epoch)):
+            raise CallbackError(
+                f"start_epoch={start_epoch}: choose a whole number of epochs, or a share of "
+                "trainer.max_epochs between 0 and 1"
+            )
         self._start_epoch = start_epoch
         self._update_bn = update_bn
         self._bn_batches = bn_batches

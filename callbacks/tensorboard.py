@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
+from callbacks.errors import CallbackError
 from callbacks.event_file import EventFile, rewind
 from callbacks.hparams import read_hparams, session_end, session_start
 from trainer.callback import Callback
@@ -32,6 +33,8 @@ class TensorBoard(Callback):
     of_run = True
 
     def __init__(self, hparams: Sequence[str] = ()) -> None:
+        if isinstance(hparams, str):  # a sequence too, of its letters
+            raise CallbackError(f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
         self._hparams = hparams
         self._folder: Path | None = None
         self._file: EventFile | None = None

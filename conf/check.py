@@ -15,6 +15,7 @@ from conf.schema import Config
 MISSING = "???"
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _ANY = Rule("")
+_FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
 def check(raw: dict[str, Any]) -> list[Problem]:
@@ -86,7 +87,7 @@ def _open_node(node: dict[str, Any], rule: Rule, key: str) -> Iterator[Problem]:
 
 
 def _everywhere(node: Any, key: str) -> Iterator[Problem]:
-    """Find values that no key may hold: what was left open, and NaN."""
+    """Find values that no key may hold: what was left open, NaN, numbers that no tensor holds."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _everywhere(value, _join(key, str(name)))
@@ -97,6 +98,10 @@ def _everywhere(node: Any, key: str) -> Iterator[Problem]:
         yield _missing(key, _ANY)
     elif isinstance(node, float) and math.isnan(node):
         yield Problem(key, "expected a number, got nan")
+    elif type(node) is int and not -(2**63) <= node < 2**63:
+        yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
+    elif isinstance(node, float) and math.isinf(node) and key.startswith(_FINITE):
+        yield Problem(key, f"expected a finite number, got {shown(node)}")
 
 
 def _missing(key: str, rule: Rule) -> Problem:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from conf.fields import option, plain_path
 
+MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
 Node = dict[str, Any]
 Named = dict[str, Node | None]
 
@@ -44,7 +45,7 @@ class TransformsConfig:
 class EvalLoaderConfig:
     """What differs for validation and test; null = as in training."""
 
-    num_workers: int | None = option(None, "worker processes", at_least=0)
+    num_workers: int | None = option(None, "worker processes", at_least=0, at_most=MAX_WORKERS)
     pin_memory: bool | None = option(None, "copy batches to page-locked memory")
     prefetch_factor: int | None = option(None, "batches each worker prepares ahead", at_least=1)
     persistent_workers: bool | None = option(None, "keep the workers from one pass to the next")
@@ -70,7 +71,9 @@ class LoaderConfig:
     sampler: Node | None = option(None, "chooses and orders the samples", node=True)
     batch_sampler: Node | None = option(None, "chooses whole batches", node=True)
     collate_fn: Node | None = option(None, "turns a list of samples into a batch", node=True)
-    num_workers: int = option(0, "worker processes; 0 = load in the main one", at_least=0)
+    num_workers: int = option(
+        0, "worker processes; 0 = load in the main one", at_least=0, at_most=MAX_WORKERS
+    )
     pin_memory: bool | None = option(
         None, "copy batches to page-locked memory; null = when training on a GPU"
     )

@@ -28,6 +28,9 @@ _TRAPS = (
     (re.compile(r"[-+]?[0-9.]+_[0-9_.]*(e[-+]?[0-9]+)?"), "has an underscore: write the number"),
 )
 
+# A word that looks like a key, in a text that goes on over several lines without quotes.
+_KEY = re.compile(r"\s([A-Za-z_][\w.]*:\S+)")
+
 
 @dataclass(slots=True)
 class Document:
@@ -178,14 +181,22 @@ def _mapping(node: yaml.MappingNode, key: str) -> Iterator[tuple[str, yaml.Node,
             yield here, name, f"the key {trap}"
         if name.value in seen:
             yield here, name, "repeated key"
+        if ":" in name.value and not name.style and _is_empty(child):
+            yield here, name, f"a blank is missing after the colon of {name.value!r}"
         seen.add(name.value)
         yield here, name, None
         yield from _entries(child, here)
 
 
+def _is_empty(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and not node.style and not node.value
+
+
 def _trap(node: yaml.ScalarNode) -> str | None:
     if node.style:
         return None
+    if node.end_mark.line > node.start_mark.line and (found := _KEY.search(node.value)):
+        return f"goes on to the next line: is a blank missing after the colon of {found[1]!r}?"
     for pattern, message in _TRAPS:
         if pattern.fullmatch(node.value):
             truth = str(node.value.lower() in ("yes", "on")).lower()

@@ -2,6 +2,8 @@
 
 import importlib
 import io
+import os
+import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,13 +26,21 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
     Raises UnreadableError, naming the file, for whatever cannot be read whole as an image.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = _content(path)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
     if not data:
         raise UnreadableError(f"cannot decode {path}: the file is empty")
     return _decode(data, path, channels)
+
+
+def _content(path: Path | str) -> bytes:
+    """Return a file's bytes; a pipe, at whose end nobody may ever write, is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnreadableError(f"cannot read {path}: it is no regular file")
+        return file.read()
 
 
 def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:

@@ -22,6 +22,14 @@ class WorkerError(Exception):
     exit_code = 8
 
 
+def is_fault(error: BaseException) -> bool:
+    """Tell what code of a data set raised, `SystemExit` too, from what broke it off from outside.
+
+    A signal's handler marks its exceptions by `from_outside`.
+    """
+    return not getattr(error, "from_outside", isinstance(error, KeyboardInterrupt))
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """Return the text on one line, cut at `limit` characters: libraries explain at length."""
     line = " ".join(str(text).split())

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from data.collate import map_leaves
-from data.errors import DataError, UnreadableError, reason
+from data.errors import DataError, UnreadableError, is_fault, reason
 from data.keyed import preserved_rng, seed_rng
 from data.keys import REPLACEMENT, SAMPLE, key
-from data.sampler import Piece
+from data.sampler import Indices, Piece
 from data.workers import memory_error
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -65,11 +65,18 @@ class Fetcher:
 
     on_error: "raise", "replace" (by a sample that the broken one's index and the seed determine:
     the update stays whole) or "drop" (the piece shrinks: evaluation counts nothing twice).
+    `replacements`: the samples that may stand in for others; None: all of the data set.
     `watch` is shared with the workers: each writes the index it is loading, for the obituary.
     """
 
     def __init__(
-        self, dataset: Any, collate: Collate, seed: int, on_error: str, watch: torch.Tensor
+        self,
+        dataset: Any,
+        collate: Collate,
+        seed: int,
+        on_error: str,
+        watch: torch.Tensor,
+        replacements: Indices | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
@@ -77,6 +84,7 @@ class Fetcher:
         self.on_error = on_error
         self.watch = watch
         self.interrupted: Callable[[], bool] = never  # asked before each sample
+        self.replacements = replacements
         self._skipped: list[Skipped] = []
         self._slot: int | None = None  # of this process in `watch`
 
@@ -85,7 +93,9 @@ class Fetcher:
             return self._fetch(piece)
         except _BrokenOff:
             return Fetched(None, piece, broken_off=True)
-        except Exception as error:
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             return Fetched(None, piece, failure=memory_error(error) or self._failure(error, piece))
 
     def name(self, index: int) -> str:
@@ -130,8 +140,13 @@ class Fetcher:
                 return self._load(candidate)
             except DataError as error:
                 self._skip(candidate, error)
-            candidate = key(self.seed, REPLACEMENT, index, attempt) % len(self.dataset)
+            candidate = self._replacement(key(self.seed, REPLACEMENT, index, attempt))
         raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
+
+    def _replacement(self, drawn: int) -> int:
+        if self.replacements is None:
+            return drawn % len(self.dataset)
+        return int(self.replacements[drawn % len(self.replacements)])
 
     def _kept(self, piece: Piece) -> tuple[list[Any], Piece]:
         """Load what can be loaded; a piece with nothing left borrows a sample and counts 0."""
@@ -160,8 +175,8 @@ class Fetcher:
         self.watch[self._slot] = index
         try:
             return self.dataset[index]
-        except Exception as error:
-            if memory_error(error):
+        except BaseException as error:
+            if memory_error(error) or not is_fault(error):
                 raise
             raise self._at_sample(error, index) from error
 
@@ -170,7 +185,7 @@ class Fetcher:
             raise error
         self._skipped.append(Skipped(index, path_of(self.dataset, index), str(error)))
 
-    def _at_sample(self, error: Exception, index: int) -> DataError:
+    def _at_sample(self, error: BaseException, index: int) -> DataError:
         text = str(error) if isinstance(error, DataError) else reason(error)
         if isinstance(error, UnreadableError) and self.on_error == "raise":
             text = f"{text}; data.on_error=skip leaves such samples out"
@@ -178,7 +193,7 @@ class Fetcher:
         named = path is not None and path in text
         return DataError(f"sample {index}: {text}" if named else f"{self.name(index)}: {text}")
 
-    def _failure(self, error: Exception, piece: Piece) -> DataError:
+    def _failure(self, error: BaseException, piece: Piece) -> DataError:
         """Turn what went wrong into a DataError that carries its traceback as a note."""
         if isinstance(error, DataError):
             failure = DataError(str(error))

@@ -19,6 +19,7 @@ from data.errors import DataError, WorkerError, reason
 from data.fetch import Collate, Fetched, Fetcher, Skipped, never
 from data.keys import LOADER, key
 from data.sampler import Piece, UpdateSampler
+from data.samplers import own_samples
 from data.streams import Stream, as_dataset
 from data.workers import (
     HINT,
@@ -75,8 +76,9 @@ class Loader:
     workers are ignored without workers; `in_order=False` and `generator` are not offered: the
     order is the sampler's, a pure function.
 
-    on_error: "raise" a DataError; "replace" a broken sample by another that (seed, index) name;
-    or "drop" it, for evaluation. More than `max_skipped` different ones are a DataError anyway.
+    on_error: "raise" a DataError; "replace" a broken sample by another of the sampler's own that
+    (seed, index) name; or "drop" it, for evaluation. More than `max_skipped` different ones are
+    a DataError anyway.
     """
 
     def __init__(
@@ -108,7 +110,10 @@ class Loader:
         self.max_skipped = max_skipped
         self.skipped: list[Skipped] = []
         self._watch = _shared(torch.full((max(num_workers, 1),), -1), num_workers)
-        self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, self._watch)
+        replacements = own_samples(sampler.updates) if on_error == "replace" else None
+        self._fetcher = Fetcher(
+            dataset, collate_fn or collate, seed, on_error, self._watch, replacements
+        )
         self._source = _Source()
         self._workers: list[BaseProcess] = []
         self._iterator: Iterator[Fetched] | None = None
@@ -193,14 +198,17 @@ class Loader:
             self._loader = self._torch_loader()
             with shielded_start():
                 iterator = iter(self._loader)
-        except OSError as error:  # queues and locks are files of /dev/shm, too
-            if error.errno != errno.ENOSPC:
-                raise
-            raise WorkerError(f"{SHARED_MEMORY}: {reason(error)}") from error
         except (TypeError, AttributeError, PicklingError) as error:
             raise DataError(
                 f"the data set cannot be sent to worker processes ({reason(error)}): make it "
                 "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
+            ) from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # queues and locks are files of /dev/shm, too
+                raise WorkerError(f"{SHARED_MEMORY}: {reason(error)}") from error
+            count = self._options["num_workers"]
+            raise WorkerError(
+                f"loader.num_workers={count}: they cannot be started ({reason(error)}): lower it"
             ) from error
         self._iterator, self._workers = iterator, list(iterator._workers)  # type: ignore[attr-defined]
         return iterator

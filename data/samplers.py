@@ -11,8 +11,9 @@ from torch.utils.data import DistributedSampler
 from data.errors import DataError
 from data.keyed import preserved_rng, seed_rng
 from data.keys import ORDER, key, random_state
-from data.orders import Sequential, shuffled, targets_of
-from data.sampler import Indices, Order, Updates
+from data.orders import Sequential, Shuffled, shuffled, targets_of
+from data.permutation import Permuted
+from data.sampler import Indices, Order, OrderedUpdates, Updates
 from data.streams import Stream
 
 
@@ -42,6 +43,20 @@ def as_updates(batch_sampler: Any, seed: int) -> Updates:
         updates: Updates = batch_sampler
         return updates
     return GivenBatches(batch_sampler, seed)
+
+
+def own_samples(updates: Updates) -> Indices | None:
+    """Return the samples that may stand in for a broken one: those that are ever drawn.
+
+    A sampler's own are those of its epoch 0. None: all of the data set, which is not listed.
+    """
+    if not isinstance(updates, OrderedUpdates):
+        drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
+        return np.unique(np.concatenate(drawn))
+    order = updates.order
+    if isinstance(order, Sequential | Shuffled | Permuted):
+        return None
+    return np.unique(np.asarray(order(0)[: len(order)]))
 
 
 class SamplerOrder:

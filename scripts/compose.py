@@ -6,6 +6,7 @@ of a command line are reported together. Nothing here imports torch.
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +38,10 @@ from conf.check import check, nearest
 from conf.defaults import fill_defaults
 from conf.errors import ConfigError, Problem
 from conf.interpolation import interpolation_problems
+from scripts.argument_names import argument_problems
 from scripts.arguments import Arguments, parse_arguments
 from scripts.origins import Notes, Origins, Placed, shown_path
-from scripts.overrides import NO_HYDRA, Dimension, Overrides, Swept
+from scripts.overrides import NO_HYDRA, Dimension, Overrides, Swept, choice_problem
 from scripts.trees import (
     escape_reserved,
     first_lines,
@@ -121,9 +123,29 @@ class ExaminedSource(FileConfigSource):
             result.config = OmegaConf.create()
         defaults = OmegaConf.to_container(result.config).get("defaults")  # type: ignore[union-attr]
         for entry in defaults if isinstance(defaults, list) else []:
+            for group, value in entry.items() if isinstance(entry, dict) else ():
+                self._refuse_choice(str(group), value, path)
             if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry), entry))):
                 self.note("defaults", f"{entry}: {NO_HYDRA}", path)
                 result.config = OmegaConf.create()
+
+    def _refuse_choice(self, entry: str, value: Any, path: Path) -> None:
+        words = entry.split()
+        group = words[-1].partition("@")[0] if words else ""
+        problem = choice_problem(group.lstrip("/"), value)
+        if ".." in Path(f"{group}/{value}").parts:
+            problem = "leads out of the folder of configs"
+        elif words[0:1] == ["optional"] and isinstance(value, str):
+            here = group.lstrip("/") if group.startswith("/") else self._beside(path, group)
+            ours = CONF / here
+            known = self.is_config(f"{here}/{value}") or (ours / f"{value}.yaml").exists()
+            if not known and (self.is_group(here) or ours.is_dir()):
+                problem = f"there is no {group}={value}"
+        if problem:
+            self.note("defaults", f"{entry}: {problem}", path)
+
+    def _beside(self, path: Path, group: str) -> str:
+        return str(path.parent.relative_to(self.path) / group)
 
 
 def compose(argv: Sequence[str] | Arguments) -> Composed:
@@ -229,7 +251,12 @@ class _Composition:
         """Hold a tree against the schema; what is unresolved is not judged."""
         open_keys = {p.key for p in self.problems} | set(unfinished(raw, incomplete))
         self.problems += [p for p in check(raw) if p.key not in open_keys]
-        self.problems += [Problem(p.key, p.message) for p in refused_targets(raw)]
+        refused = refused_targets(raw)
+        self.problems += [Problem(p.key, p.message) for p in refused]
+        if self.found():  # else the signatures are held against their nodes in a moment
+            away = {*open_keys, *(p.key.removesuffix("._target_") for p in refused)}
+            found = argument_problems(raw)
+            self.problems += [p for p in found if p.key.rpartition(".")[0] not in away]
 
     def unresolved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the composed tree with its interpolations, and the groups' choices."""
@@ -330,14 +357,13 @@ def _opened_up(override: Override) -> Override:
 @contextmanager
 def _opened(arguments: Arguments) -> Iterator[Hydra]:
     """Set Hydra up over our folder and the user's, which comes first; take it down again."""
-    main = Path(arguments.config_path or CONF).resolve()
-    folders = [(Path(d).resolve(), "command-line") for d in arguments.config_dirs]
+    main = _resolved(arguments.config_path or CONF, "--config-path")
+    folders = [(_resolved(d, "--config-dir"), "command-line") for d in arguments.config_dirs]
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     for folder, provider in [*folders, (main, "main")]:
-        if not folder.is_dir():
-            option = "--config-dir" if provider == "command-line" else "--config-path"
-            raise ConfigError([Problem(option, f"there is no folder {folder}")])
+        option = "--config-dir" if provider == "command-line" else "--config-path"
+        _check_folder(folder, option)
         path.append(provider, f"{_SCHEME}://{folder}")
     path.append("schema", "structured://")
     Plugins.instance()  # registers Hydra's own sources
@@ -346,3 +372,22 @@ def _opened(arguments: Arguments) -> Iterator[Hydra]:
         yield Hydra.create_main_hydra2("train", path)
     finally:
         GlobalHydra.instance().clear()
+
+
+def _resolved(folder: str | Path, option: str) -> Path:
+    try:
+        return Path(folder).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a link in a circle
+        raise ConfigError([Problem(option, f"{folder}: {first_lines(error)}")]) from error
+
+
+def _check_folder(folder: Path, option: str) -> None:
+    """Raise ConfigError where a folder of configs is none, or cannot be listed."""
+    try:
+        with os.scandir(folder):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError([Problem(option, f"there is no folder {folder}")]) from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError([Problem(option, f"cannot list {folder}: {reason}")]) from error

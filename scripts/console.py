@@ -29,6 +29,8 @@ _LESS_MEMORY = (
 class StoppedEarlyError(BaseException):
     """A signal came before there was anything to save."""
 
+    from_outside = True  # no fault of the code that it passes through
+
     def __init__(self, number: int) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         name = signal.Signals(number).name

@@ -12,6 +12,23 @@ from conf.check import nearest
 from conf.errors import Problem
 from scripts.trees import first_lines
 
+# Groups whose options are whole nodes or settings: two of them would be merged into neither.
+SINGLE_CHOICE = (
+    "model",
+    "data",
+    "loader",
+    "loader/sampler",
+    "loader/batch_sampler",
+    "task",
+    "optimizer",
+    "lr_scheduler",
+    "lr_scheduler/warmup",
+    "trainer",
+    "strategy",
+    "sweep",
+)
+# Groups without which there is no run: leaving the choice out would take other defaults.
+NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
 NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
 
@@ -131,11 +148,14 @@ class Overrides:
         """Return the override of a group as Hydra is to see it; None where it was refused."""
         group = override.key_or_group
         element = override.get_key_element().lstrip("+~")
+        if problem := choice_problem(group, None if override.is_delete() else value):
+            self.complain(group, problem, f"choose of {', '.join(self._options(group))}")
+            return None
         if override.is_delete() or value is None:
             return f"~{element}"
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or not self.groups.config_exists(f"{group}/{name}"):
-                options = self.groups.get_group_options(group)
+                options = self._options(group)
                 near = nearest(str(name), options)
                 meant = f"did you mean {near}? " if near else ""
                 hint = f"{meant}choose of {', '.join(options)}"
@@ -143,3 +163,15 @@ class Overrides:
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
+
+    def _options(self, group: str) -> list[str]:
+        return self.groups.get_group_options(group)
+
+
+def choice_problem(group: str, value: Any) -> str | None:
+    """Say what is wrong with choosing `value`, a list or null for instance, in a group."""
+    if value is None and group in NEEDED:
+        return "missing: a run has one"
+    if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
+        return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"
+    return None

@@ -167,3 +167,18 @@ def as_source(loader: Any, gradient_accumulation_steps: int) -> BatchSource:
         source: BatchSource = loader
         return source
     return PlainBatches(loader, gradient_accumulation_steps)
+
+
+def repeatable(loader: Any, name: str) -> Any:
+    """Return `loader`. Raises TypeError if it is no iterable, or can be read only once."""
+    if hasattr(loader, "epoch"):
+        return loader
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f"{name} is an iterator ({type(loader).__name__}), which is read only once: give what "
+            "it is made from, such as a DataLoader, a list of batches, or an object whose "
+            "__iter__ starts again"
+        )
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"{name} is no iterable of batches but a {type(loader).__name__}")
+    return loader

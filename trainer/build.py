@@ -30,7 +30,8 @@ from trainer.callback import Callback
 from trainer.errors import ModelError
 from trainer.gradients import Clipping, GradientNoise
 from trainer.instantiate import instantiate
-from trainer.lr_schedule import build_lr_schedule
+from trainer.lr_schedule import build_lr_schedule, warn_of_long_warmups
+from trainer.misfit import is_misfit
 from trainer.optimizers import build_optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.precision import Precision
@@ -99,6 +100,8 @@ def build(
         model, config.optimizer, prefer_fused=fused, others=named_modules(task)
     )
     schedule = build_lr_schedule(config.lr_scheduler, optimizers, total, steps)
+    if strategy.is_main:
+        warn_of_long_warmups(schedule, total, steps)
     trainer = Trainer(
         model,
         task,
@@ -154,7 +157,12 @@ def build_model(
     config: Config, num_classes: int | None, strategy: Strategy, precision: Precision
 ) -> nn.Module:
     """Build the model on its device, in its number format."""
-    model = instantiate(with_classes(config.model, num_classes), _key_="model")
+    try:
+        model = instantiate(with_classes(config.model, num_classes), _key_="model")
+    except Exception as error:
+        if is_refused_model(error):
+            raise ModelError(f"model: {refused_model(config.model, error)}") from error
+        raise
     if not isinstance(model, nn.Module):
         raise ModelError(f"model._target_ makes no torch.nn.Module: {type(model).__name__}")
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
@@ -163,6 +171,18 @@ def build_model(
     if config.trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return strategy.prepare(precision.convert(model))
+
+
+def is_refused_model(error: Exception) -> bool:
+    """Tell whether a network's layers object to what the configuration says of them."""
+    arithmetic = (RuntimeError, ArithmeticError, LookupError, AttributeError)
+    return isinstance(error, arithmetic) and is_misfit(error)
+
+
+def refused_model(node: Mapping[str, Any], error: Exception) -> str:
+    """Say in one line what a network's layers object to."""
+    reason = " ".join(str(error).split())[:300]
+    return f"{node['_target_']} does not accept its arguments: {reason}"
 
 
 def build_task(config: Config, num_classes: int | None) -> Task:

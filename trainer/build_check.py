@@ -15,11 +15,12 @@ from conf.errors import ConfigError, Problem
 from conf.reserved import fill
 from conf.schema import Config
 from trainer import lr_schedule, optimizers
-from trainer.build import build_task
+from trainer.build import build_task, is_refused_model, refused_model
 from trainer.build_data import with_classes
 from trainer.errors import RunError
 from trainer.gradients import without_effect
 from trainer.instantiate import instantiate, refused_targets
+from trainer.loss_check import loss_problems
 from trainer.metric_names import epoch_metric
 from trainer.node_kinds import misfit, misfit_of
 from trainer.optimization_check import check_optimization
@@ -127,6 +128,7 @@ def _constructor_problems(config: Config) -> Iterator[Problem]:
         else:
             if (reason := misfit_of(key, made)) is not None:
                 yield Problem(f"{key}._target_", reason)
+    yield from (Problem(*found) for found in loss_problems(nodes["task"].get("loss"), "task.loss"))
 
 
 def _model_problems(config: Config) -> Iterator[Problem]:
@@ -140,6 +142,8 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         cause = error.__cause__
         if isinstance(cause, (TypeError, ValueError, AssertionError)) or _is_model_error(error):
             yield Problem("model", str(error).removeprefix("model: "))
+        elif is_refused_model(error) and "meta" not in str(error).lower():
+            yield Problem("model", refused_model(config.model, error))
         return
     if not isinstance(model, nn.Module):
         yield Problem("model._target_", str(misfit_of("model", model)))

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from conf.errors import ConfigError, Problem
@@ -264,5 +265,12 @@ def _loader(
 
 
 def count(limit: int | float, whole: int) -> int:
-    """Return a limit as a number: an int is one, a float a fraction of `whole`, at least 1."""
-    return min(limit, whole) if isinstance(limit, int) else max(1, int(limit * whole))
+    """Return a limit as a number: an int is one, a float a fraction of `whole`, at least 1.
+
+    A fraction is taken as it is written and rounded, a half upwards: 0.29 of 100 is 29, though
+    the nearest binary number times 100 is less.
+    """
+    if isinstance(limit, int):
+        return min(limit, whole)
+    share = (Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)
+    return max(1, int(share))

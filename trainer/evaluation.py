@@ -13,10 +13,11 @@ from trainer import rng
 from trainer.batch import MicroBatch, as_source
 from trainer.errors import ModelError
 from trainer.metrics import Sums
+from trainer.misfit import MISFITS, misfit
 from trainer.parts import Parts
 from trainer.seed import derived
 from trainer.strategy import Strategy
-from trainer.task import Metric
+from trainer.task import Metric, StepOutput
 from trainer.waiting import Waiting
 
 
@@ -75,7 +76,7 @@ class Evaluator:
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                sums.add_output(self._parts.task.evaluation_step(self._module, batch), count)
+                sums.add_output(self._judged(batch), count)
             elif self._parts.strategy.evaluates_in_step:
                 # The others wait for this process's part of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
@@ -95,6 +96,14 @@ class Evaluator:
                     stack.enter_context(_kept(module))
                     stack.enter_context(strategy.evaluating(module))
             yield
+
+    def _judged(self, batch: Any) -> StepOutput:
+        try:
+            return self._parts.task.evaluation_step(self._module, batch)
+        except MISFITS as error:
+            if (known := misfit(error, batch, self._parts.state.updates)) is not None:
+                raise known from error
+            raise
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -166,21 +166,28 @@ def build_lr_schedule(
     total_steps: int | None,
     steps_per_epoch: int | None,
     key: str = "lr_scheduler",
+    guessed: bool = False,
 ) -> LRSchedule:
     """Build a config's `lr_scheduler` over `optimizers`, of which some may bring their own.
 
     In `node`, "${total_steps}" is filled with the scheduler's own horizon: what remains of the run
-    after the warm-up, in updates, or in epochs with `interval: epoch`. Raises `ScheduleError`.
+    after the warm-up, in updates, or in epochs with `interval: epoch`. Raises `ScheduleError`, for
+    a schedule that ends before the run as well, unless its lengths are `guessed`.
     """
     schedule = _build(node, optimizers, total_steps, steps_per_epoch, key)
-    for track in schedule.tracks.values():
-        ramp = track.warmup.updates(steps_per_epoch)
-        if total_steps is not None and ramp >= total_steps:
-            logger.warning(
-                "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
-            )
-    _examine(node, optimizers, total_steps, steps_per_epoch, key)
+    _examine(node, optimizers, total_steps, steps_per_epoch, key, guessed)
     return schedule
+
+
+def warn_of_long_warmups(
+    schedule: LRSchedule, total_steps: int | None, steps_per_epoch: int | None
+) -> None:
+    """Say once that a warm-up takes all of the run: allowed, for short trials."""
+    ramp = max((t.warmup.updates(steps_per_epoch) for t in schedule.tracks.values()), default=0)
+    if total_steps is not None and ramp >= total_steps:
+        logger.warning(
+            "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
+        )
 
 
 def _examine(
@@ -189,6 +196,7 @@ def _examine(
     total_steps: int | None,
     steps_per_epoch: int | None,
     key: str,
+    guessed: bool,
 ) -> None:
     """Look ahead for learning rates that are none, since torch looks at few arguments."""
     stand_ins = _stand_ins(optimizers)
@@ -201,6 +209,15 @@ def _examine(
         rates = _jumped(schedule, stand_ins, steps, steps_per_epoch)
     except (TypeError, ArithmeticError) as error:
         raise ScheduleError(f"{key}: the schedule cannot be computed: {error}") from error
+    except ValueError as error:  # OneCycleLR's, where it is asked for a step beyond its last
+        if "Tried to step" not in str(error):
+            raise
+        if guessed:
+            return
+        raise ScheduleError(
+            f"{key}: {error}, but the run has {total_steps} updates in all: leave "
+            "lr_scheduler.total_steps at ${total_steps}"
+        ) from error
     for step, at in zip(steps, rates, strict=False):
         for group, lr in at.items():
             if not 0 <= lr < math.inf:

@@ -40,7 +40,9 @@ def _problems(
         yield from _known(error)
     try:
         if optimizers is not None:
-            build_lr_schedule(lr_scheduler, optimizers, _TOTAL_STEPS, _STEPS_PER_EPOCH)
+            build_lr_schedule(
+                lr_scheduler, optimizers, _TOTAL_STEPS, _STEPS_PER_EPOCH, guessed=True
+            )
     except Exception as error:
         yield from _known(error)
 

@@ -140,8 +140,11 @@ def _sharding_problems(
 def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer:
     try:
         built = instantiate(target, params, _key_=key)
-    except RuntimeError as error:
-        raise ParamGroupError(f"{key}: {error}") from error
+    except (RuntimeError, ArithmeticError, LookupError) as error:
+        if hasattr(error, "exit_code"):
+            raise
+        name = "" if isinstance(error, RuntimeError) else f"{target['_target_']}: "
+        raise ParamGroupError(f"{key}: {name}{error}") from error
     if not isinstance(built, Optimizer):
         raise ParamGroupError(f"{key}._target_ makes no torch.optim.Optimizer: {built!r}")
     return built

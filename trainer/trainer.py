@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.batch import BatchSource, MicroBatch, as_source, updates
+from trainer.batch import BatchSource, MicroBatch, as_source, repeatable, updates
 from trainer.callback import Callback, Hooks, judged_average
+from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator
 from trainer.lr_schedule import LRSchedule, ScheduleError
 from trainer.optimizers import Optimizers
@@ -64,8 +65,11 @@ class Trainer:
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         steps = self.options.gradient_accumulation_steps
-        self.train_loader: BatchSource = as_source(train_loader, steps)
-        self.val_loader: BatchSource | None = val_loader and as_source(val_loader, 1)
+        self.train_loader: BatchSource = as_source(repeatable(train_loader, "train_loader"), steps)
+        held_out = val_loader is not None  # its truth would be its length, which it may lack
+        self.val_loader: BatchSource | None = (
+            as_source(repeatable(val_loader, "val_loader"), 1) if held_out else None
+        )
         self.callbacks = dict(callbacks or {})
         for name, callback in self.callbacks.items():
             callback.name = name
@@ -172,7 +176,7 @@ class Trainer:
             raise
         finally:
             self.train_loader.close()
-            if self.val_loader:
+            if self.val_loader is not None:
                 self.val_loader.close()
             self.hooks.emit("teardown", self)
 
@@ -187,7 +191,7 @@ class Trainer:
         self.parts.wrapped.train()
         if self.options.max_time is not None:
             self._deadline = time.monotonic() + self.options.max_time
-        if self.options.sanity_batches and self.val_loader and not self.resumed:
+        if self.options.sanity_batches and self.val_loader is not None and not self.resumed:
             self.evaluate(self.val_loader, "val", limit=self.options.sanity_batches)
         self.hooks.emit("on_fit_start", self)
         if self._validation_due():  # a signal came while the run before this one validated
@@ -203,6 +207,11 @@ class Trainer:
             if micro_batches is None:
                 if state.stop_code:
                     return
+                if not state.position:
+                    raise SampleError(
+                        f"train_loader gave no batch in epoch {state.epoch}: what it reads from "
+                        "is empty, or can be read only once"
+                    )
                 break
             self.update(micro_batches)
             self.hooks.emit("on_update_end", self)

@@ -18,6 +18,7 @@ from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.gradients import clip, largest, total_norm, without_effect
 from trainer.guard import Guard, guard_of
 from trainer.metrics import Sums, mean_of
+from trainer.misfit import MISFITS, misfit
 from trainer.nonfinite import explain
 from trainer.optimizers import needs_closure
 from trainer.parts import Parts
@@ -163,13 +164,15 @@ class Updater:
             if turn.name:
                 return self._task.turn_step(self._parts.wrapped, batch, turn.name)
             return self._task.training_step(self._parts.wrapped, batch)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise SampleError(
-                "BatchNorm has no statistics of a single sample: leave a short last batch out with "
-                "loader.drop_last=true, or change loader.batch_size"
-            ) from error
+        except MISFITS as error:
+            if "more than 1 value per channel" in str(error):
+                raise SampleError(
+                    "BatchNorm has no statistics of a single sample: leave a short last batch out "
+                    "with loader.drop_last=true, or change loader.batch_size"
+                ) from error
+            if (known := misfit(error, batch, self._state.updates)) is not None:
+                raise known from error
+            raise
 
     def _totals(
         self, micro_batches: Sequence[MicroBatch], batches: list[Any]

@@ -122,6 +122,14 @@ KEYS_AND_TYPES = [
     case("model._target_=torch.hub.load", "model._target_", "not allowed"),
     case("model._target_=5", "model._target_", "dotted path"),
     case("seed", "seed", "not an override"),
+    case("model=[mlp,resnet18]", "model", "takes one choice, not 2"),
+    case("loader=null", "loader", "missing", "choose of default"),
+    case("~trainer", "trainer", "missing"),
+    case("optimizer.momentum=inf", "optimizer.momentum", "a finite number"),
+    case("loader.batch_size=99999999999999999999", "loader.batch_size", "64 bits"),
+    case("+model.big=[99999999999999999999]", "model.big.0", "64 bits"),
+    case("loader.num_workers=100000", "loader.num_workers", "<= 1024"),
+    case("loader.eval.num_workers=100000", "loader.eval.num_workers", "<= 1024"),
 ]
 
 # Found where nothing else is wrong in their section, or at odds with another case's choices.
@@ -161,11 +169,21 @@ TARGETS = [
 ]
 
 
+# Found by building, over no data: each stands alone, for a node tells one mistake at a time.
+VALUES = [
+    case("model=mlp model.hidden=[-5]", "model", "negative dimension"),
+    case("optimizer=adam optimizer.betas=[0.9]", "optimizer", "out of range"),
+    case("task.loss.label_smoothing=7", "task.loss", "between 0.0 and 1.0"),
+    case("callbacks=[default,swa] callbacks.swa.start_epoch=5.5", "callbacks.swa", "a whole"),
+    case("callbacks.tensorboard.hparams=abc", "callbacks.tensorboard", "a list of globs, such as"),
+]
+
+
 @pytest.mark.parametrize(
     "cases",
     [
         *(pytest.param(r, id=f"round-{i}") for i, r in enumerate(rounds(KEYS_AND_TYPES))),
-        *(pytest.param([one], id=" ".join(one.overrides)) for one in ALONE),
+        *(pytest.param([one], id=" ".join(one.overrides)) for one in (*ALONE, *VALUES)),
         *(pytest.param(r, id=f"targets-{i}") for i, r in enumerate(rounds(TARGETS))),
     ],
 )
@@ -183,6 +201,53 @@ def test_all_mistakes_come_together() -> None:
     assert keys == ["a=[1", "model", "zz", "lrr", "foo", "name", "seed"]
     assert str(error).startswith("7 mistakes")
     assert len(str(error).splitlines()) == 8
+
+
+def test_unknown_arguments_are_listed_with_unknown_keys() -> None:
+    wrong = ["optimizer.lrr=3", "trainer.max_epoch=abc", "model.dept=3", "+task.los=1"]
+    error = mistakes(*wrong, "lr_scheduler.pct=0.1", "optimizer.param_groups={a: {}}")
+    assert [problem.key for problem in error.problems] == [
+        "trainer.max_epoch",
+        "model.dept",
+        "task.los",
+        "optimizer.lrr",
+        "lr_scheduler.pct",
+    ]
+
+
+def test_a_folder_of_configs_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    assert "there is no folder" in str(mistakes("--config-dir", str(tmp_path / "nowhere")))
+    assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
+    monkeypatch.setattr("scripts.compose.os.scandir", refuse)
+    assert "Permission denied" in str(mistakes("--config-dir", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        pytest.param("name: mine\n  seed:3\n", "colon of 'seed:3'", id="next-line"),
+        pytest.param("optimizer: {momentum:0.5}\n", "colon of 'momentum:0.5'", id="braces"),
+        pytest.param("seed:3\n", "expected keys and values", id="alone"),
+        pytest.param("defaults: [optional /model@zz: nope]\n", "no /model=nope", id="option"),
+        pytest.param("defaults: [optional ../x: y]\n", "leads out", id="outside"),
+        pytest.param("defaults: [override /model: [mlp, gan]]\n", "one choice", id="two-nodes"),
+        pytest.param("defaults: [override /loader: null]\n", "missing", id="no-loader"),
+        pytest.param("loader: null\n", "expected a section", id="null-loader"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_seems_to(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        compose(["--config-dir", str(tmp_path), "experiment=mine"])
+    assert any("mine.yaml" in str(problem.file) for problem in caught.value.problems)
 
 
 def test_a_mistake_in_a_file_names_file_and_line(tmp_path: Path) -> None:

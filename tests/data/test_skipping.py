@@ -8,8 +8,9 @@ import torch
 
 from data.errors import DataError
 from data.loader import Loader
-from data.orders import Sequential, Shuffled
+from data.orders import Sequential, Shuffled, Subset, Weighted
 from data.sampler import UpdateSampler
+from data.samplers import GivenBatches, SamplerOrder
 
 BAD = {3: "raise", 11: "raise"}
 
@@ -47,6 +48,25 @@ def test_a_replacement_does_not_depend_on_the_split(noisy: Any) -> None:
     whole = torch.cat([m.batch[0] for m in _load(noisy(bad=BAD), "replace")[0]])
     split, _ = _load(noisy(bad=BAD), "replace", gradient_accumulation_steps=3)
     assert torch.equal(torch.cat([m.batch[0] for m in split]), whole)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(lambda data: Subset(data, 5, [3, 11, 4, 9]), id="subset"),
+        pytest.param(
+            lambda data: Weighted(data, 5, [float(i in (3, 4, 9)) for i in range(20)], 20),
+            id="weighted",
+        ),
+        pytest.param(lambda data: SamplerOrder([3, 11, 4, 9], 5), id="torch"),
+        pytest.param(lambda data: GivenBatches([[3, 4], [11, 9]], 5), id="batches"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_replacement_is_one_of_the_samplers_own(noisy: Any, order: Any, workers: int) -> None:
+    dataset = noisy(bad=BAD)
+    micros, _ = _load(dataset, "replace", workers, order=order(dataset))
+    assert {int(i) for micro in micros for i in micro.batch[0][:, 0]} == {4, 9}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,7 +8,7 @@ import torch
 
 from conf.check import parse
 from scripts.compose import compose
-from trainer.build_data import eval_loader, limited, overfit_samples
+from trainer.build_data import count, eval_loader, limited, overfit_samples
 
 
 def config_of(*overrides: str) -> Any:
@@ -34,6 +34,17 @@ def read(config: Any, limit: float | None, world_size: int, samples: int | None 
             seen += micro_batch.batch.tolist()[: micro_batch.piece.count]
     assert len(seen) == len(set(seen))
     return set(seen)
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"),
+    [(0.28, 28), (0.29, 29), (0.57, 57), (0.58, 58), (0.145, 15), (0.004, 1), (1.0, 100), (7, 7)],
+)
+def test_a_fraction_is_rounded_as_it_is_written(limit: float, batches: int) -> None:
+    assert count(limit, 100) == batches
+    config = config_of(f"trainer.overfit_batches={limit}")
+    assert overfit_samples(config, range(800)) == batches * 8
+    assert limited(800, limit, config) == batches * 8
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -1,0 +1,123 @@
+"""Which arguments a `_target_` takes, read from its source: nothing is imported.
+
+Where a command line has mistakes among its keys, those among the arguments are listed with them,
+without the seconds that torch takes. What the source does not tell plainly is passed over: the
+signatures themselves judge once the keys are right.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from conf.check import nearest
+from conf.errors import Problem
+
+_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+# Keys of ours that stand beside a target's arguments, by section.
+OWN_KEYS = {
+    "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers"),
+    "lr_scheduler": ("interval", "monitor", "warmup", "functions", "schedulers"),
+}
+_MAX_HOPS = 8  # of names that are imported from elsewhere
+
+
+def argument_problems(node: Any, key: str = "") -> Iterator[Problem]:
+    """Yield the arguments, at any depth of `node`, that their targets certainly do not take."""
+    for name, child in _children(node):
+        yield from argument_problems(child, f"{key}.{name}" if key else str(name))
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        return
+    if (known := accepted(node["_target_"])) is None:
+        return
+    parts = key.split(".")
+    own = [n for part in parts for n in OWN_KEYS.get(part, ())]
+    for name in node:
+        if name not in (*known, *own, *_SPECIAL):
+            near = nearest(str(name), known)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known)}"
+            message = f"{node['_target_']} has no argument {name!r}"
+            yield Problem(f"{key}.{name}", message, hint=hint)
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list):
+        yield from enumerate(node)
+
+
+def accepted(path: str, hops: int = 0) -> tuple[str, ...] | None:
+    """Return the names of all arguments of a class or function; None where they are not plain."""
+    *modules, name = path.split(".")
+    file = _file(modules) if modules and hops < _MAX_HOPS else None
+    return None if file is None else _defined(file, tuple(modules), name, hops)
+
+
+def _file(modules: list[str]) -> Path | None:
+    spec = PathFinder.find_spec(modules[0], [*sys.path, os.getcwd()])
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin)
+    for module in modules[1:]:
+        folder = place.parent
+        if place.name != "__init__.py":
+            return None
+        package, plain = folder / module / "__init__.py", folder / f"{module}.py"
+        place = package if package.is_file() else plain
+    return place if place.is_file() and place.suffix == ".py" else None
+
+
+@lru_cache(maxsize=64)
+def _body(file: Path) -> list[ast.stmt]:
+    try:
+        return ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+
+
+def _defined(file: Path, modules: tuple[str, ...], name: str, hops: int) -> tuple[str, ...] | None:
+    for statement in reversed(_body(file)):
+        if isinstance(statement, ast.FunctionDef) and statement.name == name:
+            return _of_function(statement)
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            return _of_class(statement, file, modules, hops)
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    return accepted(_source(statement, file, modules, alias.name), hops + 1)
+    return None
+
+
+def _source(statement: ast.ImportFrom, file: Path, modules: tuple[str, ...], name: str) -> str:
+    """Return the full path of what an import takes."""
+    package = modules if file.name == "__init__.py" else modules[:-1]
+    base = package[: len(package) + 1 - statement.level] if statement.level else ()
+    return ".".join([*base, *([statement.module] if statement.module else []), name])
+
+
+def _of_function(function: ast.FunctionDef, skip: int = 0) -> tuple[str, ...] | None:
+    arguments = function.args
+    if function.decorator_list or arguments.kwarg:
+        return None
+    named = [*arguments.posonlyargs, *arguments.args][skip:]
+    return tuple(argument.arg for argument in [*named, *arguments.kwonlyargs])
+
+
+def _of_class(
+    found: ast.ClassDef, file: Path, modules: tuple[str, ...], hops: int
+) -> tuple[str, ...] | None:
+    if found.decorator_list or found.keywords:
+        return None
+    methods = {s.name: s for s in found.body if isinstance(s, ast.FunctionDef)}
+    if "__new__" in methods:
+        return None
+    if "__init__" in methods:
+        return _of_function(methods["__init__"], skip=1)
+    if len(found.bases) == 1 and isinstance(base := found.bases[0], ast.Name):
+        return _defined(file, modules, base.id, hops + 1) if hops < _MAX_HOPS else None
+    return None

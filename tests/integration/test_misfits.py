@@ -1,0 +1,129 @@
+"""Data sets that end processes, and parts that do not fit: one line, its code, never exit 0."""
+
+import os
+
+import pytest
+from PIL import Image
+
+QUICK = ["experiment=resnet18", "model=mlp", "callbacks=none", "trainer.max_steps=2"]
+
+USERS = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Signal(BaseException):
+    pass
+
+
+class Bad(Dataset):
+    """Samples like the digits', of which number 7 raises what it is told to."""
+
+    def __init__(self, raises=None, dtype="int64", when="sample", **digits):
+        if when == "start":
+            raise SystemExit(0)
+        self.raises, self.dtype = raises, getattr(torch, dtype)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 7 and self.raises:
+            raise {"exit": SystemExit(0), "generator": GeneratorExit(), "base": Signal("on")}[
+                self.raises
+            ]
+        return torch.zeros(1, 16, 16), torch.tensor(index % 10, dtype=self.dtype)
+
+
+class Faulty(torch.nn.Module):
+    def __init__(self, leave=False, **mlp):
+        super().__init__()
+        self.weight, self.leave = torch.nn.Parameter(torch.ones(1)), leave
+
+    def forward(self, x):
+        if self.leave:
+            raise SystemExit(0)
+        return self.weight.nonsense
+'''
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """Train beside a module of the user's own, `users.py`."""
+    (tmp_path / "users.py").write_text(USERS)
+
+    def go(*overrides):
+        return train([*QUICK, *overrides, f"run_dir={tmp_path / 'run'}"], folder=tmp_path)
+
+    return go
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("raises", ["exit", "generator", "base"])
+def test_whatever_a_data_set_raises_names_the_sample(run, raises, workers):
+    data = f"data.train={{_target_: users.Bad, raises: {raises}}}"
+    done = run(data, f"loader.num_workers={workers}", "loader.persistent_workers=false")
+    assert done.code == 3, done.err
+    named = {"exit": "SystemExit: 0", "generator": "GeneratorExit", "base": "Signal: on"}[raises]
+    assert f"sample 7: {named}" in done.error
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param("data.train={_target_: users.Bad, when: start}", id="data-set"),
+        pytest.param("model={_target_: users.Faulty, leave: true}", id="model"),
+    ],
+)
+def test_code_that_leaves_elsewhere_does_not_end_well(run, override):
+    done = run(override)
+    assert done.code == 1, done.err
+    assert "SystemExit: 0" in done.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        pytest.param(["data.channels=3"], ["model and data do not fit", "[64, 1, 16"], id="shape"),
+        pytest.param(["transforms=none"], ["same dtype", "uint8"], id="bytes"),
+        pytest.param(["experiment=char_lm", "model=mlp"], ["Long and Float"], id="tokens"),
+        pytest.param(
+            ["lr_scheduler=one_cycle", "lr_scheduler.total_steps=1"],
+            ["lr_scheduler", "total steps is 1", "2 updates"],
+            id="short-schedule",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_a_mistake_in_the_configuration(run, tmp_path, overrides, texts):
+    done = run(*overrides)
+    assert done.code == 2, done.err
+    assert [text for text in texts if text not in done.error] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_are_no_class_numbers_are_a_fault_of_the_data(run):
+    done = run("data.train={_target_: users.Bad, dtype: float32}")
+    assert done.code == 3, done.err
+    assert "class numbers" in done.error
+    assert "float32 [64]" in done.error
+
+
+def test_a_fault_in_the_users_own_model_is_shown_with_its_traceback(run):
+    done = run("model={_target_: users.Faulty}")
+    assert done.code == 1
+    assert "users.py" in done.err
+    assert done.err.count("error: ") == 1
+
+
+def test_a_pipe_among_the_images_is_not_waited_for(train, tmp_path):
+    root = tmp_path / "tree"
+    for name in "ab":
+        (root / "train" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (16, 16)).save(root / "train" / name / f"{number}.png")
+    os.mkfifo(root / "train" / "b" / "pipe.png")
+    pictures = ["data=image_folder", f"data.root={root}", "data.image_size=16"]
+    done = train([*QUICK, *pictures, "loader.batch_size=8", f"run_dir={tmp_path / 'run'}"])
+    assert done.code == 3, done.err
+    assert "pipe.png" in done.error
+    assert "no regular file" in done.error
