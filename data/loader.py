@@ -1,21 +1,19 @@
 """Turn a data set and its updates into micro-batches, from any position, exactly (I1, I2, I5)."""
 
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from pickle import PicklingError
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from data.collate import collate
-from data.errors import DataError, WorkerError, reason
+from data.errors import DataError, WorkerError
 from data.fetch import Collate, Fetched, Fetcher, Skipped, never
 from data.keys import LOADER, key
 from data.sampler import Piece, UpdateSampler
@@ -23,14 +21,15 @@ from data.samplers import own_samples
 from data.streams import Stream, as_dataset
 from data.workers import (
     HINT,
-    SHARED_MEMORY,
     WorkerInit,
+    abandon_start,
     hurried,
     kill,
     kill_at_exit,
     memory_error,
     obituary,
     shielded_start,
+    start_failure,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,9 @@ def _shared(tensor: torch.Tensor, num_workers: int) -> torch.Tensor:
     try:
         return tensor.share_memory_() if num_workers else tensor  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise memory_error(error) or error from error
+        if failure := memory_error(error):
+            raise failure from error
+        raise
 
 
 def _as_is(fetched: Fetched) -> Fetched:
@@ -198,18 +199,11 @@ class Loader:
             self._loader = self._torch_loader()
             with shielded_start():
                 iterator = iter(self._loader)
-        except (TypeError, AttributeError, PicklingError) as error:
-            raise DataError(
-                f"the data set cannot be sent to worker processes ({reason(error)}): make it "
-                "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
-            ) from error
-        except OSError as error:
-            if error.errno == errno.ENOSPC:  # queues and locks are files of /dev/shm, too
-                raise WorkerError(f"{SHARED_MEMORY}: {reason(error)}") from error
-            count = self._options["num_workers"]
-            raise WorkerError(
-                f"loader.num_workers={count}: they cannot be started ({reason(error)}): lower it"
-            ) from error
+        except Exception as error:
+            abandon_start(error)
+            if failure := start_failure(error):
+                raise failure from error
+            raise
         self._iterator, self._workers = iterator, list(iterator._workers)  # type: ignore[attr-defined]
         return iterator
 

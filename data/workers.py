@@ -2,16 +2,21 @@
 
 import atexit
 import dataclasses
+import errno
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
+from pickle import PicklingError
 from types import TracebackType
 from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data.errors import DataError, WorkerError, reason
 
@@ -59,7 +64,7 @@ class WorkerInit:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
         sys.excepthook = _quiet_about_the_parent
         # Python would print what keeps a batch from being sent, and the parent wait for ever.
-        Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
+        Queue._on_queue_feeder_error = _send_failure
         if self.then is not None:
             self.then(worker_id)
 
@@ -82,11 +87,11 @@ def _send_failure(queue: Any, error: Exception, item: Any) -> None:
 
 
 def _quiet_about_the_parent(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print an exception of a worker, unless it is that the parent went away."""
     if not issubclass(kind, ConnectionError):
-        sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager
@@ -105,6 +110,32 @@ def shielded_start() -> Iterator[None]:
         if in_main and on_child is not None:
             signal.signal(signal.SIGCHLD, on_child)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def abandon_start(error: Exception) -> None:
+    """End the workers that were started before one could not be; torch forgets them.
+
+    They ignore SIGTERM, so that Python would wait for them as it ends.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        half_made = frame.f_locals.get("self")
+        if isinstance(half_made, _MultiProcessingDataLoaderIter):
+            kill(getattr(half_made, "_workers", []))
+            half_made._shutdown = True  # or it would try to end them in its own way
+
+
+def start_failure(error: Exception) -> Exception | None:
+    """Say in words why workers could not be started; None for what nobody expected."""
+    if isinstance(error, TypeError | AttributeError | PicklingError):
+        return DataError(
+            f"the data set cannot be sent to worker processes ({reason(error)}): make it "
+            "picklable, or set loader.num_workers=0 or loader.multiprocessing_context=fork"
+        )
+    if isinstance(error, OSError):  # queues and locks are files of /dev/shm, too
+        full = error.errno == errno.ENOSPC
+        why = SHARED_MEMORY if full else f"the loader's workers cannot be started; {HINT}"
+        return WorkerError(f"{why}: {reason(error)}")
+    return memory_error(error)
 
 
 def kill(workers: Sequence[BaseProcess]) -> None:

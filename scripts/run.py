@@ -32,6 +32,7 @@ from trainer.checkpoint_reader import compare_names
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
 from trainer.run_directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.run_status import check_run_dir
 from trainer.seed import tf32_remark
 from trainer.signals import stop_signals
 from trainer.strategy import Strategy
@@ -85,6 +86,8 @@ def _restarted(request: Request, strategy: Strategy) -> Request:
 
 def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
     config = parse(request.config)
+    if config.run_dir is not None:
+        check_run_dir(Path(config.run_dir))
     if config.dry_run:
         return _dry_run(request, config, strategy)
     resume = strategy.broadcast(

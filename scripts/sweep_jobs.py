@@ -11,6 +11,7 @@ from scripts.leaderboard import FILE, Ranking, show, write_csv
 from scripts.overrides import Swept
 from scripts.sweep_job import Outcome, Stop, command, run_job
 from trainer.run_directory import holds_run, name_folder, reserve, timestamp
+from trainer.run_status import check_run_dir
 
 RUNS = Path("runs")
 
@@ -60,6 +61,7 @@ def sweep_folder(config: dict[str, Any]) -> Path:
     if config["run_dir"] is None:
         return reserve(name_folder(RUNS, config["name"]) / "sweeps", timestamp())
     folder = Path(config["run_dir"])
+    check_run_dir(folder)
     used = holds_run(folder) or (folder / FILE).exists() or holds_run(folder / "0")
     if used and config["resume"] is None:
         message = f"{folder} holds a run or a sweep already"

@@ -1,11 +1,13 @@
 """Look at runs without holding them: is there one, how does it stand, which is to go on."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError
 from trainer.run_lock import is_held
+from trainer.storage import storage_error
 
 MANIFEST = "manifest.json"
 STATUS = "status.json"
@@ -15,6 +17,24 @@ class RunDirectoryError(RunError):
     """A run directory that the command line may not use: unsuited name, held, or already a run."""
 
     exit_code = 2
+
+
+def check_run_dir(path: Path) -> None:
+    """Refuse what can be no run directory, before anything looks into it.
+
+    Raises RunDirectoryError for the root of the file system, StorageError for a name that the
+    system does not take.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):  # it is made, or its parent found missing
+        pass
+    except OSError as error:
+        raise storage_error(path, error) from error
+    if path.resolve().parent == path.resolve():
+        raise RunDirectoryError(
+            f"run_dir={path} is the root of the file system: name a folder of the run's own"
+        )
 
 
 def holds_run(path: Path) -> bool:
