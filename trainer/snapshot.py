@@ -75,7 +75,7 @@ def restore(
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed = True
-    _load_loader_state(trainer, state["loader"])
+    _load_loader_state(trainer, state.get("loader", []))
     if state["world_size"] == trainer.strategy.world_size:
         for sums, saved_sums in _sums(trainer, state):
             sums.load_state_dict(saved_sums[rank])
@@ -138,7 +138,10 @@ def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> Non
 def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:
     """Return the trainer's sums, each with those that every process had saved."""
     updater = trainer.updater
-    return [(updater.sums, state["sums"]), (updater.epoch_sums, state["epoch_sums"])]
+    pairs = [(updater.sums, state["sums"])]
+    if "epoch_sums" in state:  # the first checkpoints had none
+        pairs.append((updater.epoch_sums, state["epoch_sums"]))
+    return pairs
 
 
 def _merge_sums(trainer: Trainer, sums: Sums, states: list[Mapping[str, Any]]) -> None:
