@@ -87,3 +87,14 @@ def remaining(
         return Horizon(updates, updates, steps_per_epoch)
     epochs = math.ceil(updates / steps_per_epoch) if steps_per_epoch else None
     return Horizon(epochs, updates, steps_per_epoch)
+
+
+def refuse_to_wait(monitors: Sequence[str], has_data: bool, validates: bool) -> None:
+    """Raise `ScheduleError` for a schedule that would wait for validations which never come."""
+    for monitor in monitors:
+        if monitor.startswith("val/") and not (has_data and validates):
+            reason = "no validation before the end" if has_data else "no validation set"
+            raise ScheduleError(
+                f"lr_scheduler.monitor={monitor}: there is {reason}, and the rates would never "
+                "move: monitor train/loss, or choose a schedule that follows no metric"
+            )

@@ -27,6 +27,11 @@ class TrainerOptions:
     sanity_batches: int = 0  # validated before the first update, to see it fail early
     channels_last: bool = False
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are validations before the very end."""
+        return not (self.validate_every_n_epochs is None and self.validate_every_n_steps is None)
+
 
 def horizon(
     max_epochs: int | None, max_steps: int | None, steps_per_epoch: int | None

@@ -15,7 +15,8 @@ from trainer.batch import BatchSource, MicroBatch, as_source, repeatable, update
 from trainer.callback import Callback, Hooks, judged_average
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator
-from trainer.lr_schedule import LRSchedule, ScheduleError
+from trainer.lr_horizon import refuse_to_wait
+from trainer.lr_schedule import LRSchedule
 from trainer.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.parts import Parts
@@ -101,19 +102,8 @@ class Trainer:
         self._evaluator = Evaluator(self.parts, self.waiting)
         self._deadline: float | None = None
         self._used_rates: list[Any] = []  # of each group, in the last update
-        self._check_monitors()
-
-    def _check_monitors(self) -> None:
-        """Refuse a schedule that would wait for validations which never come."""
-        o = self.options
-        often = o.validate_every_n_epochs is not None or o.validate_every_n_steps is not None
-        for monitor in self.lr_schedule.monitors:
-            if monitor.startswith("val/") and (self.val_loader is None or not often):
-                reason = "no validation before the end" if self.val_loader else "no validation set"
-                raise ScheduleError(
-                    f"lr_scheduler.monitor={monitor}: there is {reason}, and the rates would never "
-                    "move: monitor train/loss, or choose a schedule that follows no metric"
-                )
+        validated = self.val_loader is not None
+        refuse_to_wait(self.lr_schedule.monitors, validated, self.options.validates)
 
     @property
     def is_main(self) -> bool:
