@@ -64,7 +64,7 @@ class WorkerInit:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
         sys.excepthook = _quiet_about_the_parent
         # Python would print what keeps a batch from being sent, and the parent wait for ever.
-        Queue._on_queue_feeder_error = _send_failure
+        Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
         if self.then is not None:
             self.then(worker_id)
 
@@ -81,7 +81,7 @@ def _send_failure(queue: Any, error: Exception, item: Any) -> None:
     )
     if isinstance(item, tuple) and len(item) == 2 and dataclasses.is_dataclass(item[1]):
         number, fetched = item
-        queue.put((number, dataclasses.replace(fetched, batch=None, failure=failure)))  # type: ignore[type-var]
+        queue.put((number, dataclasses.replace(fetched, batch=None, failure=failure)))
     else:
         sys.__excepthook__(type(error), error, error.__traceback__)
 
