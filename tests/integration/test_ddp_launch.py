@@ -103,6 +103,7 @@ def test_a_run_of_two_processes(train, folder):
     [
         pytest.param(signal.SIGINT, 130, id="INT"),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="TERM"),
+        pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow, id="HUP"),
     ],
 )
 def test_a_signal_saves_and_ends_all(start, folder, number, code):
