@@ -31,7 +31,7 @@ def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
     reason = " ".join(str(error).split())[:300]
     given = spelled(batch)
     if "trainer.losses" in modules:
-        if "scalar type Long" in reason or "must be Tensor, not" in reason:
+        if "Long" in reason or "must be Tensor, not" in reason:
             return SampleError(
                 f"the loss asks for class numbers, which are integers: {reason} (batch: {given})"
             )

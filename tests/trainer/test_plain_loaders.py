@@ -52,7 +52,7 @@ def test_what_can_be_read_only_once_is_refused(place: str) -> None:
         trained(*given[:-1], 3)
 
 
-@pytest.mark.parametrize("horizon", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 9}])
+@pytest.mark.parametrize("horizon", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 20}])
 def test_an_epoch_without_batches_ends_the_training(horizon: dict[str, Any]) -> None:
     once = DataLoader(Endless(iter(Endless())))
     with pytest.raises(SampleError, match="no batch in epoch 1"):
