@@ -113,9 +113,9 @@ def test_class_weights_with_soft_targets(steps: int) -> None:
 
 
 def test_class_weights_follow_the_number_format() -> None:
-    losses = Losses.of(nn.CrossEntropyLoss(weight=vector([1, 2, 5])))
-    losses.to(torch.device("cpu"), torch.float64)
-    value, counts = losses(torch.zeros(4, 3).double(), torch.tensor([0, 1, 2, 2]))
+    task = Classification(3, nn.CrossEntropyLoss(weight=vector([1, 2, 5])))
+    task.to(torch.device("cpu"), torch.float64)
+    value, counts = task.losses(torch.zeros(4, 3).double(), torch.tensor([0, 1, 2, 2]))
     assert value[""].dtype == torch.float64
     assert counts[""].item() == 13
 
