@@ -26,7 +26,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "recurrent": (nn.RNNBase, nn.RNNCellBase),
 }
 _KINDS = ("bias", "weight", "norm", "embedding", "vector", "matrix", "kernel")
-_NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*(\d+)")
+_NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*([0-9]{1,3})")
 
 
 @dataclass(frozen=True, slots=True)

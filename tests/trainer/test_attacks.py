@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.instantiate import instantiate
+from trainer.lr_expression import Expression, ExpressionError
+from trainer.param_selectors import parse_selector
 from trainer.signatures import bind_problems
 from trainer.targets import TargetError, refusal
 
@@ -274,3 +276,43 @@ def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
         with pytest.raises(TargetError, match="not allowed"):
             instantiate({"_target_": f"my_window.{name}"})
     monkeypatch.delitem(sys.modules, "my_window")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "().__class__.__base__.__subclasses__()",
+        "__import__('os').system('true')",
+        "pow.__self__",
+        "max(step, key=print)",
+        "(lambda: 0)()",
+        "[x for x in (1,)]",
+        "f'{step!r:>{9**9}}'",
+        "open('/etc/passwd')",
+        "step if (y := 1) else 2",
+        "getattr(step, 'real')",
+        "step\nimport os",
+        "step; 1",
+        "a" * 501,
+        "-" * 400 + "1",
+        "1" + "0" * 400,
+    ],
+)
+def test_an_expression_stays_arithmetic(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        Expression(text, ["step"])({"step": 1.0})
+
+
+@pytest.mark.parametrize("text", ["9**9**9**9", "9**9**9", "exp(1e9)", "1/0", "log(0)", "1e308*10"])
+def test_an_expression_without_a_value_is_quick_and_named(text: str) -> None:
+    with pytest.raises(ExpressionError, match=r"no value|is inf"):
+        Expression(text, ["step"])({"step": 1.0})
+
+
+@pytest.mark.parametrize(
+    "text", ["ndim<=" + "9" * 5000, "ndim<=1 or 1", "ndim<=__import__('os')", "ndim<=1.5"]
+)
+def test_a_comparison_of_dimensions_stays_one(text: str) -> None:
+    problems: list[str] = []
+    parse_selector({"kind": text}, "rule", problems)
+    assert len(problems) == 1
