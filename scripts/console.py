@@ -52,8 +52,6 @@ def guarded(command: Callable[[], int]) -> NoReturn:
 
 def report(error: BaseException) -> int:
     """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
     code = exit_code(error)
     if not _speaks(error):
         return code
