@@ -1,4 +1,4 @@
-"""When to save, what to keep, and which checkpoint is the best; `trainer/checkpoint.py` writes."""
+"""When to save, what to keep, and which is the best; `trainer.checkpoints.store` writes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from callbacks.errors import CallbackError
-from callbacks.monitor import AUTO, Monitor
-from callbacks.weights_file import write_weights
+from callbacks.support.errors import CallbackError
+from callbacks.support.monitor import AUTO, Monitor
+from callbacks.support.weights_file import write_weights
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
-from trainer.strategy import describe_device
+from trainer.strategies.strategy import describe_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -105,9 +105,9 @@ class Checkpoint(Callback):
             return
         store = self._store
         here = [saved for saved in self._ranking if store.holds(saved.step)]
-        self._ranking = trainer.strategy.broadcast(here)  # what is gone cannot be the best
+        self._ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
         path = store.path_of(trainer.state.global_step)
-        if trainer.strategy.broadcast(path.exists()):  # or it is another run's
+        if trainer.group.broadcast(path.exists()):  # or it is another run's
             self._saved = trainer.state.state_dict()
             self._store.resumed_from = trainer.state.global_step
 
@@ -185,7 +185,7 @@ class Checkpoint(Callback):
     def _write(self, trainer: Trainer, store: CheckpointStore) -> None:
         """Write on the main process, or each its shards. Raises StorageError on all."""
         step, strategy = trainer.state.global_step, trainer.strategy
-        strategy.on_main(store.prepare)
+        strategy.group.on_main(store.prepare)
         payload = strategy.write_shards(snapshot.take(trainer), store.path_of(step))
         is_best = bool(self._ranking) and self._ranking[0].step == step
         names = ["last"] * self._save_last + ["best"] * is_best
@@ -195,7 +195,7 @@ class Checkpoint(Callback):
             if self._save_top_k >= 0:
                 store.prune([saved.step for saved in self._ranking])
 
-        strategy.on_main(save)
+        strategy.group.on_main(save)
         if is_best and self._save_weights:
             self._write_weights(trainer, store.folder)
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from callbacks.errors import CallbackError
-from callbacks.monitor import AUTO, Monitor
+from callbacks.support.errors import CallbackError
+from callbacks.support.monitor import AUTO, Monitor
 from trainer.callback import Callback
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from callbacks.averaging import WeightAverage
-from callbacks.errors import CallbackError
+from callbacks.support.averaging import WeightAverage
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 
 if TYPE_CHECKING:

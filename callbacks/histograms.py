@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untype
 )
 from torch import Tensor
 
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from callbacks.tensorboard import TensorBoard
 from trainer.callback import Callback
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from callbacks.errors import CallbackError
-from trainer.atomic import write_json
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
+from trainer.files.atomic import write_json
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.atomic import AppendLog
 from trainer.callback import Callback
+from trainer.files.atomic import AppendLog
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainer import rng
-from trainer.batch import map_tensors
 from trainer.callback import Callback
-from trainer.model_summary import render, summarize
+from trainer.nested import map_tensors
+from trainer.summary.model import render, summarize
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import profiler
 
-from trainer.atomic import write_text
 from trainer.callback import Callback
+from trainer.files.atomic import write_text
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

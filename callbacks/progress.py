@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tqdm import tqdm
 
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.atomic import replacing, write_text
 from trainer.callback import Callback
 from trainer.errors import DivergedError, StorageError
+from trainer.files.atomic import replacing, write_text
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

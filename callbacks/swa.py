@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from callbacks.averaging import WeightAverage
-from callbacks.errors import CallbackError
+from callbacks.support.averaging import WeightAverage
+from callbacks.support.errors import CallbackError
 from trainer import rng
-from trainer.batch import updates
 from trainer.callback import Callback
+from trainer.update.batch import updates
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -151,4 +151,4 @@ def _mean_over_processes(trainer: Trainer, modules: list[_BatchNorm]) -> None:
     for module in modules:
         for statistic in (module.running_mean, module.running_var):
             if statistic is not None:
-                statistic.copy_(trainer.strategy.reduce(statistic) / trainer.strategy.world_size)
+                statistic.copy_(trainer.group.reduce(statistic) / trainer.group.world_size)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-from callbacks.errors import CallbackError
-from callbacks.event_file import EventFile, rewind
-from callbacks.hparams import read_hparams, session_end, session_start
+from callbacks.support.errors import CallbackError
+from callbacks.support.event_file import EventFile, rewind
+from callbacks.support.hparams import read_hparams, session_end, session_start
 from trainer.callback import Callback
-from trainer.storage import storage_error
+from trainer.files.storage import storage_error
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

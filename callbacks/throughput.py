@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 from trainer.state import TrainState
 
@@ -65,7 +65,7 @@ class Unfreeze(Callback):
                 )
         self._frozen = set(self._stages)
         self._set(self._frozen, trains=False)
-        if trainer.strategy.world_size > 1:
+        if trainer.group.world_size > 1:
             _log.info("callbacks.%s needs strategy.find_unused_parameters=true", self.name)
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -226,3 +226,26 @@ def shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return f"{text} ({kind})" if kind else text
+
+
+def fill_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a composed configuration with every key of ours, in the schema's order.
+
+    Keys that have no effect with the chosen strategy stay out, unless they were written.
+    """
+    return _filled(raw, Config)
+
+
+def _filled(raw: dict[str, Any], schema: type) -> dict[str, Any]:
+    chosen = raw.get("name", "single")  # of a strategy; elsewhere no rule asks for it
+    filled: dict[str, Any] = {}
+    hints = typing.get_type_hints(schema)
+    for name, one in declared(schema).items():
+        users, default = rule_of(one).strategies, default_of(one)
+        section = dataclass_in(hints[name])
+        given = raw.get(name, {} if dataclasses.is_dataclass(default) else default)
+        if section is not None and isinstance(given, dict):
+            filled[name] = _filled(given, section)
+        elif name in raw or (given is not REQUIRED and (not users or chosen in users)):
+            filled[name] = given
+    return {**filled, **{name: value for name, value in raw.items() if name not in filled}}

@@ -18,7 +18,7 @@ _WANTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 def compile_problems(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name the keys of `trainer.compile` that it does not take, and the values.
 
-    Whether a backend of that name is registered, torch says (`trainer/build_check.py`). An option
+    Whether a backend of that name is registered, torch says (`trainer/build/check.py`). An option
     that is a text could be the program to compile with (`cpp.cxx`), and a remote cache unpickles
     what it is sent.
     """

@@ -2,7 +2,7 @@
 """All keys of a configuration whose words are ours: types, defaults, limits, meanings.
 
 Nodes that the user extends (`model`, `task`, `optimizer`, ...) are open dicts with a `_target_`,
-whose arguments are held against its signature later (`trainer/signatures.py`).
+whose arguments are held against its signature later (`trainer/targets/signatures.py`).
 """
 
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""Data sets, their order, their transforms and their loaders."""
+"""What is trained on. YAML names these; `data.loading` turns them into batches."""

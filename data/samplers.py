@@ -9,12 +9,10 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from data.errors import DataError
-from data.keyed import preserved_rng, seed_rng
-from data.keys import ORDER, key, random_state
-from data.orders import Sequential, Shuffled, shuffled, targets_of
-from data.permutation import Permuted
-from data.sampler import Indices, Order, OrderedUpdates, Updates
+from data.keys import ORDER, key, preserved_rng, random_state, seed_rng
+from data.orders import Permuted, Sequential, Shuffled, shuffled, targets_of
 from data.streams import Stream
+from data.updates import Indices, Order, OrderedUpdates, Updates
 
 
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:

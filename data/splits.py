@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.keys import SPLIT, random_state
-from data.sampler import Indices
+from data.updates import Indices
 
 
 def stratified_counts(class_sizes: npt.NDArray[np.int64], wanted: int) -> npt.NDArray[np.int64]:

@@ -8,8 +8,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from data.errors import DataError
 from data.images import Transform
-from data.keyed import seed_rng
-from data.keys import key
+from data.keys import key, seed_rng
 
 
 class Stream:

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from models.activations import make_activation
-from models.shapes import height_width
+from models.layers import height_width, make_activation
 
 
 class MLP(nn.Module):

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.activations import make_activation
 from models.errors import ModelError
+from models.layers import make_activation
 
 Stem = Literal["cifar", "imagenet"]
 

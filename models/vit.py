@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.errors import ModelError
-from models.shapes import height_width
+from models.layers import height_width
 from models.transformer import Block, initialise
 
 

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The commands, one file each; their machinery lies in the rooms below."""

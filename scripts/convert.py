@@ -12,7 +12,7 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit code."""
-    from scripts.console import guarded, log_to_stderr
+    from scripts.cli.console import guarded, log_to_stderr
 
     arguments = _parser().parse_args()
     log_to_stderr(verbose=True)
@@ -24,10 +24,10 @@ def convert(source: Path, target: Path) -> int:
 
     Raises CheckpointError, StorageError.
     """
-    from trainer.checkpoint import write_checkpoint
-    from trainer.checkpoint_reader import read_whole
+    from trainer.checkpoints.reader import read_whole
+    from trainer.checkpoints.store import write_checkpoint
     from trainer.errors import CheckpointError
-    from trainer.log_format import on_one_line
+    from trainer.files.log_format import on_one_line
 
     if target.exists():  # in a run's folder it would be a file that the index does not know
         raise CheckpointError(f"{target} exists: choose another name")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem, one_line
-from scripts.arguments import Arguments, parse_arguments
-from scripts.compose import compose
-from scripts.console import log_to_stderr
+from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.console import log_to_stderr
+from scripts.composition.compose import compose
 
 _OWN = ("run", "checkpoint", "split")
 _HELP = """\
@@ -73,7 +73,7 @@ def _of_run(arguments: Arguments, run_dir: Path, overrides: list[str]) -> Argume
 
 
 def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None:
-    from trainer.atomic import write_text
+    from trainer.files.atomic import write_text
 
     result: dict[str, Any] = {"checkpoint": own["checkpoint"], "split": own["split"], **metrics}
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")

@@ -7,8 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 from conf.errors import ConfigError
-from scripts.arguments import Arguments, parser
-from scripts.compose import CONF, answer_by_hydra, config_text
+from scripts.cli.arguments import Arguments, parser
+from scripts.composition.compose import CONF, answer_by_hydra, config_text
 
 _WIDTH = 96
 _USAGE = """\

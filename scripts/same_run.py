@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint_reader import read_whole
+from trainer.checkpoints.reader import read_whole
 
 # What I5 does not cover: clocks and memory, and the sizes of files whose lines hold such figures.
 _WALL_CLOCK = (

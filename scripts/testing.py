@@ -12,15 +12,15 @@ import torch
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from models.weights import no_initial_weights
-from scripts.run import best_or_last
+from scripts.runs.run import best_or_last
 from trainer import snapshot
-from trainer.build import build_evaluation
-from trainer.build_check import check_targets
-from trainer.build_strategy import build_strategy
-from trainer.checkpoint import CheckpointStore
-from trainer.checkpoint_schema import check_payload
+from trainer.build.check import check_targets
+from trainer.build.experiment import build_evaluation
+from trainer.build.strategy import build_strategy
+from trainer.checkpoints.schema import check_payload
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
-from trainer.targets import allow
+from trainer.targets.allow_list import allow
 
 logger = logging.getLogger("regimen")
 

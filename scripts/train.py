@@ -3,13 +3,13 @@
 import sys
 from typing import NoReturn
 
-from scripts.shadow import refuse_shadows
+from scripts.cli.shadow import refuse_shadows
 
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.console import guarded
+    from scripts.cli.console import guarded
     from scripts.training import train
 
     guarded(lambda: train(sys.argv[1:]))

@@ -6,13 +6,12 @@ import os
 from collections.abc import Sequence
 
 from conf.errors import ConfigError
-from scripts.arguments import parse_arguments
-from scripts.compose import Composed, compose
-from scripts.console import log_to_stderr, logger
+from scripts.cli.arguments import parse_arguments
+from scripts.cli.console import importing, log_to_stderr, logger
+from scripts.cli.request import Request
+from scripts.cli.shadow import clashes
+from scripts.composition.compose import Composed, compose
 from scripts.help import answer
-from scripts.importing import importing
-from scripts.request import Request
-from scripts.shadow import clashes
 
 
 def train(argv: Sequence[str]) -> int:
@@ -22,7 +21,7 @@ def train(argv: Sequence[str]) -> int:
         return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")
     if arguments.multirun:
-        from scripts.sweep import sweep
+        from scripts.sweeps.grid import sweep
 
         return sweep(arguments)
     composed = compose(arguments)
@@ -43,11 +42,11 @@ def _start(composed: Composed, argv: list[str]) -> int:
     try:
         if _is_group(composed) and "RANK" not in os.environ:
             with importing():
-                from scripts.launch import launch
+                from scripts.launching.launch import launch
 
             return launch(request)
         with importing():
-            from scripts.run import run
+            from scripts.runs.run import run
 
         return run(request)
     except ConfigError as error:  # found in what the keys name: say where they were written

@@ -12,19 +12,44 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 
-# What each package may import of the six. Only `trainer/build.py` and its parts, which turn a
-# config into objects, see both sides.
-ALLOWED = {
-    "conf": {"conf"},
-    "data": {"data"},
-    "models": {"models"},
-    "trainer": {"trainer"},
-    "callbacks": {"callbacks", "trainer"},
-    "scripts": set(PACKAGES),
-}
-BUILDERS, BUILDERS_ALLOWED = re.compile(r"trainer/build(_\w+)?\.py"), {"trainer", "conf", "data"}
+# The rooms, the lower ones first: a module imports from its own room and from lower ones only.
+# Rooms of one line know nothing of each other. A module of a package's top is a room of its own
+# where it is named here.
+ORDER = (
+    ("conf", "models", "data"),
+    ("data.loading",),
+    ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
+    ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),
+    ("trainer.task", "trainer.callback", "trainer.gradients"),
+    ("trainer.tasks", "trainer.summary"),
+    ("trainer.runs",),
+    ("trainer.checkpoints",),
+    ("trainer.optimizers", "trainer.strategies"),
+    ("trainer.lr_schedulers",),
+    ("trainer.update",),
+    ("trainer.timer",),
+    ("trainer.evaluation",),
+    ("trainer.trainer",),
+    ("trainer.snapshot",),
+    ("trainer.build",),
+    ("callbacks.support",),
+    ("callbacks",),
+    ("scripts.cli",),
+    ("scripts.composition", "scripts.plan"),
+    ("scripts.runs",),
+    ("scripts.launching", "scripts.sweeps"),
+    ("scripts",),
+    ("scripts.benchmarks",),
+)
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
-HYDRA_DOORS = {"scripts/compose.py", "trainer/instantiate.py"}
+# `trainer` and `callbacks` get data sets, models and keys handed in: only `trainer.build`, which
+# turns a configuration into objects, sees both sides.
+BLIND = re.compile(r"(trainer(?!\.build\b)|callbacks)\b")
+UNSEEN = ("conf", "data", "models")
+
+LARGEST_FOLDER = 20
+HYDRA_DOORS = {"scripts/composition/compose.py", "trainer/targets/instantiate.py"}
 
 # Importing these must not import torch: help and config errors answer in a second.
 LIGHT = (
@@ -32,10 +57,10 @@ LIGHT = (
     "conf.check",
     "conf.errors",
     "conf.reserved",
-    "scripts.compose",
+    "scripts.composition.compose",
     "scripts.train",
     "trainer.errors",
-    "trainer.run_directory",
+    "trainer.runs.directory",
 )
 
 LONGEST_FILE = 400
@@ -80,16 +105,83 @@ def test_there_is_something_to_check() -> None:
     assert {named(path).split("/")[0] for path in sources()} == set(PACKAGES)
 
 
+def modules() -> list[Path]:
+    """Return the files that can import something: an `__init__.py` holds a docstring only."""
+    return [path for path in sources() if path.name != "__init__.py"]
+
+
+def module_of(path: Path) -> str:
+    return named(path).removesuffix(".py").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module belongs to: the longest part of its name that is one."""
+    parts = module.split(".")
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next(name for name in names if name in LEVEL)
+
+
+def edges(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the modules of ours that a module imports when it runs, and the lines."""
+    whole = tree(path)
+    typing_only = {
+        id(node)
+        for branch in ast.walk(whole)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(whole):
+        if id(node) not in typing_only:
+            for module in modules_of(node):
+                yield module, getattr(node, "lineno", 0)
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    """Return the modules of ours that a statement imports, `from package import module` too."""
+    found = [m for m in imported(node) if m.split(".")[0] in PACKAGES]
+    if isinstance(node, ast.ImportFrom) and found and (ROOT / found[0].replace(".", "/")).is_dir():
+        return [f"{found[0]}.{alias.name}" for alias in node.names]
+    return found
+
+
 def test_imports_run_one_way() -> None:
     wrong = []
-    for path in sources():
-        name = named(path)
-        allowed = BUILDERS_ALLOWED if BUILDERS.fullmatch(name) else ALLOWED[name.split("/")[0]]
-        for module, line in imports(path):
-            package = module.split(".")[0]
-            if package in PACKAGES and package not in allowed:
-                wrong.append(f"{name}:{line} imports {module}")
+    for path in modules():
+        room = room_of(module_of(path))
+        for module, line in edges(path):
+            other = room_of(module)
+            if room != other and LEVEL[other] >= LEVEL[room]:
+                wrong.append(f"{named(path)}:{line} imports {module}")
     assert wrong == []
+
+
+def test_the_loop_and_callbacks_see_no_config_no_data_and_no_model() -> None:
+    seen = [
+        f"{named(path)}:{line} imports {module}"
+        for path in modules()
+        if BLIND.match(module_of(path))
+        for module, line in imports(path)
+        if module.split(".")[0] in UNSEEN
+    ]
+    assert seen == []
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    graph = {module_of(path): {m for m, _ in edges(path)} for path in modules()}
+    graph = {name: ends & set(graph) - {name} for name, ends in graph.items()}
+    while leaves := {name for name, ends in graph.items() if not ends}:
+        graph = {name: ends - leaves for name, ends in graph.items() if name not in leaves}
+    assert graph == {}
+
+
+def test_rooms_stay_small_and_say_what_they_are_for() -> None:
+    folders = {path.parent for path in modules()}
+    for folder in folders:
+        inside = [path for path in modules() if path.parent == folder]
+        assert len(inside) <= LARGEST_FOLDER, named(folder)
+        sentence = ast.get_docstring(tree(folder / "__init__.py"))
+        assert sentence, named(folder)
+        assert re.fullmatch(r"[^\n]+\.", sentence), named(folder)
 
 
 def test_hydra_has_two_doors() -> None:

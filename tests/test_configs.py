@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from conf.check import parse
-from scripts.compose import compose
-from trainer.build_check import check_targets
+from scripts.composition.compose import compose
+from trainer.build.check import check_targets
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from trainer import rng
-from trainer.batch import MicroBatch, as_source
 from trainer.errors import ModelError
-from trainer.metrics import Sums
-from trainer.misfit import MISFITS, misfit
-from trainer.parts import Parts
-from trainer.seed import derived
-from trainer.strategy import Strategy
+from trainer.rng import derived
+from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, StepOutput
-from trainer.waiting import Waiting
+from trainer.timer import Waiting
+from trainer.update.batch import MicroBatch, as_source
+from trainer.update.misfit import MISFITS, misfit
+from trainer.update.parts import Parts
+from trainer.update.sums import Sums
 
 
 class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
@@ -58,15 +58,15 @@ class Evaluator:
         with self._own_generators(step), self._evaluating(), weights, self._alike():
             while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
                 self._add(micro_batch, sums)
-                self._parts.strategy.agree(self._parts.state, at_once=False)
+                self._parts.strategy.group.agree(self._parts.state, at_once=False)
                 if self._parts.state.stop_code:
                     break
         if self._parts.state.stop_code:
             raise EvaluationAbandoned
         # A process may have had no sample at all: it must not stay away from the sum over all.
-        for names in self._parts.strategy.gather(sums.names):
+        for names in self._parts.strategy.group.gather(sums.names):
             sums.take_part(names)
-        values = sums.means(self._parts.strategy.reduce)
+        values = sums.means(self._parts.strategy.group.reduce)
         for name, metric in metrics.items():
             values |= named_values(name, merged(metric, self._parts.strategy).compute())
         return {f"{stage}/{name}": value for name, value in values.items()}
@@ -83,7 +83,7 @@ class Evaluator:
 
     def _own_generators(self, step: int) -> AbstractContextManager[None]:
         strategy = self._parts.strategy
-        seed = derived(self._parts.options.seed, "evaluation", step, strategy.rank)
+        seed = derived(self._parts.options.seed, "evaluation", step, strategy.group.rank)
         return rng.keyed(strategy.device, seed)
 
     @contextmanager
@@ -91,7 +91,7 @@ class Evaluator:
         """Have all processes judge with the main one's buffers; a task's own they get back."""
         strategy = self._parts.strategy
         with strategy.evaluating(self._parts.model), ExitStack() as stack:
-            if strategy.world_size > 1:
+            if strategy.group.world_size > 1:
                 for module in self._parts.task.own_modules().values():
                     stack.enter_context(_kept(module))
                     stack.enter_context(strategy.evaluating(module))
@@ -149,9 +149,9 @@ def _meets(metric: Metric) -> bool:
 def merged(metric: Any, strategy: Strategy) -> Any:
     """Return a metric of all processes' samples; a collective."""
     if hasattr(metric, "merge"):
-        metric.merge(strategy.reduce)
-    elif hasattr(metric, "merge_state") and strategy.world_size > 1 and not _meets(metric):
-        metric, *others = strategy.gather(metric)
+        metric.merge(strategy.group.reduce)
+    elif hasattr(metric, "merge_state") and strategy.group.world_size > 1 and not _meets(metric):
+        metric, *others = strategy.group.gather(metric)
         metric.merge_state(others)
     return metric
 

@@ -1,9 +1,34 @@
 """How far and how often a trainer goes."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.gradients import Clipping, GradientNoise
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Say how gradients are bounded before a step; None: not at all."""
+
+    norm: float | None = None
+    norm_type: float = 2.0
+    per_group: bool = False  # bound the norm of each parameter group by itself
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNoise:
+    """Gaussian noise of variance `eta / (1 + update)**gamma` (Neelakantan et al. 2015).
+
+    It is a function of seed and update alone: the same after a resume, and on every process.
+    """
+
+    eta: float
+    gamma: float
+    seed: int
+
+    def std(self, update: int) -> float:
+        """Return the standard deviation at an update, counted from 0."""
+        return math.sqrt(self.eta / (1 + update) ** self.gamma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

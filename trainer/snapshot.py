@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import checkpoint_shards, rng
-from trainer.batch import MicroBatch, map_tensors, updates
-from trainer.checkpoint import FORMAT_VERSION
-from trainer.checkpoint_reader import compare_names
-from trainer.checkpoint_schema import taking_over
-from trainer.metrics import Sums
+from trainer import rng
+from trainer.checkpoints import shards as checkpoint_shards
+from trainer.checkpoints.reader import compare_names
+from trainer.checkpoints.schema import taking_over
+from trainer.checkpoints.store import FORMAT_VERSION
+from trainer.nested import map_tensors
 from trainer.trainer import Trainer
+from trainer.update.batch import MicroBatch, updates
+from trainer.update.sums import Sums
 
 
 def take(trainer: Trainer) -> dict[str, Any]:
@@ -35,16 +37,16 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "callbacks": callbacks,
         "state": {
             "counters": trainer.state.state_dict(),
-            "sums": strategy.gather(on_host(trainer.updater.sums.state_dict())),
-            "epoch_sums": strategy.gather(on_host(trainer.updater.epoch_sums.state_dict())),
-            "loader": strategy.gather(_loader_state(trainer)),
-            "own": strategy.gather(on_host(strategy.own_state(trainer.model))),
-            "unsaved": strategy.gather(on_host(trainer.unsaved.state_dict())),
+            "sums": strategy.group.gather(on_host(trainer.updater.sums.state_dict())),
+            "epoch_sums": strategy.group.gather(on_host(trainer.updater.epoch_sums.state_dict())),
+            "loader": strategy.group.gather(_loader_state(trainer)),
+            "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
+            "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
-            "world_size": strategy.world_size,
+            "world_size": strategy.group.world_size,
             "torch": str(torch.__version__),
         },
-        "rng": strategy.gather(rng.capture(strategy.computing)),
+        "rng": strategy.group.gather(rng.capture(strategy.computing)),
         "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
@@ -92,7 +94,7 @@ def _take_over(
     trainer: Trainer, payload: Mapping[str, Any], hyper_parameters: bool, same_run: bool
 ) -> list[str]:
     notes: list[str] = []
-    state, rank = payload["state"], trainer.strategy.rank
+    state, rank = payload["state"], trainer.group.rank
     parameters = dict(trainer.model.named_parameters())
     payload = checkpoint_shards.read(payload, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
@@ -106,20 +108,20 @@ def _take_over(
         if saved.get(name) and (same_run or not callback.of_run):
             callback.load_state_dict(saved[name])
     if "unsaved" in state:  # an older checkpoint has none
-        same = state["world_size"] == trainer.strategy.world_size
+        same = state["world_size"] == trainer.group.world_size
         notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed = True
     _load_loader_state(trainer, state.get("loader", []))
-    if state["world_size"] == trainer.strategy.world_size:
+    if state["world_size"] == trainer.group.world_size:
         for sums, saved_sums in _sums(trainer, state):
             sums.load_state_dict(saved_sums[rank])
         trainer.strategy.load_own_state(trainer.model, state["own"][rank])
         notes += rng.restore(payload["rng"][rank], trainer.strategy.computing)
     else:
         notes.append(
-            f"saved by {state['world_size']} processes, resumed by {trainer.strategy.world_size}: "
+            f"saved by {state['world_size']} processes, resumed by {trainer.group.world_size}: "
             "the samples of every update stay the same; dropout masks and the last digits do not"
         )
         for sums, saved_sums in _sums(trainer, state):
@@ -175,7 +177,7 @@ def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> Non
     loader: Any = trainer.train_loader
     if not hasattr(loader, "skipped_state"):
         return
-    rank, count = trainer.strategy.rank, trainer.strategy.world_size
+    rank, count = trainer.group.rank, trainer.group.world_size
     own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
     loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
 

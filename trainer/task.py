@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.precision import in_format
+from trainer.nested import in_format
 
 
 class Metric(Protocol):

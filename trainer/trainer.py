@@ -11,30 +11,30 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.batch import BatchSource, MicroBatch, as_source, repeatable, updates
 from trainer.callback import Callback, Hooks, judged_average
+from trainer.checkpoints.unsaved import Unsaved
+from trainer.distributed.group import Group
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator
-from trainer.lr_horizon import refuse_to_wait
-from trainer.lr_schedule import LRSchedule
-from trainer.optimizers import Optimizers
+from trainer.lr_schedulers.horizon import refuse_to_wait
+from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
-from trainer.parts import Parts
-from trainer.precision import Precision
 from trainer.state import MAX_TIME, TrainState
-from trainer.strategy import Strategy
+from trainer.strategies.strategy import Strategy
 from trainer.task import Task, named_modules
-from trainer.timer import Timer
-from trainer.unsaved import Unsaved
-from trainer.update import Updater
-from trainer.waiting import Waiting
+from trainer.timer import Timer, Waiting
+from trainer.update.batch import BatchSource, MicroBatch, as_source, repeatable, updates
+from trainer.update.parts import Parts
+from trainer.update.precision import Precision
+from trainer.update.updater import Updater
 
 
 class Trainer:
     """Train a model: objects in, no config.
 
-    `train_loader` and `val_loader` are `data.loader.Loader`s, or any iterable of batches on one
-    process; `optimizer` and `lr_scheduler` may be torch's own.
+    `train_loader` and `val_loader` are `data.loading.loader.Loader`s, or any iterable of batches
+    on one process; `optimizer` and `lr_scheduler` may be torch's own.
     """
 
     def __init__(
@@ -83,20 +83,9 @@ class Trainer:
         self.timer = Timer()
         self.resumed = False
         self._is_set_up = False
-        self.waiting = Waiting(self.timer, self.state, alone=self.strategy.world_size == 1)
+        self.waiting = Waiting(self.timer, self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
-        forward = self.model if compiled is None else compiled  # its truth would be its length
-        self.parts = Parts(
-            self.model,
-            forward,
-            self.strategy.wrap(forward),
-            task,
-            self.optimizers,
-            self.strategy,
-            self.precision,
-            self.options,
-            self.state,
-        )
+        self.parts = self._assembled(compiled)
         self.updater = Updater(self.parts)
         self.unsaved = Unsaved(model, task)
         self._evaluator = Evaluator(self.parts, self.waiting)
@@ -105,10 +94,29 @@ class Trainer:
         validated = self.val_loader is not None
         refuse_to_wait(self.lr_schedule.monitors, validated, self.options.validates)
 
+    def _assembled(self, compiled: nn.Module | None) -> Parts:
+        forward = self.model if compiled is None else compiled  # its truth would be its length
+        return Parts(
+            self.model,
+            forward,
+            self.strategy.wrap(forward),
+            self.task,
+            self.optimizers,
+            self.strategy,
+            self.precision,
+            self.options,
+            self.state,
+        )
+
+    @property
+    def group(self) -> Group:
+        """The processes of the run."""
+        return self.strategy.group
+
     @property
     def is_main(self) -> bool:
         """Whether this process writes and prints."""
-        return self.strategy.is_main
+        return self.group.is_main
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -227,11 +235,11 @@ class Trainer:
             state.request_stop(MAX_TIME)
         # Where all wait for each other anyway they learn at once what one of them wishes.
         meeting = self.done or not state.position or state.validated_at == state.global_step
-        self.strategy.agree(state, at_once=meeting, in_step=not meeting)
+        self.group.agree(state, at_once=meeting, in_step=not meeting)
         return self.done or state.stop_reason is not None
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Apply one optimizer update, or skip it, and count; `trainer.update` draws it."""
+        """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""
         state = self.state
         applied = self.updater.apply(micro_batches)
         state.updates += 1

@@ -28,17 +28,16 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from data.images import ImageTensors
-from data.loader import Loader
+from data.loading.loader import Loader
 from data.orders import Shuffled
-from data.sampler import UpdateSampler
+from data.updates import UpdateSampler
 from models.small_cnn import SmallCNN
 from scripts.benchmarks.ddp_start import STARTS, measure_starts
 from scripts.benchmarks.report import Report, Row
 from trainer.callback import Callback
-from trainer.ddp import DDP
-from trainer.gradients import Clipping
-from trainer.options import TrainerOptions
-from trainer.strategy import Strategy
+from trainer.options import Clipping, TrainerOptions
+from trainer.strategies.ddp import DDP
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -108,27 +107,27 @@ def _rank(rank: int, processes: int, port: int, rounds: int, results: Connection
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # as launchers set it
-    group = DDP(accelerator=DEVICE)
-    group.setup()
-    contenders = _contenders(group)
+    strategy = DDP(accelerator=DEVICE)
+    strategy.setup()
+    contenders = _contenders(strategy)
     speeds: dict[str, list[Speed]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
-            group.barrier()
+            strategy.group.barrier()
             speeds[name].append(contender())
     if rank == 0:
         results.send(speeds)
-    group.teardown()
+    strategy.group.leave()
 
 
-def _contenders(group: DDP) -> dict[str, Callable[[], Speed]]:
-    if group.world_size > 1:
-        return {"by hand": partial(by_hand, group), "Regimen": partial(regimen, group)}
-    alone = Strategy(group.device)
+def _contenders(strategy: DDP) -> dict[str, Callable[[], Speed]]:
+    if strategy.group.world_size > 1:
+        return {"by hand": partial(by_hand, strategy), "Regimen": partial(regimen, strategy)}
+    alone = Strategy(strategy.device)
     return {
         "by hand": partial(by_hand, alone),
         "Regimen": partial(regimen, alone),
-        "Regimen, wrapped": partial(regimen, group),
+        "Regimen, wrapped": partial(regimen, strategy),
     }
 
 
@@ -145,11 +144,11 @@ def by_hand(strategy: Strategy) -> Speed:
     model, optimizer, samples = _parts(strategy.device)
     wrapped: nn.Module = model
     sampler: DistributedSampler[tuple[Tensor, ...]] | None = None
-    if strategy.world_size > 1:
+    if strategy.group.world_size > 1:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         sampler = DistributedSampler(samples, shuffle=True, seed=0)
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
-        samples, BATCH // strategy.world_size, sampler=sampler, shuffle=sampler is None
+        samples, BATCH // strategy.group.world_size, sampler=sampler, shuffle=sampler is None
     )
     losses, correct = (torch.zeros((), device=strategy.device) for _ in range(2))
     stamps: list[tuple[float, float]] = []
@@ -164,7 +163,7 @@ def by_hand(strategy: Strategy) -> Speed:
         losses += loss.detach()
         correct += (logits.detach().argmax(1) == labels).sum()
         stamps.append(_now())
-    if strategy.world_size > 1:
+    if strategy.group.world_size > 1:
         dist.all_reduce(losses)
         dist.all_reduce(correct)
     return _speed(stamps)
@@ -184,8 +183,8 @@ def regimen(strategy: Strategy) -> Speed:
     sampler = UpdateSampler(
         Shuffled(len(samples), 0),
         batch_size=BATCH,
-        rank=strategy.rank,
-        world_size=strategy.world_size,
+        rank=strategy.group.rank,
+        world_size=strategy.group.world_size,
     )
     stamps, (images, labels) = _Stamps(), samples.tensors
     Trainer(

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from trainer.atomic import write_json
-from trainer.text import table, to_text
+from trainer.files.atomic import write_json
+from trainer.summary.text import table, to_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ from callbacks.progress import Progress
 from callbacks.tensorboard import TensorBoard
 from scripts.benchmarks.report import Report, Row
 from trainer.callback import Callback
-from trainer.gradients import Clipping
-from trainer.options import TrainerOptions
+from trainer.options import Clipping, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 

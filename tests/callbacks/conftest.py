@@ -14,7 +14,7 @@ from torch import nn
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.options import TrainerOptions
-from trainer.strategy import Strategy
+from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.trainer import Trainer
 

@@ -8,12 +8,12 @@ import torch
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
-from callbacks.errors import CallbackError
-from trainer import checkpoint as mechanism
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints import store as mechanism
+from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import StorageError
-from trainer.safetensors_file import read_safetensors
 from trainer.state import MAX_TIME
 
 

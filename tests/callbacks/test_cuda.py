@@ -8,7 +8,7 @@ import torch
 from callbacks.ema import EMA
 from callbacks.memory import Memory
 from trainer.callback import Callback
-from trainer.strategy import Strategy
+from trainer.strategies.strategy import Strategy
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks.errors import CallbackError
 from callbacks.histograms import Histograms, describe
 from callbacks.lr_finder import LRFinder, smoothed
 from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
 from callbacks.state_dump import StateDump
+from callbacks.support.errors import CallbackError
 from callbacks.tensorboard import TensorBoard
 from trainer.callback import Callback
 from trainer.errors import DivergedError

@@ -7,10 +7,10 @@ import torch
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore
 
 
 class History(Callback):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.errors import CallbackError
 from callbacks.lr_monitor import LRMonitor
 from callbacks.memory import Memory, peak_rss
+from callbacks.support.errors import CallbackError
 from callbacks.throughput import Throughput
 from trainer.callback import Callback
 from trainer.state import TrainState

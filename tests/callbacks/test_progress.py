@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from callbacks import progress as module
-from callbacks.errors import CallbackError
 from callbacks.progress import Progress
+from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 
 
@@ -131,7 +131,7 @@ def test_a_horizon_in_steps_closes_its_last_epoch(make_trainer: Any, capsys: Any
 
 def test_only_the_main_process_shows(make_trainer: Any, capsys: Any) -> None:
     trainer = make_trainer({"progress": Progress(bar=True)})
-    trainer.strategy.rank = 1
+    trainer.group.rank = 1
     with console():
         trainer.fit()
     assert capsys.readouterr().err == ""

@@ -23,9 +23,9 @@ from callbacks.swa import SWA
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from callbacks.unfreeze import Unfreeze
-from scripts.compose import compose
+from scripts.composition.compose import compose
 from trainer.callback import Callback
-from trainer.instantiate import instantiate
+from trainer.targets.instantiate import instantiate
 
 CONF = Path(__file__).parents[2] / "conf" / "callbacks"
 GROUPS = sorted(path.stem for path in CONF.glob("*.yaml"))

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.errors import CallbackError
+from callbacks.support.errors import CallbackError
 from callbacks.unfreeze import Unfreeze
 from trainer.callback import Callback
 

@@ -7,8 +7,8 @@ import pytest
 
 from conf.check import parse
 from conf.errors import ConfigError
-from scripts.compose import compose
-from trainer.build_check import check_targets
+from scripts.composition.compose import compose
+from trainer.build.check import check_targets
 
 
 def mistakes(*argv: str) -> ConfigError:
@@ -223,7 +223,7 @@ def test_a_folder_of_configs_that_cannot_be_listed(
 
     assert "there is no folder" in str(mistakes("--config-dir", str(tmp_path / "nowhere")))
     assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
-    monkeypatch.setattr("scripts.compose.os.scandir", refuse)
+    monkeypatch.setattr("scripts.composition.compose.os.scandir", refuse)
     assert "Permission denied" in str(mistakes("--config-dir", str(tmp_path)))
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from conf.check import check, parse
-from conf.defaults import fill_defaults
+from conf.check import check, fill_defaults, parse
 from conf.errors import ConfigError, Problem
 from conf.fields import declared, rule_of
 from conf.schema import Config

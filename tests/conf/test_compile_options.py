@@ -8,8 +8,8 @@ from torch import _inductor
 from conf.check import parse
 from conf.compile_options import MODES, compile_problems
 from conf.errors import ConfigError
-from scripts.compose import compose
-from trainer.build_check import check_targets
+from scripts.composition.compose import compose
+from trainer.build.check import check_targets
 
 
 def test_the_modes_are_torchs() -> None:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from conf.yaml_dump import dump
 from conf.yaml_file import examine
-from scripts.trees import escape_reserved
+from scripts.composition.trees import escape_reserved
 
 TRICKY = [
     "no",

@@ -11,15 +11,15 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 from torchvision.transforms import v2
 
-from data.device_transforms import DeviceTransforms
 from data.images import ImageTensors
-from data.loader import Loader
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.loader import Loader
+from data.loading.on_device import OnDevice
 from data.orders import Sequential
-from data.prefetch import OnDevice
-from data.sampler import UpdateSampler
 from data.samplers import as_order, as_updates
 from data.sources import Digits
 from data.transforms import Pipeline
+from data.updates import UpdateSampler
 
 CONF = Path(__file__).parents[2] / "conf"
 # The order is the point: `data` after `transforms`, so that a data set may choose its own.

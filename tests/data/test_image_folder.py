@@ -8,9 +8,9 @@ import pytest
 
 from data.errors import DataError
 from data.image_folder import ImageFiles, image_folder
-from data.loader import Loader
+from data.loading.loader import Loader
 from data.orders import Sequential
-from data.sampler import UpdateSampler
+from data.updates import UpdateSampler
 
 
 def _open(root: Path, split: Any = "train", **options: Any) -> Any:

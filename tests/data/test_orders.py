@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.orders import ClassBalanced, LowMemory, Sequential, Shuffled, Subset, Weighted, shuffled
-from data.permutation import Permutation, Permuted
-from data.sampler import UpdateSampler
+from data.orders import (
+    ClassBalanced,
+    LowMemory,
+    Permutation,
+    Permuted,
+    Sequential,
+    Shuffled,
+    Subset,
+    Weighted,
+    shuffled,
+)
+from data.updates import UpdateSampler
 
 
 class Labelled:

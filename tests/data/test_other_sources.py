@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.loader import Loader
+from data.loading.loader import Loader
 from data.noise import WithNoise
 from data.orders import Sequential
-from data.sampler import UpdateSampler
 from data.scenes import UNSURE, DigitScenes
 from data.tabular import Diabetes
 from data.text import ALPHABET, StandardLibraryText, docstrings
+from data.updates import UpdateSampler
 
 SPLITS = ("train", "val", "test")
 FEW = ("textwrap", "heapq", "string")  # modules that are quickly read

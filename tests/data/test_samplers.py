@@ -11,9 +11,9 @@ from torch.utils import data as torch_data
 
 from data.errors import DataError
 from data.orders import Sequential, Shuffled
-from data.sampler import UpdateSampler
 from data.samplers import GivenBatches, PerClass, SamplerOrder, as_order, as_updates, default_order
 from data.streams import Stream
+from data.updates import UpdateSampler
 
 
 class Lucky(torch_data.Sampler[int]):

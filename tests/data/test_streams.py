@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.errors import DataError
-from data.loader import Loader
+from data.loading.loader import Loader
 from data.orders import Sequential
-from data.sampler import UpdateSampler
 from data.streams import Stream, as_dataset
+from data.updates import UpdateSampler
 
 
 class Numbers(IterableDataset[tuple[torch.Tensor, int]]):

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from data.transforms import Pipeline, Standardize, ToFloat
-from data.views import Mirrored, StackViews, average_views
+from data.transforms import Mirrored, Pipeline, StackViews, Standardize, ToFloat, average_views
 
 
 def _model() -> nn.Module:

@@ -21,7 +21,7 @@ import pytest
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = [
     "scripts.train",
-    "scripts.run",
+    "scripts.runs.run",
     "torchvision.transforms.v2",
     "sklearn.datasets",
     "torch._dynamo",
@@ -65,7 +65,8 @@ def run_command(arguments, folder, output, environment, tmpfs):
 
 def train_as_on_a_gpu():
     """Take the CPU for a device that the host waits for, with the optimizers that go with it."""
-    from trainer import build, guard
+    from trainer.build import experiment as build
+    from trainer.update import guard
 
     guard.waits_for = lambda device: True
     plain = build.build_optimizers

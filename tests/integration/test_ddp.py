@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from scripts.same_run import differences
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
     "experiment=resnet18",
@@ -38,7 +38,7 @@ class Break(Callback):
 
     def on_update_end(self, trainer):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first and (trainer.strategy.rank, trainer.state.updates) == (self.rank, self.step):
+        if first and (trainer.group.rank, trainer.state.updates) == (self.rank, self.step):
             getattr(self, self.how)()
 
     def fail(self):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.same_run import differences
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
     "experiment=resnet18",
@@ -38,10 +38,10 @@ class Break(Callback):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if first and trainer.state.updates == self.step:
             if self.how == "wait":  # for the test
-                print(f"here {trainer.strategy.rank}", file=sys.stderr, flush=True)
+                print(f"here {trainer.group.rank}", file=sys.stderr, flush=True)
                 while trainer.state.signal is None:
                     time.sleep(0.01)
-            if self.how == "die" and trainer.strategy.rank == self.rank:
+            if self.how == "die" and trainer.group.rank == self.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from scripts.same_run import differences
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ class Break(Callback):
 
     def on_update_end(self, trainer):
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and (trainer.strategy.rank, trainer.state.updates) == (1, self.step):
+        if first and (trainer.group.rank, trainer.state.updates) == (1, self.step):
             getattr(self, self.how)(trainer.state)
 
     def fail(self, state):

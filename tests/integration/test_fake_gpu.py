@@ -16,26 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
-from data.device_transforms import DeviceTransforms
-from data.prefetch import to_device
-from data.sampler import Piece
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.on_device import to_device
+from data.updates import Piece
 from models.gan import GAN as Networks  # noqa: N811
-from scripts.arguments import parse_arguments
-from scripts.compose import compose
-from trainer.build_data import with_classes
-from trainer.confusion import MacroF1, PerClassAccuracy
-from trainer.instantiate import instantiate
-from trainer.losses import Term, vector
-from trainer.metrics import Sums
-from trainer.penalties import GradientPenalty
+from scripts.cli.arguments import parse_arguments
+from scripts.composition.compose import compose
+from trainer.build.data import with_classes
 from trainer.snapshot import on_host
+from trainer.targets.instantiate import instantiate
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import GAN
 from trainer.tasks.language_model import LanguageModel
+from trainer.tasks.losses import Term, vector
+from trainer.tasks.metrics import MacroF1, PerClassAccuracy
 from trainer.tasks.multilabel import MultiLabel
+from trainer.tasks.penalties import GradientPenalty
 from trainer.tasks.regression import Regression
 from trainer.tasks.segmentation import Segmentation
+from trainer.update.sums import Sums
 
 CUDA = torch.device("cuda", 0)
 TRANSFORMS = Path(__file__).parents[2] / "conf" / "transforms"

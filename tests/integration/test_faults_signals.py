@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from scripts.same_run import differences, repeated_steps
-from trainer.checkpoint import CheckpointStore
-from trainer.run_directory import read_status
+from trainer.checkpoints.store import CheckpointStore
+from trainer.runs.directory import read_status
 
 
 def logged_step(run):

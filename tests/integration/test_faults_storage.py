@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from scripts.same_run import differences
-from trainer.checkpoint import CheckpointStore
-from trainer.run_directory import read_status
+from trainer.checkpoints.store import CheckpointStore
+from trainer.runs.directory import read_status
 
 # 0.6 M parameters with their momentum: 5 MB.
 LARGE = ["experiment=resnet18", "model=mlp", "model.hidden=[800,500]", "loader.num_workers=0"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.arguments import parse_arguments
-from scripts.compose import CONF
+from scripts.cli.arguments import parse_arguments
+from scripts.composition.compose import CONF
 from scripts.help import answer
 
 
@@ -41,7 +41,7 @@ def test_help_shows_the_users_folder_too(
 
 
 def test_help_needs_neither_torch_nor_hydras_composition() -> None:
-    code = "import sys; from scripts.help import answer; from scripts.arguments import *;"
+    code = "import sys; from scripts.help import answer; from scripts.cli.arguments import *;"
     code += "answer(parse_arguments(['--help'])); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.loader import Loader
+from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
-from data.sampler import UpdateSampler
+from data.updates import UpdateSampler
 from trainer import rng
 from trainer.evaluation import EvaluationAbandoned
 from trainer.options import TrainerOptions

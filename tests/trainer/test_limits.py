@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from conf.check import parse
-from scripts.compose import compose
-from trainer.build_data import count, eval_loader, limited, overfit_samples
+from scripts.composition.compose import compose
+from trainer.build.data import count, eval_loader, limited, overfit_samples
 
 
 def config_of(*overrides: str) -> Any:

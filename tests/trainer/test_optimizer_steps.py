@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.optimizers import Optimizers, build_optimizers
+from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 
 def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:

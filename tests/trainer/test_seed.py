@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer import rng
-from trainer.seed import seed_everything, set_switches
+from trainer.rng import seed_everything, set_switches
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import build, seed
+from trainer import rng as seed
+from trainer.build import experiment as build
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer

@@ -1,1 +1,1 @@
-"""What a model can be trained for."""
+"""What a model is trained for: tasks, their losses and metrics."""

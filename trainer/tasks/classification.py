@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
-from trainer.losses import Losses
 from trainer.task import Metric
+from trainer.tasks.losses import Losses
 from trainer.tasks.supervised import Scores, Supervised
 
 

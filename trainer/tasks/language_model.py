@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
-from trainer.losses import Losses
-from trainer.running import Perplexity
 from trainer.task import Metric
+from trainer.tasks.losses import Losses
+from trainer.tasks.metrics import Perplexity
 from trainer.tasks.supervised import Scores, Supervised
 
 

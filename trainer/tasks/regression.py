@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
-from trainer.losses import Losses
-from trainer.running import R2
 from trainer.task import Metric
+from trainer.tasks.losses import Losses
+from trainer.tasks.metrics import R2
 from trainer.tasks.supervised import Scores, Supervised
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from trainer.confusion import MeanIoU
 from trainer.errors import ModelError
-from trainer.losses import Losses
 from trainer.task import Metric
+from trainer.tasks.losses import Losses
+from trainer.tasks.metrics import MeanIoU
 from trainer.tasks.supervised import Scores, Supervised
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.errors import SampleError
-from trainer.losses import Losses
 from trainer.task import Metric, StepOutput, Task
+from trainer.tasks.losses import Losses
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 

@@ -1,0 +1,1 @@
+"""From a data set and its order to micro-batches on their device."""

@@ -1,0 +1,167 @@
+"""Batches on their device, one ahead of the computation, transformed there."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from data.loading.collate import map_leaves
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.fetch import Skipped
+from data.loading.loader import Loader, MicroBatch
+
+
+class OnDevice:
+    """Give a loader's micro-batches on `device`, after the device transforms.
+
+    On a CUDA device with `prefetch`, a batch is copied and transformed on a side stream while the
+    one before it is computed with; elsewhere, when it is asked for.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        device: torch.device,
+        *,
+        transforms: DeviceTransforms | None = None,
+        non_blocking: bool = True,
+        prefetch: bool = True,
+    ) -> None:
+        self.loader = loader
+        self.device = device
+        self.transforms = transforms
+        self.non_blocking = non_blocking
+        self.prefetch = prefetch
+
+    @property
+    def dataset(self) -> Any:
+        """The data set that is loaded."""
+        return self.loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """What makes the updates."""
+        return self.loader.sampler
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """Samples that could not be loaded."""
+        return self.loader.skipped
+
+    def skipped_state(self) -> list[list[Any]]:
+        """Return what was left out, as plain values."""
+        return self.loader.skipped_state()
+
+    def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
+        """Take over what was left out."""
+        self.loader.load_skipped_state(state)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of updates `start` to `stop` of an epoch."""
+        source = self.loader.epoch(epoch, start, stop)
+        if self.prefetch and self.device.type == "cuda":
+            return one_ahead(source, side_stream(self.device), self._moved)
+        return map(self._moved, source)
+
+    def heed(self, interrupted: Callable[[], bool]) -> None:
+        """Let the loader ask, while a batch is waited for, whether to end the epoch there."""
+        self.loader.heed(interrupted)
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self.loader.close()
+
+    def _moved(self, micro: MicroBatch) -> MicroBatch:
+        batch = to_device(micro.batch, self.device, self.non_blocking)
+        if self.transforms:
+            batch = self.transforms(batch, micro.piece)
+        return MicroBatch(batch, micro.piece)
+
+
+class Stream(Protocol):
+    """What `one_ahead` asks of a side stream."""
+
+    def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
+        """Start moving a micro-batch and return a ticket for it."""
+
+    def collect(self, ticket: Any) -> MicroBatch:
+        """Return the moved micro-batch, safe to compute with."""
+
+
+class SideStream:
+    """A CUDA stream for copies and transforms beside the computation; the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
+        """Start moving; the pinned source stays alive with the ticket."""
+        with torch.cuda.stream(self.stream):
+            moved = move(micro)
+            return moved, micro, self.stream.record_event()
+
+    def collect(self, ticket: Any) -> MicroBatch:
+        """Let the computing stream wait for the copy, and its tensors outlive their use there."""
+        moved: MicroBatch
+        moved, _, done = ticket
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(done)
+        map_leaves(lambda leaf: _lent(leaf, current), moved.batch)
+        return moved
+
+
+@functools.cache
+def side_stream(device: torch.device) -> SideStream:
+    """Return the side stream of a device, one for all loaders and epochs.
+
+    torch keeps the memory of each stream apart: with new ones, batches of the old would stay.
+    """
+    return SideStream(device)
+
+
+def one_ahead(
+    source: Iterator[MicroBatch],
+    stream: Stream,
+    move: Callable[[MicroBatch], MicroBatch],
+) -> Iterator[MicroBatch]:
+    """Launch each micro-batch before the one ahead of it is handed out.
+
+    An error of the source is raised only after what was launched has been used, as it would be
+    without looking ahead.
+    """
+    waiting: Any = None
+    failure: Exception | None = None
+    while True:
+        try:
+            micro = next(source, None)
+            launched = None if micro is None else stream.launch(move, micro)
+        except Exception as error:
+            launched, failure = None, error
+        if waiting is not None:
+            yield stream.collect(waiting)
+        if failure is not None:
+            raise failure
+        if launched is None:
+            return
+        waiting = launched
+
+
+def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
+    """Move the tensors of a nested batch; other leaves stay."""
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(moved, batch)
+
+
+def _lent(leaf: Any, stream: torch.cuda.Stream) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_cuda:
+        leaf.record_stream(stream)
+    return leaf

@@ -1,0 +1,1 @@
+"""What is typed, what is answered, and how a command ends."""

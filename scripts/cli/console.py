@@ -1,0 +1,140 @@
+"""What a command says and how it ends: log lines, the one `error:` line, the exit code."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from scripts.cli.outlets import outlive_readers
+from trainer.errors import EXIT_CODES, stopping_signals
+from trainer.files.log_format import VisibleFormatter, indented_lines, visible
+
+logger = logging.getLogger("regimen")
+log_file = logging.getLogger("regimen.log")  # what only `train.log` is told
+_early: list[int] = []
+
+
+_LESS_MEMORY = (
+    "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
+    "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
+)
+
+
+class StoppedEarlyError(BaseException):
+    """A signal came before there was anything to save."""
+
+    from_outside = True  # no fault of the code that it passes through
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} before the first update: there was nothing to save")
+
+
+def guarded(command: Callable[[], int]) -> NoReturn:
+    """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
+    outlive_readers()
+    end_on_signals()
+    try:
+        code = command()
+    except BaseException as error:
+        code = report(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def report(error: BaseException) -> int:
+    """Say what ended the command, once, and return the exit code; see DESIGN's table of codes."""
+    code = exit_code(error)
+    if not _speaks(error):
+        return code
+    if code == 1:
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    first, *rest = indented_lines(describe(error))
+    print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
+    return code
+
+
+def _speaks(error: BaseException) -> bool:
+    """Tell whether this process is to tell of a failure: of torchrun's, the first that fails."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from trainer.distributed.peers import Cause, agent_board
+
+    board = agent_board()
+    return board is None or board.claim(Cause.of(error, int(os.environ["RANK"])))
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the code that an exception stands for; 1 for one that nobody expected."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if is_out_of_memory(error):
+        return 8
+    code = getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory gave out, a GPU's or the host's; torch need not be imported for it."""
+    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's text, or its type's name where it has none."""
+    text = str(error).strip()
+    if is_out_of_memory(error):
+        first = text.splitlines()[0] if text else "memory ran out"
+        return f"out of memory: {first}; {_LESS_MEMORY}"
+    if hasattr(error, "exit_code") or exit_code(error) != 1:
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Show log lines as they are: everything, or warnings only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter("%(message)s"))
+    handler.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler.addFilter(lambda record: record.name != log_file.name)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+
+
+def end_on_signals() -> None:
+    """End a command that has nothing to save yet when a signal comes."""
+    for number in stopping_signals():
+        signal.signal(number, _stop_early)
+
+
+def heard_early() -> int | None:
+    """Return a signal that came before there was anything to save, and that someone swallowed."""
+    return _early[-1] if _early else None
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:
+    _early.append(number)
+    raise StoppedEarlyError(number)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Look for no garbage while modules are imported: they make many objects and all stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,40 @@
+"""What a command line asked for, composed once; it travels to every process of the run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.yaml_dump import dump
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked configuration and where it came from."""
+
+    config: dict[str, Any]  # resolved, plain containers
+    overrides: list[str]
+    choices: dict[str, str]  # what was picked for each config group
+    arguments: list[str]  # as typed, to say how to go on
+    allowed: list[str] = field(default_factory=list)  # packages of --allow-target
+
+    def resume_command(self, run_dir: Path) -> str:
+        """Return the command that goes on with this run."""
+        kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
+        path = str(run_dir)
+        value = path if re.fullmatch(r"[\w./+-]+", path) else quoted(path)
+        return shlex.join(["train", *kept, f"run_dir={value}", "resume=auto"])
+
+    def config_text(self) -> str:
+        """Return the configuration as YAML; what belongs to one start only is null."""
+        stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None}
+        return dump(stored)
+
+
+def quoted(text: str) -> str:
+    """Quote text for the value of an override: backslashes before a quote are doubled."""
+    inner = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"'{inner}'"

@@ -1,0 +1,1 @@
+"""From overrides and YAML files to one checked configuration: the door to Hydra."""

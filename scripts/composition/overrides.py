@@ -1,0 +1,177 @@
+"""The overrides of a command line: parsed one by one, refused where they may not be, sorted.
+
+Hydra's parsed overrides come in by duck typing: Hydra itself is imported by `compose` alone.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from conf.check import nearest
+from conf.errors import Problem
+from scripts.composition.trees import first_lines
+
+# Groups whose options are whole nodes or settings: two of them would be merged into neither.
+SINGLE_CHOICE = (
+    "model",
+    "data",
+    "loader",
+    "loader/sampler",
+    "loader/batch_sampler",
+    "task",
+    "optimizer",
+    "lr_scheduler",
+    "lr_scheduler/warmup",
+    "trainer",
+    "strategy",
+    "sweep",
+)
+# Groups without which there is no run: leaving the choice out would take other defaults.
+NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
+NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
+_INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
+
+
+class Groups(Protocol):
+    """What is asked of the folders of configs."""
+
+    def group_exists(self, config_path: str) -> bool: ...
+    def config_exists(self, config_path: str) -> bool: ...
+    def get_group_options(self, group_name: str) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """An override of one job of a sweep."""
+
+    text: str  # as it stands on the job's command line
+    key: str
+    value: str
+    varies: bool  # between the jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """The values that a search may give a key: some, or all numbers from `low` to `high`."""
+
+    key: str  # as it stands on a command line, signs included
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    integers: bool = False
+    log: bool = False
+
+
+@dataclass(slots=True)
+class Overrides:
+    """Overrides on their way into a composition, and what is wrong with them."""
+
+    groups: Groups
+    problems: list[Problem] = field(default_factory=list)
+
+    def parse(self, texts: Iterable[str], parse: Callable[[str], Any], sweep: bool) -> list[Any]:
+        """Parse each text; one mistake does not hide the next."""
+        parsed = []
+        for text in texts:
+            try:
+                override = parse(text)
+            except Exception as error:  # the grammar's, or the parser's own on odd input
+                self.complain(text, f"not an override: {first_lines(error)}")
+                continue
+            if self._allowed(override, text, sweep):
+                parsed.append(override)
+        return parsed
+
+    def sort(
+        self, overrides: list[Any], known: Callable[[], set[str]]
+    ) -> tuple[list[str], list[Any]]:
+        """Separate choices of groups, as text for Hydra, from values.
+
+        `known` returns the groups for which a choice is made already: `+` is no addition there.
+        """
+        choices, values = [], []
+        for override in overrides:
+            value = override.value()
+            if isinstance(value, dict) or not self.groups.group_exists(override.key_or_group):
+                values.append(override)
+            elif (text := self._choice(override, value, known)) is not None:
+                choices.append(text)
+        return choices, values
+
+    def values_of(self, override: Any) -> list[Swept]:
+        """Return one override for each value that a sweep gives a key."""
+        key, text, name = override.get_key_element(), override.input_line, override.key_or_group
+        if not override.is_sweep_override():
+            return [Swept(text, name, text.partition("=")[2], False)]
+        if not override.is_discrete_sweep():
+            self.complain(name, "an interval has no end of values", "search it: -m sweep=optuna")
+            return []
+        try:
+            values = [str(value) for value in override.sweep_string_iterator()]
+        except Exception as error:
+            self.complain(name, first_lines(error))
+            return []
+        return [Swept(f"{key}={value}", name, value, True) for value in values]
+
+    def dimension(self, override: Any) -> Dimension | None:
+        """Return the values that a search may give a key; None if the override fixes one."""
+        if not override.is_sweep_override():
+            return None
+        key = override.get_key_element()
+        if not override.is_interval_sweep():
+            return Dimension(key, choices=tuple(swept.value for swept in self.values_of(override)))
+        sweep = override.value()
+        low, high, log = sweep.start, sweep.end, "log" in sweep.tags
+        if not low < high or (log and low <= 0):
+            self.complain(override.key_or_group, f"no numbers from {low} to {high}")
+        integers = isinstance(low, int) and isinstance(high, int)
+        return Dimension(key, low=low, high=high, integers=integers, log=log)
+
+    def complain(self, key: str, message: str, hint: str | None = None) -> None:
+        """Note a mistake of the command line."""
+        self.problems.append(Problem(key, message, "command line", hint))
+
+    def _allowed(self, override: Any, text: str, sweep: bool) -> bool:
+        key = override.key_or_group
+        if re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
+            instead = _INSTEAD.get(key.removeprefix("hydra."))
+            self.complain(key, NO_HYDRA, f"use {instead}" if instead else None)
+        elif override.is_sweep_override() and not sweep:
+            hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
+            self.complain(key, f"several values in {text!r}", hint)
+        else:
+            return True
+        return False
+
+    def _choice(self, override: Any, value: Any, known: Callable[[], set[str]]) -> str | None:
+        """Return the override of a group as Hydra is to see it; None where it was refused."""
+        group = override.key_or_group
+        element = override.get_key_element().lstrip("+~")
+        if problem := choice_problem(group, None if override.is_delete() else value):
+            self.complain(group, problem, f"choose of {', '.join(self._options(group))}")
+            return None
+        if override.is_delete() or value is None:
+            return f"~{element}"
+        for name in value if isinstance(value, list) else [value]:
+            if not isinstance(name, str) or not self.groups.config_exists(f"{group}/{name}"):
+                options = self._options(group)
+                near = nearest(str(name), options)
+                meant = f"did you mean {near}? " if near else ""
+                hint = f"{meant}choose of {', '.join(options)}"
+                self.complain(group, f"there is no {group}={name}", hint)
+                return None
+        added = override.is_add() and element not in known()
+        return ("+" if added else "") + str(override.input_line).lstrip("+")
+
+    def _options(self, group: str) -> list[str]:
+        return self.groups.get_group_options(group)
+
+
+def choice_problem(group: str, value: Any) -> str | None:
+    """Say what is wrong with choosing `value`, a list or null for instance, in a group."""
+    if value is None and group in NEEDED:
+        return "missing: a run has one"
+    if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
+        return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"
+    return None

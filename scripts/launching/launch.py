@@ -1,0 +1,156 @@
+"""Start a run's processes through torch's elastic launcher, and answer for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from conf.errors import ConfigError, Problem
+from scripts.cli.request import Request
+from scripts.launching.notes import Notes, Report
+from trainer.distributed.machine import check_processes
+from trainer.errors import stopping_signals
+from trainer.files.log_format import indented_lines, visible
+from trainer.runs.directory import amend_failure
+from trainer.strategies.strategy import count_devices
+
+_PEER = 6  # a process that was lost, or that lost another
+_STOPPED = (130, 143)
+
+
+def launch(request: Request) -> int:
+    """Run a request in `strategy.devices` processes and return the run's exit code.
+
+    Raises ResourceError for more than the machine holds, ConfigError for what only they could find.
+    """
+    strategy = request.config["strategy"]
+    processes = count_devices(strategy["devices"], strategy["accelerator"])
+    check_processes(processes, strategy["accelerator"], strategy["backend"])
+    # As torchrun does: processes share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What goes wrong is told once, and by us.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))
+    try:
+        notes.ask(request, sys.path)
+        with _passing_signals_on(notes):
+            error = _run(_config(processes, strategy["max_restarts"], notes), notes)
+        return (
+            0 if error is None and notes.finished() else _answer(error, processes, request, notes)
+        )
+    finally:
+        shutil.rmtree(notes.folder, ignore_errors=True)
+
+
+def _config(processes: int, max_restarts: int, notes: Notes) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
+        # Those that end a run are passed on by us, for as long as the processes need.
+        signals_to_handle="SIGQUIT",
+    )
+
+
+def _run(config: LaunchConfig, notes: Notes) -> BaseException | None:
+    """Start the processes and wait for them; return what they ended by."""
+    command = elastic_launch(config, sys.executable)
+    try:
+        # -P: a folder `scripts` where the user stands would take the place of ours.
+        command("-P", "-m", "scripts.launching.rank", str(notes.folder))
+    except (ChildFailedError, SignalException) as error:
+        return error
+    return None
+
+
+@contextmanager
+def _passing_signals_on(notes: Notes) -> Iterator[None]:
+    """Hand signals to the processes, which have sessions of their own; a second Ctrl-C kills."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and notes.stopping():
+            _end_all(notes)
+        notes.stop()
+        for pid in notes.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_all(notes: Notes) -> None:
+    for pid in notes.pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    shutil.rmtree(notes.folder, ignore_errors=True)
+    os._exit(130)
+
+
+def _answer(error: BaseException | None, processes: int, request: Request, notes: Notes) -> int:
+    """Say once what went wrong first, and return its code. Raises ConfigError if it was that."""
+    first = _first(error, processes, notes)
+    if first.problems:
+        raise ConfigError([Problem(**fields) for fields in first.problems])
+    if first.code == 1:
+        print(visible(first.traceback), file=sys.stderr)
+    line, *rest = indented_lines(first.text)
+    print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
+    if notes.run_dir.exists():
+        run_dir = Path(notes.run_dir.read_text())
+        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
+    return first.code
+
+
+def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
+    """Find the failure that the others follow from."""
+    reports = notes.reports()
+    if isinstance(error, ChildFailedError) and not notes.stopping():
+        # Told to stop by torch's launcher, since another one had failed.
+        reports = [report for report in reports if report.code not in _STOPPED]
+    if reports and not reports[0].by_peer:
+        return reports[0]
+    lost = _killed(error)
+    gone = set(range(processes)) - {report.rank for report in reports}
+    if lost is None and notes.stopping():
+        return Report(0, 143, "stopped before the processes had started", 0.0, "", False)
+    if lost is None and reports and ("did not answer" in reports[0].text or not gone):
+        return reports[0]
+    text = lost or f"process {min(gone, default=0)} left before the run was over"
+    return Report(0, _PEER, text, 0.0, "", True)
+
+
+def _killed(error: BaseException | None) -> str | None:
+    """Name the process that a signal killed, if one was."""
+    if not isinstance(error, ChildFailedError):
+        return None
+    killed = {r: f for r, f in error.failures.items() if f.exitcode < 0}
+    for rank, failure in sorted(killed.items(), key=lambda pair: pair[1].timestamp):
+        name = signal.Signals(-failure.exitcode).name
+        return f"process {rank} (pid {failure.pid}) was killed by {name}"
+    return None

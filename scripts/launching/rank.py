@@ -1,0 +1,91 @@
+"""One of the processes that `launch` starts: `python -m scripts.launching.rank FOLDER`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from scripts.cli.console import describe, end_on_signals, exit_code, importing, log_to_stderr
+from scripts.cli.outlets import outlive_readers
+from scripts.cli.request import Request
+from scripts.launching.notes import Notes, Report
+
+_PR_SET_PDEATHSIG = 1
+# What a restart could mend: a lost process, memory, a fault that nobody expected.
+_MENDABLE = (1, 6, 8)
+_STOPPED = (130, 143)
+
+
+def main() -> None:
+    """Do this process's part of a run; how it failed is left in the folder, for the launcher."""
+    _end_with_parent()
+    outlive_readers()
+    end_on_signals()
+    notes = Notes(Path(sys.argv[1]))
+    rank = int(os.environ["RANK"])
+    log_to_stderr(rank == 0)
+    try:
+        notes.sign_in(rank)
+        if notes.stopping():
+            code = 0
+        else:
+            request, sys.path[:] = notes.asked()
+            code = _work(request, notes)
+    except BaseException as error:
+        code = _fail(error, rank, notes)
+    _leave(code)
+
+
+def _work(request: Request, notes: Notes) -> int:
+    with importing():
+        from scripts.runs.run import run
+
+    code = run(request, notes.run_dir)
+    if os.environ["RANK"] == "0":
+        notes.finish()
+    return code
+
+
+def _fail(error: BaseException, rank: int, notes: Notes) -> int:
+    """Report an exception, and return 0 where the launcher shall not start all over again."""
+    from trainer.errors import PeerError
+
+    code = exit_code(error)
+    notes.report(
+        Report.of(
+            error,
+            rank=rank,
+            code=code,
+            text=describe(error),
+            time=time.time(),
+            by_peer=isinstance(error, PeerError),
+        )
+    )
+    restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    hopeless = restarts and code not in _MENDABLE
+    return 0 if code in _STOPPED or notes.stopping() or hopeless else code
+
+
+def _leave(code: int) -> None:
+    """End without waiting for threads that wait for other processes."""
+    from trainer.errors import leave_at_once
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        leave_at_once(code)
+    sys.exit(0)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process if its launcher is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The plan of a run: what would be trained, on what, how, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scripts.plan.batch_split import BatchSplit
+from trainer.optimizers.optimizers import GroupRow
+from trainer.summary.memory import MemoryEstimate
+from trainer.summary.model import ModelSummary, modules_table, totals
+from trainer.summary.text import size, table, to_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """One split of the data."""
+
+    split: str
+    kind: str
+    samples: int | None  # None: a stream
+    classes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that the plan shows, in the order of showing."""
+
+    name: str
+    picks: Mapping[str, str | None]  # config group -> what was picked; None is not shown
+    settings: Mapping[str, str]  # what else decides a run: seed, precision, device, strategy, ...
+    overrides: Sequence[str]
+    data: Sequence[DataRow]
+    model: ModelSummary
+    groups: Sequence[GroupRow]
+    curves: Mapping[str, Sequence[float]]  # learning rates of each group, evenly over the run
+    split: BatchSplit
+    updates_per_epoch: int | None  # None: a stream of unknown length
+    total_steps: int | None  # None: no horizon but a time
+    horizon: str  # in the config's words: `trainer.max_epochs=6`
+    memory: MemoryEstimate
+    callbacks: Mapping[str, str]  # name -> class
+    run_dir: str
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def render(plan: Plan, width: int = 100, colour: bool = False) -> str:
+    """Return the plan as text, a section for each thing decided; `colour` is for a terminal."""
+    return to_text(*_sections(plan), width=width, colour=colour)
+
+
+def _sections(plan: Plan) -> Iterator[RenderableType]:
+    yield from _section(f"Plan of {plan.name}", *_config(plan))
+    yield from _section("Data", _data_table(plan.data))
+    yield from _section("Model", modules_table(plan.model), totals(plan.model))
+    yield from _section("Optimizer", _groups_table(plan.groups))
+    yield from _section("Learning rate", *curve_lines(plan.curves, plan.total_steps))
+    yield from _section("Updates", *_updates(plan), *plan.split.lines())
+    yield from _section("Memory on one device", _memory_table(plan.memory), *_memory_note(plan))
+    yield from _section("Callbacks", *(f"{name}: {kind}" for name, kind in plan.callbacks.items()))
+    yield from _section("Files", f"a run would write to {plan.run_dir}")
+    if plan.notes:
+        yield from _section("Notes", *plan.notes)
+
+
+def _section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
+    from rich.rule import Rule  # rich is loaded by those who draw
+    from rich.text import Text
+
+    yield Rule(Text(title, style="bold cyan"), align="left", style="dim")
+    for part in parts:
+        yield Text(part) if isinstance(part, str) else part
+    yield ""
+
+
+def _config(plan: Plan) -> Iterator[str]:
+    yield _pairs({group: pick for group, pick in plan.picks.items() if pick is not None})
+    yield _pairs(plan.settings)
+    if plan.overrides:
+        yield f"overrides: {' '.join(plan.overrides)}"
+
+
+def _pairs(values: Mapping[str, str | None]) -> str:
+    return "  ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _data_table(rows: Sequence[DataRow]) -> RenderableType:
+    columns = ("split", "data set", "samples", "classes")
+    cells = ((r.split, r.kind, _samples(r), _classes(r)) for r in rows)
+    return table(columns, cells, right=("samples",))
+
+
+def _samples(row: DataRow) -> str:
+    return "a stream" if row.samples is None else f"{row.samples:,}"
+
+
+def _classes(row: DataRow, show: int = 10) -> str:
+    names = [str(name) for name in row.classes]
+    if not names:
+        return "-"
+    more = ", ..." if len(names) > show else ""
+    return f"{len(names)}: {', '.join(names[:show])}{more}"
+
+
+def _groups_table(rows: Sequence[GroupRow]) -> RenderableType:
+    columns = ("group", "optimizer", "tensors", "parameters", "lr", "weight decay")
+    return table(columns, map(_group_cells, rows), right=columns[2:])
+
+
+def _group_cells(row: GroupRow) -> Sequence[str]:
+    sizes = f"{row.tensors:,}", f"{row.parameters:,}"
+    return row.group, row.optimizer, *sizes, _number(row.lr), _number(row.weight_decay)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def curve_lines(curves: Mapping[str, Sequence[float]], length: int | None = None) -> Iterator[str]:
+    """Draw each learning-rate curve over `length` updates.
+
+    Groups whose curves differ by a factor share a drawing.
+    """
+    shapes: dict[tuple[float, ...], list[str]] = {}
+    for name, values in curves.items():
+        top = max(values, default=0.0)
+        shape = tuple(round(v / top, 6) for v in values) if top > 0 else tuple(values)
+        shapes.setdefault(shape, []).append(name)
+    for names in shapes.values():
+        yield from _drawing({name: curves[name] for name in names}, length)
+
+
+def _drawing(curves: Mapping[str, Sequence[float]], length: int | None) -> Iterator[str]:
+    captions: dict[str, list[str]] = {}
+    for name, values in curves.items():
+        captions.setdefault(_caption(values), []).append(name)
+    yield from (f"{', '.join(names)}: {caption}" for caption, names in captions.items())
+    first = next(iter(curves.values()))
+    if first and min(first) < max(first):
+        yield from plot(first, length)
+
+
+def _caption(values: Sequence[float]) -> str:
+    if not values:
+        return "no updates"
+    if min(values) == max(values):
+        return f"constant at {values[0]:.4g}"
+    return f"{values[0]:.3g} at first, at most {max(values):.3g}, {values[-1]:.3g} at last"
+
+
+def _updates(plan: Plan) -> Iterator[str]:
+    parts = [plan.horizon]
+    if plan.updates_per_epoch is not None:
+        parts.append(f"{plan.updates_per_epoch:,} updates an epoch")
+    parts.append(
+        "no end but its time" if plan.total_steps is None else f"{plan.total_steps:,} in all"
+    )
+    yield ", ".join(parts)
+
+
+def _memory_table(memory: MemoryEstimate) -> RenderableType:
+    parts = {
+        "parameters": memory.parameters,
+        "buffers": memory.buffers,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": memory.activations,
+    }
+    total = size(memory.total) if memory.complete else f"more than {size(memory.total)}"
+    rows = [*((name, size(value)) for name, value in parts.items()), ("estimate", total)]
+    return table(("part", "size"), rows, right=("size",))
+
+
+def _memory_note(plan: Plan) -> Iterator[str]:
+    yield (
+        f"activations of {plan.split.largest} samples at a time; the framework, its workspace and "
+        "the data come on top"
+    )
+
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def plot(
+    values: Sequence[float], length: int | None = None, width: int = 64, height: int = 5
+) -> list[str]:
+    """Draw `values` as an area from zero to their maximum, over `length` updates.
+
+    They lie at even distances; without a length there is one for each update.
+    """
+    length = len(values) if length is None else length
+    top = max(values)
+    if top <= 0:
+        return [f"0 over {length:,} updates"]
+    columns = _sample(values, width)
+    # Eighths of a line; what is above zero shows.
+    filled = [max(round(v / top * height * 8), v > 0) for v in columns]
+    axis = f"{top:.3g}"
+    lines = []
+    for line in reversed(range(height)):
+        blocks = "".join(_BLOCKS[min(max(f - 8 * line, 0), 8)] for f in filled)
+        lines.append(f"{axis if line == height - 1 else '':>9} │{blocks}".rstrip())
+    lines.append(f"{'0':>9} └{'─' * len(columns)}")
+    end = f"{length:,} updates"
+    lines.append(f"{'':>11}0{end:>{max(len(columns) - 1, len(end) + 1)}}")
+    return lines
+
+
+def _sample(values: Sequence[float], width: int) -> list[float]:
+    """Return `width` values at even distances, the first and the last among them."""
+    if len(values) <= width:
+        repeat = max(1, width // len(values))
+        return [value for value in values for _ in range(repeat)]
+    last = len(values) - 1
+    return [values[round(column * last / (width - 1))] for column in range(width)]

@@ -1,0 +1,122 @@
+"""`dry_run=true`: everything checked and built, and shown."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.plan.batch_split import BatchSplit
+from scripts.plan.drawing import DataRow, Plan, render
+from trainer.files.atomic import write_text
+from trainer.files.storage import storage_error
+from trainer.lr_schedulers.schedule import curve
+from trainer.nested import to_device
+from trainer.summary.memory import estimate
+from trainer.summary.model import summarize
+
+if TYPE_CHECKING:
+    from scripts.cli.request import Request
+    from trainer.build.experiment import Experiment
+
+
+def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
+    """Print the plan and keep it as `plan.txt`, the one file that a dry run writes."""
+    plan = _plan(request, experiment, folder)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    print(render(plan, width=width, colour=sys.stdout.isatty()))
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    write_text(folder / "plan.txt", render(plan, width=100))
+
+
+def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
+    config, trainer = experiment.config, experiment.trainer
+    strategy, options = trainer.strategy, config.trainer
+    split = BatchSplit(
+        config.loader.batch_size,
+        strategy.devices,
+        options.gradient_accumulation_steps,
+        _length(experiment.data.sets["train"]),
+        config.loader.drop_last,
+    )
+    example = to_device(
+        next(trainer.train_loader.epoch(0)).batch,
+        strategy.device,
+        trainer.precision.dtype,
+        options.channels_last,
+    )
+    trainer.train_loader.close()
+    summary = summarize(
+        trainer.model,
+        example,
+        call=lambda model, batch: _loss(trainer.task, model, batch),
+        autocast=trainer.precision.autocast,
+    )
+    total, steps = trainer.total_steps, trainer.steps_per_epoch
+    curves = curve(config.lr_scheduler, trainer.optimizers, total, steps) if total else {}
+    return Plan(
+        name=config.name,
+        picks=request.choices,
+        settings={
+            "seed": str(config.seed),
+            "device": str(strategy.device),
+            "strategy": f"{strategy.name} ({strategy.devices} devices)",
+            "precision": trainer.precision.name,
+            "task": str(config.task["_target_"]),
+        },
+        overrides=request.overrides,
+        data=list(_data_rows(experiment)),
+        model=summary,
+        groups=trainer.optimizers.table(),
+        curves={name: [lr for _, lr in points] for name, points in curves.items()},
+        split=split,
+        updates_per_epoch=steps,
+        total_steps=total,
+        horizon=", ".join(
+            f"trainer.{name}={value}"
+            for name in ("max_epochs", "max_steps", "max_time")
+            if (value := getattr(options, name)) is not None
+        ),
+        memory=estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest),
+        callbacks={name: type(c).__name__ for name, c in trainer.callbacks.items()},
+        run_dir=str(folder),
+        notes=list(_notes(experiment)),
+    )
+
+
+def _loss(task: Any, model: Any, batch: Any) -> Any:
+    output = (
+        task.turn_step(model, batch, task.turns[0])
+        if task.turns
+        else task.training_step(model, batch)
+    )
+    return output.loss
+
+
+def _data_rows(experiment: Experiment) -> Iterator[DataRow]:
+    for split, dataset in experiment.data.sets.items():
+        if dataset is not None:
+            classes = getattr(dataset, "classes", None) or ()
+            yield DataRow(split, type(dataset).__name__, _length(dataset), classes)
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _notes(experiment: Experiment) -> Iterator[str]:
+    strategy: Any = experiment.trainer.strategy
+    explained = strategy.explain() if hasattr(strategy, "explain") else None
+    if explained:
+        yield explained
+    if experiment.data.sets.get("val") is None:
+        yield "no validation split: nothing is monitored, the last checkpoint is the one to use"
+    if experiment.data.sets.get("test") is None:
+        yield "no test split: the run ends with its validation figures"
+    if experiment.checkpointed:
+        yield f"activations computed again in backward: {', '.join(experiment.checkpointed)}"

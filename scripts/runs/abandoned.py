@@ -1,0 +1,116 @@
+"""Go back in a run: what lies beyond the step that it goes on from is moved to `abandoned/`.
+
+A run has one history. Going back is noted first and the note removed last: a run that was killed in
+between is brought to that step by whoever goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.files.atomic import remove_orphans, replacing, sync_folder, write_json
+from trainer.files.storage import storage_error
+from trainer.runs.directory import reserve, timestamp
+from trainer.runs.status import RunDirectoryError, read_json
+
+FOLDER = "abandoned"
+_NOTE = "unfinished.json"
+_METRICS = Path("metrics.jsonl")
+_EVENTS = Path("tensorboard"), "events.out.tfevents.*.regimen"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a run's history, as the checkpoint of that step knows it."""
+
+    step: int = 0
+    metrics: int = 0  # bytes of metrics.jsonl
+    events: Mapping[str, int] = field(default_factory=dict)  # bytes of TensorBoard's files
+    best: tuple[int, ...] = ()  # steps of checkpoints, the best first
+
+    @classmethod
+    def of(cls, payload: Mapping[str, Any]) -> Moment:
+        """Return where `payload` was taken."""
+        callbacks = payload["callbacks"]
+        sizes = [state["sizes"] for state in callbacks.values() if "sizes" in state]
+        return cls(
+            step=int(payload["state"]["counters"]["global_step"]),
+            metrics=int(callbacks.get("metrics_log", {}).get("offset", 0)),
+            events={name: size for known in sizes for name, size in known.items()},
+            best=tuple(int(s) for s, _ in callbacks.get("checkpoint", {}).get("ranking", ())),
+        )
+
+
+def going_back_to(run: Path) -> int | None:
+    """Return the step that a run was being brought back to when it was killed; None for most."""
+    try:
+        note = read_json(run / FOLDER / _NOTE)
+    except RunDirectoryError as error:
+        raise CheckpointError(f"{error}: it says where the run was to go on") from error
+    return int(note["step"]) if note else None
+
+
+def go_back(run: Path, moment: Moment) -> Path | None:
+    """Leave nothing in `run` that lies beyond `moment`; return the folder that it was moved to.
+
+    None where there is nothing. For the process that holds the run; raises StorageError.
+    """
+    store = CheckpointStore(run / "checkpoints")
+    longer = _longer(run, moment)
+    before = going_back_to(run)
+    if before is None and not longer and not store.beyond(moment.step):
+        return None
+    folder = _noted(run, moment.step)
+    places = (run / FOLDER, folder, folder / "checkpoints", folder / _EVENTS[0], store.folder)
+    for place in places:
+        remove_orphans(place)
+    try:
+        store.rewind(moment.step, moment.best, folder / "checkpoints")
+        for path, size in longer.items():
+            _cut(path, size, folder / path.relative_to(run))
+        (run / FOLDER / _NOTE).unlink()
+        sync_folder(run / FOLDER)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    return folder
+
+
+def _noted(run: Path, step: int) -> Path:
+    """Note that the run goes back to `step`; return where what is left behind goes to."""
+    note = read_json(run / FOLDER / _NOTE)
+    if note.get("step") == step:  # a going back that was broken off
+        return run / FOLDER / Path(str(note["folder"])).name
+    folder = reserve(run / FOLDER, timestamp())
+    write_json(run / FOLDER / _NOTE, {"step": step, "folder": folder.name})
+    return folder
+
+
+def _longer(run: Path, moment: Moment) -> dict[Path, int]:
+    """Return the logs that know of more than `moment`, and how long they were then."""
+    events = (run / _EVENTS[0]).glob(_EVENTS[1])
+    sizes = {path: moment.events.get(path.name, 0) for path in events}
+    sizes[run / _METRICS] = moment.metrics
+    return {path: size for path, size in sizes.items() if path.is_file() and _size(path) > size}
+
+
+def _cut(path: Path, size: int, into: Path) -> None:
+    """Move what follows `size` bytes; the rest is durable in its place before it goes here."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "rb") as source, replacing(into) as copy:
+        source.seek(size)
+        shutil.copyfileobj(source, copy, 1 << 20)
+    if size or path.parent.name != _EVENTS[0].name:
+        os.truncate(path, size)
+    else:  # nothing of it is left
+        path.unlink()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

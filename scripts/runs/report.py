@@ -1,0 +1,85 @@
+"""What a finished run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.metric_names import epoch_metric
+
+if TYPE_CHECKING:
+    from scripts.cli.request import Request
+    from trainer.build.experiment import Experiment
+
+_NOT_RESULTS = ("time/", "memory/", "lr/")
+
+
+def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
+    """Return the last value of everything logged, the best one monitored, and the test's.
+
+    Of training that is the epoch's mean: the last log line's depends on how often one is written.
+    """
+    logged = experiment.trainer.metrics
+    last = {
+        k: v
+        for k, v in logged.items()
+        if not k.startswith(_NOT_RESULTS)
+        and (epoch_metric(k) == k or epoch_metric(k) not in logged)
+    }
+    best = best_of(experiment)
+    return last | ({f"best/{best[0]}": best[1]} if best else {}) | tested
+
+
+def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
+    """Return (metric, value, step) of the best checkpoint, if one was chosen."""
+    callback: Any = experiment.trainer.callbacks.get("checkpoint")
+    best = getattr(callback, "best", None)
+    return None if best is None else (callback.monitor, best.value, best.step)
+
+
+def final_block(
+    request: Request,
+    experiment: Experiment,
+    run_dir: Path,
+    results: dict[str, float],
+    seconds: float,
+) -> str:
+    """Return the block that closes a run: where it went, what came out, what to do next."""
+    state, best = experiment.trainer.state, best_of(experiment)
+    ended = f", ended by {state.stop_reason}" if state.stop_reason else ""
+    lines = [
+        ("run", str(run_dir)),
+        ("trained", f"{state.epoch} epochs, {state.global_step} updates, {seconds:.1f} s{ended}"),
+    ]
+    if state.skipped_updates:
+        lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))
+    lines += [(stage, _values(results, stage)) for stage in ("train", "val")]
+    if best:
+        lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
+    average = experiment.trainer.average
+    if average is not None:
+        lines.append(("weights", f"val and test see the average of callbacks.{average.name}"))
+    which = "best" if best else "last"
+    tested = _values(results, "test")
+    lines.append(
+        ("test", f"{tested}  (checkpoint {which})" if tested else "no test split: see val")
+    )
+    lines.append(("look", f"tensorboard --logdir {run_dir}"))
+    if (split := _held_out(experiment)) is not None:
+        lines.append(("again", f"evaluate run={run_dir}{split}"))
+    if state.interrupted and not experiment.trainer.done:
+        lines.append(("go on", request.resume_command(run_dir)))
+    return "\n" + "\n".join(f"{name:<8} {text}" for name, text in lines if text)
+
+
+def _held_out(experiment: Experiment) -> str | None:
+    """Return the words that choose the split there is to evaluate on; None if there is none."""
+    sets = experiment.data.sets
+    words = {"test": "", "val": " split=val"}
+    return next((words[split] for split in words if sets.get(split) is not None), None)
+
+
+def _values(results: dict[str, float], stage: str) -> str:
+    prefix = f"{stage}/"
+    found = {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
+    return "  ".join(f"{name} {value:.4f}" for name, value in found.items())

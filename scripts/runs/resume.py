@@ -1,0 +1,284 @@
+"""Which run and which checkpoint a command goes on with, and what may have changed since."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from scripts.runs.abandoned import Moment, go_back, going_back_to
+from scripts.runs.saved_config import saved_config
+from trainer import snapshot
+from trainer.checkpoints.schema import check_payload
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.files.atomic import write_text
+from trainer.runs.directory import (
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    name_folder,
+    read_status,
+)
+from trainer.trainer import Trainer
+
+logger = logging.getLogger("regimen")
+
+# Changing these changes where, how fast or how talkatively a run trains, never what it learns.
+_HARMLESS = (
+    "name",
+    "run_dir",
+    "resume",
+    "resume_policy",
+    "dry_run",
+    "strategy",
+    "sweep",
+    "loader.num_workers",
+    "loader.pin_memory",
+    "loader.prefetch_factor",
+    "loader.persistent_workers",
+    "loader.timeout",
+    "loader.multiprocessing_context",
+    "loader.non_blocking",
+    "loader.prefetch_to_device",
+    "loader.eval_batch_size",
+    "loader.eval",
+    "data.root",
+    "data.test",
+    "data.predict",
+    "trainer.log_every_n_steps",
+    "trainer.max_time",
+    "trainer.gradient_accumulation_steps",
+    "trainer.limit_test_batches",
+    "trainer.validate_at_start",
+    "trainer.detect_anomaly",
+    "trainer.compile",
+    "trainer.activation_checkpointing",
+    "trainer.activation_checkpointing_segments",
+    "callbacks.progress",
+    "callbacks.tensorboard",
+    "callbacks.checkpoint",
+    "callbacks.model_summary",
+    "callbacks.lr_monitor",
+    "callbacks.throughput",
+    "callbacks.memory",
+    "callbacks.profiler",
+)
+_HORIZON = ("trainer.max_epochs", "trainer.max_steps")
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class Resume:
+    """What a run goes on with."""
+
+    config: dict[str, Any]  # the configuration that holds from here on
+    run_dir: Path | None = None  # the run to go on in; None: its checkpoint begins a new one
+    checkpoint: Path | None = None
+    payload: dict[str, Any] | None = None  # None: that run was killed before its first checkpoint
+    notes: list[str] = field(default_factory=list)
+    new_values: bool = False  # the configuration's hyper-parameters hold, not the checkpoint's
+    finished: str | None = None  # there is nothing to go on with, and why
+
+    def apply(self, trainer: Trainer) -> None:
+        """Make `trainer` go on, and say what differs."""
+        assert self.payload is not None
+        self.notes += snapshot.restore(
+            trainer,
+            self.payload,
+            hyper_parameters=not self.new_values,
+            same_run=self.run_dir is not None,
+        )
+        state = trainer.state
+        logger.info(
+            "resumed at step %d, epoch %d, update %d of it",
+            state.global_step,
+            state.epoch,
+            state.position,
+        )
+        for note in self.notes:
+            logger.info("  %s", note)
+
+    def leave_behind(self) -> None:
+        """Take what the run did beyond this point out of its way; for the main process."""
+        if self.run_dir is None:  # another run's: it stays as it is
+            return
+        if self.payload is not None:
+            _mend_config(self.run_dir, self.payload["config"])
+        moment = Moment() if self.payload is None else Moment.of(self.payload)
+        folder = go_back(self.run_dir, moment)
+        if folder is not None:
+            logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
+
+
+def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
+    """Return what `config.resume` asks to go on with; None for a fresh run.
+
+    Raises CheckpointError where there is something that cannot be gone on with.
+    """
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        folder = (
+            Path(config.run_dir)
+            if config.run_dir
+            else find_unfinished(name_folder(runs, config.name))
+        )
+        if folder is None or not holds_run(folder):
+            logger.info("resume=auto: no unfinished run here, starting one")
+            return None
+        return _from_run(folder, config, raw)
+    path = Path(config.resume)
+    if not path.exists():
+        raise ConfigError(
+            [
+                Problem(
+                    "resume", f"there is no {path}", hint="auto, or a run's or a checkpoint's path"
+                )
+            ]
+        )
+    if path.is_dir():
+        return _from_run(path, config, raw)
+    payload = CheckpointStore(path.parent).load(path)
+    own_run = _own_run(path, config)
+    if own_run is not None:
+        _refuse_left(own_run, path, payload)
+    return _checked(Resume(raw, own_run, path, payload), config, raw)
+
+
+def _own_run(path: Path, config: Config) -> Path | None:
+    """Return the run that a checkpoint belongs to, unless another is to begin from it."""
+    run = path.absolute().parent.parent
+    inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
+    same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()
+    return run if inside and same else None
+
+
+def _refuse_left(run: Path, path: Path, payload: dict[str, Any]) -> None:
+    """Refuse a checkpoint of a history that the run was leaving when it was killed."""
+    step = going_back_to(run)
+    if step is not None and payload["state"]["counters"]["global_step"] > step:
+        raise CheckpointError(
+            f"{path}: the run went back to step {step} and was killed while doing so: finish that "
+            f"with run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
+        )
+
+
+def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
+    if not holds_run(folder):
+        raise ConfigError([Problem("resume", f"{folder} holds no run: it has no manifest.json")])
+    newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
+    if newest is None:
+        note = "the run was stopped before its first checkpoint: it starts anew"
+        return Resume(raw, folder, notes=[note])
+    path, payload, passed = newest
+    for reason in passed:
+        logger.warning("warning: passed over %s", reason)
+    resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
+    if _is_finished(folder) and not passed and not _horizon_moved(payload, raw):
+        counters = payload["state"]["counters"]
+        where = f"epoch {counters['epoch']}, step {counters['global_step']}"
+        resume.finished = f"{folder}: already finished at {where}"
+    return resume
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        return bool(read_status(folder).get("state") == "finished")
+    except RunDirectoryError as error:
+        logger.warning("warning: %s: the checkpoint holds all that is needed", error)
+        return False
+
+
+def _mend_config(folder: Path, text: str) -> None:
+    """Write a run's `config.yaml` again from its checkpoint, if it was damaged."""
+    path = folder / "config.yaml"
+    try:
+        if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+            return
+    except (OSError, ValueError, yaml.YAMLError):
+        pass
+    logger.warning("warning: %s is damaged: written again from the checkpoint", path)
+    write_text(path, text)
+
+
+def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
+    """Hold the configuration against the checkpoint's, by `resume_policy`."""
+    assert resume.payload is not None
+    check_payload(resume.payload, resume.checkpoint)
+    saved = saved_config(resume.payload, resume.checkpoint)
+    changes = differences(saved, raw)
+    harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
+    serious = {k: v for k, v in changes.items() if k not in harmless}
+    resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
+    resume.new_values = any(k in _HORIZON for k in harmless)
+    if not serious:
+        return resume
+    if config.resume_policy == "error":
+        lines = "".join(f"\n  {_shown(k, *v)}" for k, v in serious.items())
+        raise CheckpointError(
+            "resume: the configuration is not the one of the checkpoint: choose resume_policy=keep "
+            f"(the old values) or resume_policy=override (the new ones){lines}"
+        )
+    resume.notes += [f"{config.resume_policy}: {_shown(k, *v)}" for k, v in serious.items()]
+    if config.resume_policy == "override":
+        resume.new_values = True
+    else:
+        resume.config = _with_harmless(saved, raw, harmless)
+    return resume
+
+
+def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the leaves of two nested dicts that differ, by dotted key; order counts as well."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new and type(old) is type(new) else {key: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in {**old, **new}:
+        child = f"{key}.{name}" if key else str(name)
+        found |= differences(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
+    shared = [n for n in old if n in new]
+    if shared != [n for n in new if n in old] and key.startswith(("transforms", "optimizer")):
+        found[f"{key} (order)"] = (shared, [n for n in new if n in old])
+    return found
+
+
+def _is_harmless(key: str, old: Any, new: Any) -> bool:
+    if key in _HORIZON:
+        return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)
+
+
+def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
+    saved = saved_config(payload, None)
+    return any(k in _HORIZON for k in differences(saved, raw))
+
+
+def _with_harmless(
+    saved: dict[str, Any], raw: dict[str, Any], harmless: dict[str, tuple[Any, Any]]
+) -> dict[str, Any]:
+    """Return the saved configuration with what belongs to this start."""
+    result = yaml.safe_load(yaml.safe_dump(saved, sort_keys=False))
+    for key, (_, new) in harmless.items():
+        *parents, last = key.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if new is _ABSENT:
+            node.pop(last, None)
+        else:
+            node[last] = new
+    kept: dict[str, Any] = result | {k: raw[k] for k in ("run_dir", "resume", "dry_run")}
+    return kept
+
+
+def _shown(key: str, old: Any, new: Any) -> str:
+    return f"{key}: {_value(old)} -> {_value(new)}"
+
+
+def _value(value: Any) -> str:
+    return "(none)" if value is _ABSENT else repr(value)

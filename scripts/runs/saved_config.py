@@ -1,0 +1,22 @@
+"""The configuration in a checkpoint: a text that somebody else may have written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.yaml_file import plain_values
+from trainer.errors import CheckpointError
+from trainer.targets.renamed import with_present_targets
+
+
+def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Return the configuration that a checkpoint holds. Raises CheckpointError."""
+    where = f"{path}: " if path else ""
+    try:
+        values = plain_values(payload["config"], "its configuration")
+    except ConfigError as error:
+        raise CheckpointError(f"{where}{str(error).splitlines()[0]}") from error
+    if values is not None and not isinstance(values, dict):
+        raise CheckpointError(f"{where}its configuration holds no keys")
+    return dict(with_present_targets(values or {}))

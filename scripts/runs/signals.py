@@ -1,0 +1,43 @@
+"""Signals end a run after its update, a closed terminal's too; a second Ctrl-C ends it at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
+from trainer.trainer import Trainer
+
+
+@contextmanager
+def stop_signals(trainer: Trainer, heard: int | None = None) -> Iterator[None]:
+    """Turn signals into requests to stop while the context lasts; main thread only.
+
+    The handler notes the signal and raises nothing: it may run within any line, a user's `except:`
+    or a swap of random states included. Those who wait look at the note. `heard`: a signal that
+    came before.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        code = EXIT_CODES[signal.Signals(number)]
+        if number == signal.SIGINT and trainer.state.signal:
+            leave_at_once(code)
+        trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
+        trainer.group.on_signal()
+
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    if heard is not None:
+        handle(heard, None)
+    try:
+        yield
+    except BaseException:
+        if trainer.group.world_size > 1:
+            # A launcher tells a process to stop whose peer has failed: it is about to.
+            previous = dict.fromkeys(previous, signal.SIG_IGN)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

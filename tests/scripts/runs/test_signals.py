@@ -1,0 +1,204 @@
+"""Signals at any moment: they are noted, and nothing of what they interrupt is changed."""
+
+import os
+import random
+import signal
+import time
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data.loading.loader import Loader
+from data.orders import Sequential
+from data.updates import UpdateSampler
+from scripts.runs.signals import stop_signals
+from trainer.distributed.group import Group
+from trainer.errors import stopping_signals
+from trainer.state import TrainState
+from trainer.tasks.regression import Regression
+from trainer.timer import Timer, Waiting
+from trainer.trainer import Trainer
+from trainer.update.batch import updates
+
+
+class Drawing:
+    """Samples that draw from all three generators."""
+
+    def __init__(self, samples=8):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        drawn = torch.rand(1) + random.random() + np.random.random()
+        return drawn.float(), drawn.float()
+
+
+def loader_of(dataset, batch_size=4, **options):
+    sampler = UpdateSampler(Sequential(len(dataset)), batch_size=batch_size)
+    return Loader(dataset, sampler, seed=1, **options)
+
+
+def listener():
+    """What the handler and a wait need of a trainer."""
+    state = TrainState()
+    return SimpleNamespace(state=state, group=Group(), waiting=Waiting(Timer(), state, alone=True))
+
+
+def generators():
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), rest
+
+
+def load_disturbed(trials):
+    """Load an epoch again and again, with a signal at a random moment; return how many it met."""
+    trainer, loader = listener(), loader_of(Drawing())
+    trainer.waiting.attend(loader)
+    plain = [[m.batch[0] for m in update] for update in updates(loader.epoch(0))]
+    before, moments, met, lasted = generators(), random.Random(7), 0, []
+    with stop_signals(trainer):
+        handler = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGALRM, lambda _, frame: handler(signal.SIGUSR1, frame))
+        for trial in range(trials):
+            trainer.state.signal, trainer.state.stop_code = None, 0
+            started = time.perf_counter()
+            if trial >= 10:
+                moment = moments.uniform(1e-6, median(lasted))
+                signal.setitimer(signal.ITIMER_REAL, moment)
+            stream, got = updates(loader.epoch(0)), []
+            while (update := trainer.waiting.next(stream)) is not None:
+                got.append([micro.batch[0] for micro in update])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if trial < 10:  # undisturbed, to learn how long it takes
+                lasted.append(time.perf_counter() - started)
+            assert generators() == before, f"trial {trial}"
+            assert all(map(same, got, plain))
+            assert len(got) == len(plain) or trainer.state.stop_code == 143
+            met += trainer.state.signal is not None
+    return met
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def test_thousands_of_signals_leave_the_generators_alone():
+    previous = signal.getsignal(signal.SIGALRM)
+    try:
+        assert load_disturbed(2000) > 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+class Swallowing(Drawing):
+    """Is sent a signal in the middle of a sample, by a terminal say, and catches everything."""
+
+    loaded = 0
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        try:
+            if index == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(100):  # a handler that raised would do it here
+                    pass
+            return torch.ones(1), torch.ones(())
+        except:  # noqa: E722
+            return torch.full((1,), 99.0), torch.ones(())
+
+
+def test_a_data_set_that_catches_everything_swallows_no_signal():
+    dataset = Swallowing(12)
+    model = nn.Linear(1, 1)
+    trainer = Trainer(
+        model,
+        Regression(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loader_of(dataset),
+        strategy=Strategy("cpu"),
+    )
+    seen = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].max().item()))
+    with stop_signals(trainer):
+        trainer.fit()
+    state = trainer.state
+    assert (state.stop_reason, state.stop_code, state.global_step) == ("SIGTERM", 143, 1)
+    assert dataset.loaded == 6  # the sample is finished, its update is not
+    assert max(seen) == 1.0
+
+
+class Slow(Drawing):
+    """Never gives its sixth sample."""
+
+    def __getitem__(self, index):
+        while index == 5:
+            time.sleep(60)  # the fault itself
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_wait_for_a_slow_worker_ends_with_a_signal(monkeypatch, persistent):
+    monkeypatch.setattr("data.loading.loader._LOOK", 0.05)
+    trainer = listener()
+    loader = loader_of(Slow(16), num_workers=2, persistent_workers=persistent)
+    stream = trainer.waiting.attend(loader).epoch(0)
+    with stop_signals(trainer):
+        assert trainer.waiting.next(stream) is not None
+        workers = list(loader._workers)
+        previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            assert trainer.waiting.next(stream) is None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+    assert trainer.state.stop_code == 143
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+    loader.close()
+
+
+def test_workers_that_hang_are_given_one_moment_together(monkeypatch):
+    monkeypatch.setattr("data.loading.workers._MOMENT", 0.1)
+    loader = loader_of(Slow(16), batch_size=1, num_workers=2)
+    stream = loader.epoch(0)
+    next(stream)
+    workers = list(loader._workers)
+    started = time.monotonic()
+    loader.close()
+    assert time.monotonic() - started < 4.0  # torch alone: 10 s for each that hangs
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_several_processes_do_not_break_off_alone():
+    state = TrainState(signal=("SIGTERM", 143))
+    waiting = Waiting(Timer(), state, alone=False)
+    assert waiting.next(iter([1])) == 1
+    assert not state.stop_code
+
+
+def test_a_source_drawn_from_outside_a_wait_is_not_cut_short():
+    trainer, loader = listener(), loader_of(Drawing())
+    trainer.waiting.attend(loader)
+    trainer.state.signal = ("SIGTERM", 143)
+    assert len(list(loader.epoch(0))) == 2
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_under_nohup_a_closed_terminal_is_nothing(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        trainer = listener()
+        with stop_signals(trainer):
+            assert (signal.SIGHUP in stopping_signals()) is not ignored
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert trainer.state.signal == (None if ignored else ("SIGHUP", 143))
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,243 @@
+"""Many jobs from one command line."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from scripts.cli.arguments import parse_arguments
+from scripts.composition.compose import split_jobs
+from scripts.sweeps import sweep as sweep_jobs
+from scripts.sweeps.grid import sweep
+from scripts.sweeps.process import command, quoted
+
+# Stands for `train`: does what optimizer.lr tells it, and leaves a status as a run does.
+JOB = """
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+*overrides, target = sys.argv[1:]
+folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
+folder.mkdir(parents=True)
+lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
+print("job output", lr)
+if lr == 0.5:
+    folder.joinpath("started").touch()
+    time.sleep(60)
+if lr > 1:
+    print("error: it diverged", file=sys.stderr)
+    status = {"state": "failed", "code": 5, "reason": "it diverged"}
+else:
+    status = {"state": "finished", "results": {"best/val/accuracy": 1 - lr, "val/accuracy": 0.0}}
+if lr < 3:
+    folder.joinpath("status.json").write_text(json.dumps(status))
+sys.exit(5 if lr > 1 else 0)
+"""
+
+
+# A small configuration composes quickly.
+PRIMARY = """
+name: train
+data: {}
+model: {_target_: torch.nn.Identity}
+task: {_target_: torch.nn.Identity}
+optimizer: {lr: 0.1}
+"""
+
+
+def jobs(*argv: str) -> list[list[str]]:
+    found = split_jobs(parse_arguments(["-m", *argv]))
+    return [[override.text for override in job] for job in found]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the job by a small script, and work in an empty folder."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
+
+    def fake(flags: Sequence[str], overrides: Sequence[str], run_dir: Path) -> list[str]:
+        return [sys.executable, str(script), *command([], overrides, run_dir)[4:]]
+
+    monkeypatch.setattr(sweep_jobs, "command", fake)
+    monkeypatch.chdir(tmp_path)
+    return script
+
+
+def run(*argv: str) -> int:
+    return sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
+
+
+def board(folder: Path) -> list[dict[str, str]]:
+    with (folder / "leaderboard.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        pytest.param(["seed=1,2"], [["seed=1"], ["seed=2"]], id="list"),
+        pytest.param(["seed=range(1,4)"], [["seed=1"], ["seed=2"], ["seed=3"]], id="range"),
+        pytest.param(["model=choice(mlp,gan)"], [["model=mlp"], ["model=gan"]], id="choice"),
+        pytest.param(["seed=1"], [["seed=1"]], id="one"),
+        pytest.param(["name=\"'a,b'\""], [["name=\"'a,b'\""]], id="quoted"),
+        pytest.param(["~a.b", "seed=1,2"], [["~a.b", "seed=1"], ["~a.b", "seed=2"]], id="delete"),
+        pytest.param(["+model.x=1,2"], [["+model.x=1"], ["+model.x=2"]], id="add"),
+        pytest.param(["a.b=[1,2],[3]"], [["a.b=[1,2]"], ["a.b=[3]"]], id="lists"),
+    ],
+)
+def test_the_jobs_of_a_command_line(argv: list[str], expected: list[list[str]]) -> None:
+    assert jobs(*argv) == expected
+
+
+def test_every_combination_comes_once() -> None:
+    found = jobs("optimizer.lr=0.1,0.2", "seed=1,2", "trainer.max_epochs=1")
+    assert len({tuple(job) for job in found}) == len(found) == 4
+
+
+def test_a_glob_takes_all_choices_of_a_group() -> None:
+    assert ["strategy=ddp"] in jobs("strategy=glob(*)")
+    assert jobs("strategy=glob(*dp,exclude=f*)") == [["strategy=ddp"], ["strategy=dp"]]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        pytest.param("optimizer.lr=interval(0,1)", "sweep=optuna", id="interval"),
+        pytest.param("seed=range(0,1000000)", "10000 jobs", id="too-many"),
+        pytest.param("hydra.sweep.dir=a,b", "cannot be set", id="hydra"),
+    ],
+)
+def test_values_that_make_no_jobs(override: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        jobs(override)
+
+
+def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("name=mine", "optimizer.lr=0.3,1.5,3,0.2") == 5
+    (folder,) = Path("runs/mine/sweeps").iterdir()
+    rows = board(folder)
+    assert list(rows[0]) == [
+        "job", "status", "name", "optimizer.lr", "val/accuracy", "seconds", "run_dir",
+    ]  # fmt: skip
+    assert [row["optimizer.lr"] for row in rows] == ["0.2", "0.3", "1.5", "3"]
+    assert [row["status"] for row in rows] == ["finished", "finished", "failed", "failed"]
+    assert rows[0]["val/accuracy"] == "0.8"
+    assert rows[0]["run_dir"] == str(folder / "3")
+    assert float(rows[0]["seconds"]) > 0
+    out, err = capfd.readouterr()
+    assert "job output 0.3" in out
+    assert out.count("it diverged") == 2  # from status.json, and where there is none from stderr
+    assert err.count("error: it diverged") == 2
+
+
+def test_nothing_starts_before_every_configuration_is_sound(job: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("optimizer.lr=0.1,abc,-1", "trainer.max_epoch=1,2")
+    assert [p.key for p in caught.value.problems] == [
+        "trainer.max_epoch", "trainer.max_epoch", "optimizer.lr", "optimizer.lr",
+    ]  # fmt: skip
+    assert not Path("runs").exists()
+
+
+def test_a_sweep_goes_where_it_is_told_and_not_twice(job: Path) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1") == 0
+    assert board(Path("there"))[0]["run_dir"] == "there/0"
+    assert (Path("there") / "0" / "status.json").exists()
+    with pytest.raises(ConfigError, match="holds a run or a sweep"):
+        run("run_dir=there", "optimizer.lr=0.1")
+
+
+def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
+    for _ in range(3):
+        run("name=mine", "optimizer.lr=0.1")
+    assert len(list(Path("runs/mine/sweeps").iterdir())) == 3
+
+
+def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
+    driver = "import sys; from scripts.sweeps import grid, sweep\n"
+    driver += "from scripts.cli.arguments import parse_arguments\n"
+    driver += "real = sweep.command\n"
+    driver += f"sweep.command = lambda *a: [sys.executable, {str(job)!r}, *real([], *a[1:])[4:]]\n"
+    driver += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
+    argv = [sys.executable, "-c", driver, "-m", "--config-path", "conf", "run_dir=there"]
+    argv.append("optimizer.lr=0.1,0.5,0.2")
+    process = subprocess.Popen(argv, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not Path("there/1/started").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)  # until the second job runs
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+        process.wait()
+    states = {row["job"]: row["status"] for row in board(Path("there"))}
+    assert states == {"0": "finished", "1": "failed", "2": "not started"}
+    assert not Path("there/2").exists()
+
+
+def test_a_search_needs_its_package_and_something_to_search(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("conf/sweep").mkdir()
+    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\n")
+    with pytest.raises(ConfigError, match="nothing to search"):
+        run("+sweep=optuna")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match="pip install optuna"):
+        run("+sweep=optuna", "optimizer.lr=interval(0.1,0.2)")
+    assert not Path("runs").exists()
+
+
+def test_a_search_finds_good_values(job: Path) -> None:
+    pytest.importorskip("optuna")
+    Path("conf/sweep").mkdir()
+    params = "params: {seed: 'choice(1,2)', optimizer.weight_decay: 'interval(0,1)'}\n"
+    Path("conf/sweep/optuna.yaml").write_text("n_trials: 12\nsampler: tpe\n" + params)
+    argv = ["+sweep=optuna", "optimizer.lr=tag(log,interval(0.01,3.0))", "name=mine"]
+    assert run(*argv) in (0, 5)
+    (folder,) = Path("runs/mine/sweeps").iterdir()
+    rows = board(folder)
+    assert len(rows) == 12
+    assert {row["seed"] for row in rows} == {"1", "2"}
+    finished = [float(row["val/accuracy"]) for row in rows if row["status"] == "finished"]
+    assert finished == sorted(finished, reverse=True)
+    assert finished[0] > 0.9
+
+
+def test_a_job_is_a_command_line_of_its_own() -> None:
+    argv = command(["--config-dir", "x"], ["seed=1"], Path("it's here"))
+    assert argv == [
+        sys.executable, "-P", "-m", "scripts.train", "--config-dir", "x", "seed=1",
+        r"run_dir='it\'s here'",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])
+def test_quoted_text_is_read_as_it_was(text: str, tmp_path: Path) -> None:
+    from scripts.composition.compose import compose
+
+    assert compose([f"run_dir={quoted(text)}"]).config["run_dir"] == text
+
+
+@pytest.mark.slow
+def test_a_real_sweep(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "model=mlp", "debug=fast"]
+    argv += ["optimizer.lr=0.01,1e30", "trainer.max_steps=2", "run_dir=there"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 5, done.stderr
+    rows = board(tmp_path / "there")
+    assert [row["status"] for row in rows] == ["finished", "failed"]
+    assert (tmp_path / "there" / "0" / "config.yaml").exists()

@@ -1,0 +1,230 @@
+"""Sharded checkpoints: whole or absent at every moment, checked when read, free of code."""
+
+import errno
+import hashlib
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from trainer.checkpoints import shards as checkpoint_shards
+from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.reader import model_only, read_whole
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError, StorageError
+from trainer.strategies.fsdp import FSDP
+
+ROWS = 7  # which no number of processes divides
+
+
+def weight(value):
+    return torch.arange(ROWS * 3.0).reshape(ROWS, 3) + value
+
+
+def save(strategy, folder, step, names=("last",)):
+    """Save a checkpoint of two sharded tensors and a plain one as the callback does."""
+    store = CheckpointStore(folder)
+    mesh = init_device_mesh("cpu", (strategy.group.world_size,))
+    shards = [distribute_tensor(weight(step + i), mesh, [Shard(0)]) for i in range(2)]
+    payload = {
+        "model": {"weight": shards[0], "plain": torch.tensor(float(step))},
+        "optimizer": {"state": [{"weight": {"moment": shards[1]}}]},
+    }
+    strategy.group.on_main(store.prepare)
+    outline = strategy.write_shards(payload, store.path_of(step))
+    strategy.group.on_main(lambda: store.save(outline, step=step, names=names))
+    strategy.group.on_main(lambda: store.prune([]))
+
+
+def in_group(function, *arguments):
+    def run(rank):
+        strategy = FSDP("gloo", 30, "cpu", sharded_checkpoint=True)
+        strategy.setup()
+        result = function(strategy, *arguments)
+        strategy.group.leave()
+        return result
+
+    return run
+
+
+def whole_steps(folder):
+    """Return the steps whose checkpoint is whole, with every value as it was saved."""
+    steps = []
+    for path in sorted(folder.glob("step-*.pt")):
+        step, payload = int(path.stem[5:]), read_whole(path)
+        assert torch.equal(payload["model"]["weight"], weight(step))
+        assert torch.equal(payload["optimizer"]["state"][0]["weight"]["moment"], weight(step + 1))
+        assert float(payload["model"]["plain"]) == step
+        steps.append(step)
+    return steps
+
+
+def shard_folders(folder):
+    return sorted(int(path.name[5:13]) for path in folder.glob("*.shards"))
+
+
+@pytest.fixture
+def saved(ranks, tmp_path):
+    """A folder with the checkpoint of step 1, saved by two processes."""
+    folder = tmp_path / "checkpoints"
+    ranks(2, in_group(save, folder, 1))
+    return folder
+
+
+def test_what_is_not_kept_goes_with_its_shards(ranks, tmp_path):
+    def run(strategy):
+        for step in range(1, 5):
+            save(strategy, tmp_path / "checkpoints", step, ("last", "best") if step == 1 else ())
+
+    ranks(2, in_group(run))
+    assert whole_steps(tmp_path / "checkpoints") == [1, 3, 4]  # the best and the newest two
+    assert shard_folders(tmp_path / "checkpoints") == [1, 3, 4]
+
+
+def test_weights_alone_are_read_whole(saved):
+    weights = model_only(saved / "last.pt")
+    assert torch.equal(weights["weight"], weight(1))
+    assert list(weights) == ["weight", "plain"]
+
+
+def dying(strategy, folder, module, name, occurrence):
+    original, calls = getattr(module, name), []
+
+    def fatal(*arguments, **options):
+        calls.append(1)
+        if len(calls) == occurrence:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    setattr(module, name, fatal)
+    save(strategy, folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "occurrence", "survivors"),
+    [
+        pytest.param(FileSystemWriter, "write_data", 1, [1], id="before its files"),
+        pytest.param(FileSystemWriter, "finish", 1, [1], id="before their description"),
+        pytest.param(checkpoint_shards, "sync_folder", 1, [1], id="before they have their name"),
+        pytest.param(checkpoint_shards, "sync_folder", 2, [1], id="before the outline"),
+        pytest.param(CheckpointStore, "_point", 1, [1, 2], id="before its names"),
+    ],
+)
+def test_a_kill_at_any_point_leaves_whole_ones(ranks, saved, module, name, occurrence, survivors):
+    with pytest.raises(EOFError):
+        ranks(1, in_group(dying, saved, module, name, occurrence))
+    assert whole_steps(saved) == survivors
+    ranks(1, in_group(save, saved, 3))  # the first save of a process cleans up
+    assert whole_steps(saved) == [*survivors, 3][-2:]
+    assert shard_folders(saved) == [*survivors, 3][-2:]
+    assert not list(saved.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_damage_is_noticed_and_passed_over(ranks, saved, damage, name):
+    ranks(2, in_group(save, saved, 2))
+    file = next(saved.glob("step-00000002-*.shards")) / name
+    content = bytearray(file.read_bytes())
+    if damage == "remove":
+        file.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content[:-1] if damage == "cut" else content)
+    with pytest.raises(DamagedCheckpointError, match=f"its shard .*{name}"):
+        read_whole(saved / "last.pt")
+    path, _, passed = CheckpointStore(saved).newest()
+    assert path.name == "step-00000001.pt"
+    assert len(passed) == 1
+
+
+class Evil:
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.canary}",))
+
+
+def forge(folder, metadata):
+    """Replace the description of the newest shards, with digests to match."""
+    path = folder / "last.pt"
+    payload = torch.load(path, weights_only=True)
+    file = folder / payload["shards"]["folder"] / ".metadata"
+    file.write_bytes(metadata(file.read_bytes()))
+    content = file.read_bytes()
+    payload["shards"]["files"][".metadata"] = {
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (folder / "index.json").unlink()
+    torch.save(payload, path)
+    return path
+
+
+def test_code_in_the_description_is_not_run(saved, tmp_path):
+    canary = tmp_path / "canary"
+    path = forge(saved, lambda _: pickle.dumps(Evil(canary)))
+    with pytest.raises(CheckpointError, match=r"refused: holds code \(posix\.system\)") as caught:
+        read_whole(path)
+    assert caught.type is CheckpointError  # no damage, over which an older one would be taken
+    assert len(str(caught.value).splitlines()) == 1
+    assert not canary.exists()
+
+
+def test_a_byte_stream_among_the_shards_is_refused(saved):
+    """torch would unpickle it, whatever is in it."""
+
+    def as_bytes(content):
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+        metadata = pickle.loads(content)
+        metadata.state_dict_metadata["model/weight"] = BytesStorageMetadata()
+        return pickle.dumps(metadata)
+
+    with pytest.raises(CheckpointError, match=r"refused: .*BytesStorageMetadata"):
+        read_whole(forge(saved, as_bytes))
+
+
+def test_files_elsewhere_are_not_reached(saved, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    path = saved / "last.pt"
+    payload = torch.load(path, weights_only=True)
+    payload["shards"]["files"] = {"../../secret": {"size": 1, "sha256": "0"}}
+    (saved / "index.json").unlink()
+    torch.save(payload, path)
+    with pytest.raises(DamagedCheckpointError, match="cannot read its shard"):
+        read_whole(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_cannot_write_fails_all(ranks, saved, rank):
+    def fail(strategy):
+        def refuse(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if strategy.group.rank == rank:
+            FileSystemWriter.write_data = refuse
+        with pytest.raises(StorageError, match=r"step-00000002.pt: no space left \(need 0\.0 MB"):
+            save(strategy, saved, 2)
+
+    ranks(2, in_group(fail))
+    assert whole_steps(saved) == [1]
+    assert sorted(path.name for path in saved.glob(".tmp*")) == []
+
+
+def test_too_little_space_is_noticed_before(ranks, saved, monkeypatch):
+    monkeypatch.setattr("trainer.files.storage.free_bytes", lambda _: 100)
+
+    def fail(strategy):
+        with pytest.raises(StorageError, match="no space left"):
+            save(strategy, saved, 2)
+
+    ranks(2, in_group(fail))
+    assert shard_folders(saved) == [1]

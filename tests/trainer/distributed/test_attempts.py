@@ -1,0 +1,86 @@
+"""Processes of several nodes number their attempts alike, however their launchers count.
+
+The threads that stand for processes live in a process of their own: no other test may fork them.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from trainer.distributed import attempts
+from trainer.errors import PeerError
+
+PATIENCE = timedelta(seconds=5)
+
+
+@contextmanager
+def meeting():
+    """Yield the keys of a store, and what lets processes arrive, which returns their futures."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+    def arrive(*ranks, patience=PATIENCE):
+        own = [TCPStore("localhost", store.port, is_master=False, timeout=patience) for _ in ranks]
+        return [
+            pool.submit(attempts.agree, connection, rank, 3, patience)
+            for connection, rank in zip(own, ranks, strict=True)
+        ]
+
+    with ThreadPoolExecutor(3) as pool:
+        yield PrefixStore("regimen/attempts", store), arrive
+
+
+def numbers(futures):
+    return [future.result() for future in futures]
+
+
+def test_all_learn_one_number_of_each_attempt(ranks):
+    def check(_):
+        with meeting() as (_, arrive):
+            assert [numbers(arrive(2, 0, 1)) for _ in range(3)] == [[n] * 3 for n in "012"]
+
+    ranks(1, check)
+
+
+def test_who_was_there_in_an_attempt_before_is_not_mistaken(ranks):
+    def check(_):
+        with meeting() as (keys, arrive):
+            numbers(arrive(0, 1, 2))
+            before = keys.get("here/1").decode()
+            main = arrive(0)
+            while keys.get(f"number/{before}") != b"1":  # the main process finds what was left
+                pass
+            assert numbers([*main, *arrive(1, 2)]) == ["1"] * 3
+
+    ranks(1, check)
+
+
+def test_one_that_fell_before_it_had_heard_is_replaced(ranks):
+    def check(_):
+        with meeting() as (keys, arrive):
+            keys.set("here/1", "fallen")
+            main = arrive(0, 2)
+            keys.get("number/fallen")
+            assert numbers([*main, *arrive(1)]) == ["0"] * 3
+
+    ranks(1, check)
+
+
+@pytest.mark.parametrize("there", [(0, 1), (1,)], ids=["to_the_main_process", "to_another"])
+def test_one_that_does_not_come_is_told_of(ranks, there):
+    def check(_):
+        with meeting() as (_, arrive):
+            for future in arrive(*there, patience=timedelta(seconds=0.5)):
+                with pytest.raises(PeerError, match=r"did not answer within 0\.5 s"):
+                    future.result()
+
+    ranks(1, check)
+
+
+def test_launchers_of_one_node_count_alike(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    attempts.settle(None, 1, 2, PATIENCE)  # asks nobody
+    assert attempts.attempt() == "4"

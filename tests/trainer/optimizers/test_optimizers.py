@@ -1,0 +1,409 @@
+"""Each shipped optimizer against plain PyTorch, several at once, and plain optimizers wrapped."""
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scripts.composition.compose import compose
+from trainer.build.nodes import optimizer_nodes
+from trainer.optimizers.muon import Muon
+from trainer.optimizers.optimizers import Optimizers, build_optimizers, needs_closure
+from trainer.optimizers.param_groups import ParamGroupError
+from trainer.targets.instantiate import TargetError, bind_problems
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+class Small(nn.Module):
+    """A network whose layers are called like a transformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Linear(3, 4)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in "ab")
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.blocks(torch.tanh(self.patch_embed(x)))
+        return torch.as_tensor(self.head(hidden))
+
+
+def network() -> Small:
+    torch.manual_seed(0)
+    return Small().double()
+
+
+@functools.cache
+def composed(*overrides: str) -> dict[str, Any]:
+    return compose(list(overrides)).config
+
+
+def node(*overrides: str) -> dict[str, Any]:
+    chosen: dict[str, Any] = composed(*overrides)["optimizer"]
+    return copy.deepcopy(chosen)
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield (
+            torch.randn(8, 3, generator=generator, dtype=torch.float64),
+            torch.randn(8, 2, generator=generator, dtype=torch.float64),
+        )
+
+
+def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> list[Tensor]:
+    """Update `model` with every optimizer; return its parameters."""
+    for x, y in batches(updates):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> float:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        closure()
+        for optimizer in optimizers:
+            optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    hidden = ("blocks.0.1.weight", "blocks.1.1.weight")
+    first = [p for n, p in model.named_parameters() if n in hidden]
+    rest = [p for n, p in model.named_parameters() if n not in hidden]
+    return [
+        torch.optim.Muon(first, lr=5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.05),
+    ]
+
+
+# What each file says, written out by hand.
+BY_HAND: dict[str, Callable[[nn.Module], Optimizer | list[Optimizer]]] = {
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.05),
+    "lbfgs": lambda m: torch.optim.LBFGS(
+        m.parameters(), lr=1, history_size=10, line_search_fn="strong_wolfe"
+    ),
+    "muon": muon_and_adamw,
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=2e-3),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=1e-3),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, momentum=0.9),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4),
+    "sgd_nesterov": lambda m: torch.optim.SGD(
+        m.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
+    ),
+}
+
+
+def test_every_file_is_written_out_by_hand_here() -> None:
+    files = {path.stem for path in (CONF / "optimizer").glob("*.yaml")}
+    assert files == {*BY_HAND, "gan"}  # whose networks have names of their own, see below
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in BY_HAND])
+def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
+    model, other = network(), network()
+    begin = [p.detach().clone() for p in model.parameters()]
+    optimizers = build_optimizers(model, node(f"optimizer={name}"))
+    by_hand = BY_HAND[name](other)
+    theirs = train(other, by_hand if isinstance(by_hand, list) else [by_hand])
+    ours = train(model, list(optimizers.optimizers.values()))
+    assert largest_difference(ours, theirs) < 1e-12
+    assert largest_difference(ours, begin) > 1e-4
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in BY_HAND])
+def test_a_shipped_optimizer_passes_the_signature_check(name: str) -> None:
+    nodes = optimizer_nodes(node(f"optimizer={name}"))
+    assert [p for key, n in nodes.items() for p in bind_problems(n, key, positional=1)] == []
+
+
+def is_bias_or_norm(name: str) -> bool:
+    return name.endswith("bias") or name in ("blocks.0.0.weight", "blocks.1.0.weight")
+
+
+def layer_of(name: str) -> int:
+    beginnings = ("patch_embed", "blocks.0", "blocks.1", "head")
+    return next(i for i, beginning in enumerate(beginnings) if name.startswith(beginning))
+
+
+# Learning rate and weight decay of a parameter by its name, with optimizer=adamw.
+RULES_BY_HAND: dict[str, Callable[[str], tuple[float, float] | None]] = {
+    "none": lambda name: (1e-3, 0.05),
+    "no_decay": lambda name: (1e-3, 0.0 if is_bias_or_norm(name) else 0.05),
+    "head": lambda name: (1e-2 if name.startswith("head") else 1e-3, 0.05),
+    "layer_decay": lambda name: (
+        1e-3 * 0.75 ** (3 - layer_of(name)),
+        0.0 if is_bias_or_norm(name) else 0.05,
+    ),
+    "frozen": lambda name: (1e-3, 0.05) if name.startswith("head") else None,
+}
+
+
+def test_every_set_of_rules_is_written_out_by_hand_here() -> None:
+    files = (CONF / "optimizer" / "param_groups").glob("*.yaml")
+    assert {path.stem for path in files} == RULES_BY_HAND.keys()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in RULES_BY_HAND])
+def test_shipped_rules_do_what_groups_written_out_do(name: str) -> None:
+    model, other = network(), network()
+    optimizers = build_optimizers(model, node("optimizer=adamw", f"optimizer/param_groups={name}"))
+    by_hand = []
+    for parameter_name, parameter in other.named_parameters():
+        values = RULES_BY_HAND[name](parameter_name)
+        if values is not None:
+            by_hand.append({"params": [parameter], "lr": values[0], "weight_decay": values[1]})
+    ours = train(model, list(optimizers.optimizers.values()))
+    theirs = train(other, [torch.optim.AdamW(by_hand)])
+    assert largest_difference(ours, theirs) < 1e-12
+    assert (name == "none") == (len(optimizers.groups()) == 1 and not optimizers.frozen)
+
+
+def test_rules_can_be_combined_and_stay_with_another_optimizer() -> None:
+    chosen = node("optimizer=sgd", "optimizer/param_groups=[no_decay,head]")
+    optimizers = build_optimizers(network(), chosen)
+    assert [row[:2] for row in optimizers.table()] == [
+        ("no_decay", "SGD"),
+        ("head", "SGD"),
+        ("default", "SGD"),
+    ]
+
+
+def test_shared_rules_of_several_optimizers_hold_within_each() -> None:
+    chosen = node("optimizer=muon", "optimizer/param_groups=no_decay", "optimizer.lr=0.5")
+    optimizers = build_optimizers(network(), chosen)
+    assert optimizers.table() == [
+        ("muon", "muon (Muon)", 2, 32, 0.5, 0.05),
+        ("adamw.no_decay", "adamw (AdamW)", 8, 30, 0.5, 0.0),
+        ("adamw", "adamw (AdamW)", 2, 20, 0.5, 0.05),
+    ]
+
+
+def test_kernels_go_to_muon_or_by_key_to_the_other_optimizer() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    both = build_optimizers(model, node("optimizer=muon"))
+    assert [row.tensors for row in both.table()] == [2, 2]
+    key = "optimizer.optimizers.muon.params.kind=matrix"
+    matrices = build_optimizers(model, node("optimizer=muon", key))
+    assert [row.tensors for row in matrices.table()] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "memory_format",
+    [
+        pytest.param(torch.contiguous_format, id="contiguous"),
+        pytest.param(torch.channels_last, id="channels-last"),
+    ],
+)
+def test_muon_takes_a_kernel_as_a_matrix(memory_format: torch.memory_format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    begin = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
+    kernel = nn.Parameter(begin.to(memory_format=memory_format, copy=True))
+    matrix = nn.Parameter(begin.flatten(1).clone())
+    ours, plain = Muon([kernel], lr=0.1), torch.optim.Muon([matrix], lr=0.1)
+    for _ in range(3):
+        grad = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
+        kernel.grad, matrix.grad = grad, grad.flatten(1)  # a gradient of either layout
+        ours.step()
+        plain.step()
+    assert torch.equal(kernel.flatten(1), matrix)
+    assert not torch.equal(kernel, begin)
+    assert ours.state[kernel]["momentum_buffer"].shape == kernel.shape
+
+
+def test_muon_goes_on_with_a_momentum_of_another_layout() -> None:
+    kernel = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+    twin = nn.Parameter(kernel.detach().clone())
+    ours, other = Muon([kernel]), Muon([twin])
+    momentum = torch.randn(4, 3, 3, 3)
+    ours.state[kernel]["momentum_buffer"] = momentum.contiguous()
+    other.state[twin]["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
+    kernel.grad = twin.grad = torch.randn(4, 3, 3, 3)
+    ours.step()
+    other.step()
+    assert torch.equal(kernel, twin)
+    assert torch.equal(ours.state[kernel]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+
+
+def test_the_two_networks_of_a_gan_have_an_optimizer_each() -> None:
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 1)})
+    optimizers = build_optimizers(model, node("optimizer=gan", "optimizer.lr=0.5"))
+    taken = [[optimizers.names[p] for p in g.options["params"]] for g in optimizers.groups()]
+    assert taken == [
+        ["generator.weight", "generator.bias"],
+        ["discriminator.weight", "discriminator.bias"],
+    ]
+    assert [g.options["lr"] for g in optimizers.groups()] == [0.5, 0.5]
+    assert [g.options["betas"][0] for g in optimizers.groups()] == [0.5, 0.5]
+
+
+def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest() -> None:
+    optimizers = build_optimizers(
+        network(),
+        {
+            "optimizers": {
+                "slow": {
+                    "_target_": "torch.optim.SGD",
+                    "lr": 0.1,
+                    "param_groups": {"norm": {"module": "norm"}, "head": {"match": "^head"}},
+                },
+                "fast": {"_target_": "torch.optim.Adam", "lr": 0.2, "param_groups": None},
+            }
+        },
+    )
+    assert [(g.name, len(g.options["params"])) for g in optimizers.groups()] == [
+        ("slow.norm", 4),
+        ("slow.head", 2),
+        ("fast", 6),
+    ]
+    assert optimizers.learning_rates() == {"slow.norm": 0.1, "slow.head": 0.1, "fast": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        pytest.param({"lr": 0.1}, "optimizer has no _target_", id="no-target"),
+        pytest.param({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer: ", id="lr-text"),
+        pytest.param(
+            {"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1", id="lr-negative"
+        ),
+        pytest.param({"_target_": "torch.optim.SGD", "lrr": 1}, "lrr", id="unknown-argument"),
+        pytest.param({"_target_": "torch.nn.ReLU"}, "ReLU", id="no-optimizer"),
+        pytest.param(
+            {"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters", id="muon-vectors"
+        ),
+        pytest.param(
+            {"_target_": "torch.optim.LBFGS", "param_groups": {"norm": {"module": "norm"}}},
+            "parameter groups",
+            id="lbfgs-groups",
+        ),
+        pytest.param({"optimizers": 3}, "must be a dict of optimizers", id="optimizers-type"),
+        pytest.param({"optimizers": {"a": 3}}, "optimizers.a must be a node", id="node-type"),
+        pytest.param(
+            {
+                "optimizers": {
+                    "a": {"_target_": "torch.optim.SGD", "params": {"match": "^head"}},
+                    "b": {"_target_": "torch.optim.SGD", "params": {"match": "^blocks"}},
+                }
+            },
+            "none of them takes patch_embed.weight, patch_embed.bias",
+            id="homeless",
+        ),
+        pytest.param(
+            {
+                "optimizers": {
+                    "a": {"_target_": "torch.optim.SGD"},
+                    "b": {"_target_": "torch.optim.SGD"},
+                }
+            },
+            "optimizer.optimizers.b is left without a trainable parameter",
+            id="nothing-left",
+        ),
+        pytest.param(
+            {
+                "optimizers": {
+                    "a": {"_target_": "torch.optim.SGD", "params": {"kind": "matrixx"}},
+                    "b": {"_target_": "torch.optim.SGD"},
+                }
+            },
+            "optimizer.optimizers.a.params.kind 'matrixx'",
+            id="bad-selector",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises((ParamGroupError, TargetError), match=re.escape(message)) as caught:
+        build_optimizers(network(), chosen)
+    assert getattr(caught.value, "exit_code", None) == 2
+
+
+def test_fused_kernels_are_preferred_where_the_choice_is_open() -> None:
+    adam = {"_target_": "torch.optim.Adam"}
+    for chosen, expected in (
+        (adam, True),
+        ({**adam, "fused": False}, False),
+        ({**adam, "foreach": True}, None),
+    ):
+        optimizers = build_optimizers(network(), chosen, prefer_fused=True)
+        assert optimizers.groups()[0].options["fused"] is expected
+    build_optimizers(network(), {"_target_": "torch.optim.RMSprop"}, prefer_fused=True)
+
+
+def test_plain_optimizers_are_wrapped_as_they_are() -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Optimizers.wrap(plain, model)
+    assert list(wrapped.items()) == [("optimizer", plain)]
+    assert wrapped.learning_rates() == {"default": 0.1}
+    assert Optimizers.wrap(wrapped, model) is wrapped
+    assert list(wrapped.parameters()) == list(model.parameters())
+
+
+def test_groups_of_plain_optimizers_get_names() -> None:
+    model = network()
+    head = {"params": list(model.head.parameters()), "name": "head"}
+    rest = [p for n, p in model.named_parameters() if not n.startswith("head")]
+    pair = {"a": torch.optim.SGD([head], lr=0.1), "b": torch.optim.SGD(rest, lr=0.2)}
+    assert Optimizers.wrap(pair, model).learning_rates() == {"head": 0.1, "b": 0.2}
+    model = network()
+    groups = [{"params": [p]} for p in model.parameters()]
+    wrapped = Optimizers.wrap(torch.optim.SGD(groups, lr=0.1), model)
+    assert list(wrapped.learning_rates()) == [f"group_{i}" for i in range(12)]
+
+
+def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> None:
+    model = network()
+    head = list(model.head.parameters())
+    with pytest.raises(ParamGroupError, match=r"no optimizer has patch_embed.weight.*\(\+2 more\)"):
+        Optimizers.wrap(torch.optim.SGD(head, lr=0.1), model)
+    foreign = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+    with pytest.raises(ParamGroupError, match="not the model's"):
+        Optimizers.wrap(torch.optim.SGD(foreign, lr=0.1), model)
+    pair = {n: torch.optim.SGD(model.parameters(), lr=0.1) for n in "ab"}
+    with pytest.raises(ParamGroupError, match=r"two groups have patch_embed.weight"):
+        Optimizers.wrap(pair, model)
+
+
+def test_frozen_parameters_may_be_left_out_of_a_plain_optimizer() -> None:
+    model = network()
+    model.blocks.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wrapped = Optimizers.wrap(torch.optim.SGD(trained, lr=0.1), model)
+    assert wrapped.table()[-1][:3] == ("frozen", "-", 8)
+
+
+def test_zero_grad_drops_the_gradients_of_all() -> None:
+    model = network()
+    optimizers = build_optimizers(model, node("optimizer=muon"))
+    model(torch.zeros(1, 3, dtype=torch.float64)).sum().backward()
+    optimizers.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_lbfgs_needs_a_closure() -> None:
+    model = network()
+    needing = {
+        name
+        for name, by_hand in BY_HAND.items()
+        if isinstance(made := by_hand(model), Optimizer) and needs_closure(made)
+    }
+    assert needing == {"lbfgs"}

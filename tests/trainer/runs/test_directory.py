@@ -1,0 +1,374 @@
+"""A run's folder belongs to one process, and tells how the run stands, also after a kill -9."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.errors import StorageError
+from trainer.runs import directory as module
+from trainer.runs.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    name_folder,
+    read_status,
+    reserve,
+)
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held
+
+FORK = multiprocessing.get_context("fork")
+
+
+def create(path, **facts):
+    return RunDirectory.create(
+        path, config_yaml="seed: 1\n", overrides=["seed=1", "name=ü"], facts=facts
+    )
+
+
+def hold(path, ready, resume=False):
+    """Hold a run until killed."""
+    RunDirectory.resume(path, facts={}) if resume else create(path)
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def holding():
+    """Start processes that hold a run; end them with the test."""
+    started = []
+
+    def start(path, **options):
+        ready = FORK.Event()
+        process = FORK.Process(target=hold, args=(path, ready), kwargs=options)
+        process.start()
+        started.append(process)
+        assert ready.wait(20)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def kill(process):
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def test_a_run_holds_what_repeats_it(tmp_path):
+    run = create(tmp_path / "run", seed=1)
+    assert run.config_path.read_text() == "seed: 1\n"
+    assert yaml.safe_load(run.overrides_path.read_text(encoding="utf-8")) == ["seed=1", "name=ü"]
+    assert run.manifest()["seed"] == 1
+    assert run.manifest()["created"] == run.manifest()["started"]
+    status = run.status()
+    assert status["state"] == "running"
+    assert (status["pid"], status["host"]) == (os.getpid(), socket.gethostname())
+    run.release()
+
+
+def test_a_run_exists_once_its_manifest_does(tmp_path, monkeypatch):
+    written = []
+    for name in ("write_text", "write_json"):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda path, value, original=original: (
+                written.append(path.name),
+                original(path, value),
+            ),
+        )
+    create(tmp_path / "run").release()
+    assert written[-1] == "manifest.json"
+    assert sorted(written[:-1]) == ["config.yaml", "overrides.yaml", "status.json"]
+
+
+def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, monkeypatch):
+    def fail(*_):
+        raise StorageError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_json", fail)
+        with pytest.raises(StorageError):
+            create(tmp_path / "run")
+    assert not holds_run(tmp_path / "run")
+    assert not is_held(tmp_path / "run")
+    create(tmp_path / "run").release()
+
+
+def test_an_existing_run_is_refused_and_left_alone(tmp_path):
+    create(tmp_path / "run", seed=1).release()
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(RunDirectoryError, match="already holds a run") as caught:
+        create(tmp_path / "run", seed=2)
+    assert caught.value.exit_code == 2
+    assert "resume=auto" in str(caught.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_second_run_is_refused_naming_the_first(tmp_path, holding):
+    process = holding(tmp_path / "run")
+    expected = rf"^run dir in use by pid {process.pid} on {socket.gethostname()} since 20"
+    with pytest.raises(RunDirectoryError, match=expected) as caught:
+        create(tmp_path / "run")
+    assert caught.value.exit_code == 2
+    with pytest.raises(RunDirectoryError, match=expected):
+        RunDirectory.resume(tmp_path / "run", facts={})
+    kill(process)
+    RunDirectory.resume(tmp_path / "run", facts={}).release()
+
+
+def start_and_report(path, gate, verdicts):
+    gate.wait()
+    try:
+        run = create(path)
+    except RunDirectoryError as error:
+        verdicts.put(str(error))
+    else:
+        verdicts.put("started")
+        time.sleep(0.5)  # hold it while the others try
+        run.release()
+
+
+def test_of_many_that_start_together_one_runs(tmp_path):
+    gate, verdicts = FORK.Event(), FORK.SimpleQueue()
+    processes = [
+        FORK.Process(target=start_and_report, args=(tmp_path / "run", gate, verdicts))
+        for _ in range(6)
+    ]
+    for process in processes:
+        process.start()
+    gate.set()
+    got = [verdicts.get() for _ in processes]
+    for process in processes:
+        process.join()
+    assert got.count("started") == 1
+    refusals = [text for text in got if text != "started"]
+    assert all("in use by pid" in text or "already holds" in text for text in refusals)
+
+
+def hold_with_a_worker(path, ready):
+    create(path)
+    worker = FORK.Process(target=time.sleep, args=(5,))
+    worker.start()
+    ready.put(worker.pid)
+    worker.join()
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_hold_it(tmp_path):
+    ready = FORK.SimpleQueue()
+    process = FORK.Process(target=hold_with_a_worker, args=(tmp_path / "run", ready))
+    process.start()
+    worker = ready.get()
+    kill(process)
+    try:
+        os.kill(worker, 0)
+        assert read_status(tmp_path / "run")["state"] == "killed"
+        RunDirectory.resume(tmp_path / "run", facts={}).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_killed_run_reads_killed(tmp_path, holding):
+    process = holding(tmp_path / "run")
+    assert read_status(tmp_path / "run")["state"] == "running"
+    kill(process)
+    assert read_status(tmp_path / "run")["state"] == "killed"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"pid": 1}', '{"pid": "x", "host": 1, "since": 2}'])
+def test_a_lock_file_that_nobody_holds_hinders_nobody(tmp_path, content):
+    (tmp_path / LOCK_FILE).write_text(content)
+    assert not is_held(tmp_path)
+    create(tmp_path).release()
+
+
+def test_a_held_lock_without_a_readable_name_is_still_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runs.lock._PATIENCE", 0.1)
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    assert first.acquire() is None
+    first.path.write_text("")
+    assert "unknown" in str(second.acquire())
+    assert is_held(tmp_path)
+    first.release()
+    assert second.acquire() is None
+    second.release()
+
+
+def test_where_locks_are_not_supported_the_recorded_process_decides(tmp_path, monkeypatch, caplog):
+    import errno
+    import fcntl
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run = create(tmp_path / "run")
+    assert "cannot lock" in caplog.text
+    assert is_held(run.path)
+    holder = {"pid": 2**22 + 1, "host": socket.gethostname(), "since": "x"}
+    (run.path / LOCK_FILE).write_text(json.dumps(holder))
+    assert not is_held(run.path)
+    run.release()
+
+
+def test_the_end_is_recorded_twice(tmp_path):
+    with create(tmp_path / "run") as run:
+        run.running(resume="train run_dir=x resume=auto")
+        assert run.status()["resume"] == "train run_dir=x resume=auto"
+        started = run.status()["started"]
+        run.finish(
+            "preempted",
+            code=143,
+            reason="SIGTERM",
+            resume=["train", "name=a b", "resume=auto"],
+            results={"test/accuracy": 0.5, "val/loss": float("nan")},
+        )
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "preempted"
+    assert started == status["started"] < status["updated"]
+    assert status["resume"] == "train 'name=a b' resume=auto"
+    assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
+    end = RunDirectory.open(tmp_path / "run").manifest()["exit"]
+    assert (end["state"], end["code"], end["reason"]) == ("preempted", 143, "SIGTERM")
+    assert not is_held(tmp_path / "run")
+
+
+def test_a_resume_is_added_to_the_manifest(tmp_path):
+    with create(tmp_path / "run", device="cpu") as run:
+        run.finish("preempted", code=143)
+    run.checkpoints.mkdir()
+    for folder in (run.path, run.checkpoints):
+        (folder / ".tmp-1-dead").write_text("half")
+    with RunDirectory.resume(tmp_path / "run", facts={"device": "cuda"}) as run:
+        manifest = run.manifest()
+        assert manifest["device"] == "cpu"
+        assert [start["device"] for start in manifest["resumed"]] == ["cuda"]
+        assert manifest["exit"] is None
+        assert run.status()["state"] == "running"
+    assert not list((tmp_path / "run").rglob(".tmp*"))
+
+
+def test_no_run_is_no_run(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        assert not holds_run(path)
+        for attempt in (RunDirectory.open, lambda path: RunDirectory.resume(path, facts={})):
+            with pytest.raises(RunDirectoryError, match="holds no run"):
+                attempt(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_parent_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="does not exist") as caught:
+        create(tmp_path / "no" / "run")
+    assert caught.value.exit_code == 7
+
+
+def test_a_file_in_the_way_is_a_storage_error(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(StorageError, match="file exists"):
+        create(tmp_path / "run")
+
+
+def test_a_damaged_status_names_its_file(tmp_path):
+    create(tmp_path / "run").release()
+    (tmp_path / "run" / "status.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match=r"status\.json"):
+        read_status(tmp_path / "run")
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
+    folders = [reserve(tmp_path / "a" / "b", "2026-01-01_00-00-00") for _ in range(3)]
+    assert [path.name for path in folders] == [
+        "2026-01-01_00-00-00",
+        "2026-01-01_00-00-00-2",
+        "2026-01-01_00-00-00-3",
+    ]
+    create(folders[0]).release()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"],
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path, name):
+    with pytest.raises(RunDirectoryError, match="name=") as caught:
+        name_folder(tmp_path / "runs", name)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_out_of_the_root_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "out").symlink_to(tmp_path)
+    with pytest.raises(RunDirectoryError, match="leads out"):
+        name_folder(tmp_path / "runs", "out")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "ä b", "a..b", "..a", "2026"])
+def test_a_plain_name_is_taken(tmp_path, name):
+    assert name_folder(tmp_path, name) == tmp_path / name
+
+
+def ended(path, state):
+    run = create(path)
+    run.finish(state)
+    run.release()
+
+
+def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding):
+    assert find_unfinished(tmp_path / "none") is None
+    assert find_unfinished(tmp_path) is None
+    ended(tmp_path / "z-oldest", "preempted")
+    ended(tmp_path / "failed", "failed")
+    kill(holding(tmp_path / "killed"))
+    ended(tmp_path / "finished", "finished")
+    living = holding(tmp_path / "running")
+    (tmp_path / "sweeps" / "x").mkdir(parents=True)
+    ended(tmp_path / "sweeps" / "x" / "0", "failed")
+    ended(tmp_path / "damaged", "failed")
+    (tmp_path / "damaged" / "status.json").write_text("")
+    assert find_unfinished(tmp_path) == tmp_path / "damaged"  # its checkpoints tell how far it is
+    shutil.rmtree(tmp_path / "damaged")
+    assert find_unfinished(tmp_path) == tmp_path / "killed"
+    ended_run = RunDirectory.resume(tmp_path / "killed", facts={})
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    ended_run.finish("finished")
+    ended_run.release()
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    kill(living)
+    assert find_unfinished(tmp_path) == tmp_path / "running"
+
+
+def test_the_folder_may_go_while_the_run_lasts(tmp_path):
+    import shutil
+
+    run = create(tmp_path / "run")
+    shutil.rmtree(run.path)
+    with pytest.raises(StorageError, match="does not exist"):
+        run.finish("finished")
+    run.release()
+
+
+def test_relative_paths_survive_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = create(Path("run"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.finish("finished")
+    run.release()
+    assert read_status(tmp_path / "run")["state"] == "finished"

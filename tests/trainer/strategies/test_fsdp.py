@@ -1,0 +1,252 @@
+"""Shards train as the whole does, and are saved and resumed as the whole."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA
+from data.loading.loader import Loader
+from data.orders import Sequential, Shuffled
+from data.updates import UpdateSampler
+from scripts.convert import convert
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.checkpoints import shards as checkpoint_shards
+from trainer.checkpoints.reader import read_checkpoint
+from trainer.errors import CheckpointError, ModelError
+from trainer.options import Clipping, TrainerOptions
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+STOP, UPDATES = 4, 6
+
+
+class Block(nn.Module):
+    """A unit for `wrap_modules`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Points:
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(23, 9, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(3, (23,), generator=generator)
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
+class Stop(Callback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == self.at:
+            trainer.state.request_stop("SIGTERM", 143)
+
+
+def make_trainer(strategy, stop=None, accumulation=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(9, 3)).double()
+    model = strategy.prepare(model)
+    sizes = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
+    train = UpdateSampler(
+        Shuffled(23, seed=1), batch_size=10, gradient_accumulation_steps=accumulation, **sizes
+    )
+    val = UpdateSampler(Sequential(10), batch_size=4 * strategy.group.world_size, **sizes)
+    return Trainer(
+        model,
+        Classification(3),
+        torch.optim.AdamW(model.parameters(), lr=0.05),
+        Loader(Points(), train, seed=0),
+        Loader(Points(), val, seed=0),
+        strategy=strategy,
+        precision="fp64",
+        callbacks={"ema": EMA(decay=0.8), "stop": Stop(stop)},
+        options=TrainerOptions(
+            max_epochs=None,
+            max_steps=UPDATES,
+            log_every_n_steps=1,
+            clipping=Clipping(norm=0.1),
+        ),
+    )
+
+
+def train(strategy, stop=None, content=None):
+    """Train, and return the metrics and a checkpoint."""
+    trainer = make_trainer(strategy, stop)
+    if content is not None:
+        snapshot.restore(trainer, torch.load(io.BytesIO(content), weights_only=True))
+    trainer.fit()
+    file = io.BytesIO()
+    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
+    return trainer.metrics, file.getvalue()
+
+
+def in_group(function, **options):
+    def run(rank):
+        strategy = FSDP("gloo", 30, "cpu", **options)
+        strategy.setup()
+        result = function(strategy)
+        strategy.group.leave()
+        return result
+
+    return run
+
+
+def tensors(tree, prefix=""):
+    """Flatten the tensors of a checkpoint."""
+    if isinstance(tree, torch.Tensor):
+        return {prefix: tree}
+    children = tree.items() if isinstance(tree, dict) else ()
+    return {k: v for name, child in children for k, v in tensors(child, f"{prefix}/{name}").items()}
+
+
+def assert_same(content, other, tolerance):
+    for key in ("model", "optimizer", "ema"):
+        one, two = (
+            tensors(torch.load(io.BytesIO(c), weights_only=True)[key]) for c in (content, other)
+        )
+        assert one.keys() == two.keys()
+        assert one
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(Strategy("cpu"))
+
+
+OPTIONS = [
+    pytest.param({}, id="whole"),
+    pytest.param({"wrap_modules": ["Block"]}, id="blocks"),
+    pytest.param({"wrap_modules": ["Block"], "reshard_after_forward": False}, id="no_reshard"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards_change_nothing(alone, ranks, world_size, options):
+    for metrics, content in ranks(world_size, in_group(train, **options)):
+        assert metrics == pytest.approx(alone[0], rel=0, abs=1e-10)
+        assert_same(alone[1], content, 1e-10)
+
+
+def test_a_resume_is_exact(ranks):
+    def interrupted(strategy):
+        whole = train(strategy)
+        _, content = train(strategy, STOP)
+        return whole, train(strategy, content=content)
+
+    for whole, resumed in ranks(2, in_group(interrupted, wrap_modules=["Block"])):
+        assert_same(whole[1], resumed[1], 0)
+        assert whole[0] == resumed[0]
+
+
+def test_a_plain_run_goes_on_with_a_sharded_ones_checkpoint(alone, ranks):
+    _, content = ranks(2, in_group(lambda strategy: train(strategy, STOP)))[0]
+    _, resumed = train(Strategy("cpu"), content=content)
+    assert_same(alone[1], resumed, 1e-10)
+
+
+def test_a_sharded_run_goes_on_with_a_plain_ones_checkpoint(alone, ranks):
+    _, content = train(Strategy("cpu"), STOP)
+    for _, resumed in ranks(3, in_group(lambda strategy: train(strategy, content=content))):
+        assert_same(alone[1], resumed, 1e-10)
+
+
+def save_shards(strategy, folder):
+    """Train a part, and save it as a run does; return what a run without a break comes to."""
+    whole = train(strategy)
+    trainer = make_trainer(strategy, STOP)
+    trainer.run_dir = folder
+    trainer.fit()
+    checkpoint = Checkpoint(monitor=None)
+    checkpoint.setup(trainer)
+    checkpoint.save_now(trainer)
+    return whole
+
+
+def go_on(strategy, folder):
+    """Finish what `save_shards` began, and return the metrics and the last state, whole."""
+    trainer = make_trainer(strategy)
+    snapshot.restore(trainer, read_checkpoint(folder / "checkpoints" / "last.pt"))
+    trainer.fit()
+    file = io.BytesIO()
+    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
+    return trainer.metrics, file.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resume_from_shards_is_exact(ranks, tmp_path, world_size):
+    def interrupted(strategy):
+        return save_shards(strategy, tmp_path), go_on(strategy, tmp_path)
+
+    options = {"sharded_checkpoint": True, "wrap_modules": ["Block"]}
+    for whole, resumed in ranks(world_size, in_group(interrupted, **options)):
+        whole_state = torch.load(io.BytesIO(whole[1]), weights_only=True)
+        assert whole_state["model"]["2.weight"].device.type == "cpu"
+        assert_same(whole[1], resumed[1], 0)
+        assert whole[0] == resumed[0]
+
+
+def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
+    ranks(2, in_group(lambda strategy: save_shards(strategy, tmp_path), sharded_checkpoint=True))
+    for options in ({"sharded_checkpoint": True}, {}):
+        for _, resumed in ranks(3, in_group(lambda s: go_on(s, tmp_path), **options)):
+            assert_same(alone[1], resumed, 1e-10)
+    assert_same(alone[1], go_on(Strategy("cpu"), tmp_path)[1], 1e-10)
+    convert(tmp_path / "checkpoints" / "last.pt", tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(tmp_path / "whole.pt", tmp_path / "checkpoints" / "last.pt")
+    _, resumed = train(Strategy("cpu"), content=(tmp_path / "whole.pt").read_bytes())
+    assert_same(alone[1], resumed, 1e-10)
+
+
+def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
+    def read(strategy):
+        save_shards(strategy, tmp_path)
+        trainer = make_trainer(strategy)
+        payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
+        assert {t.device.type for t in tensors(payload["model"]).values()} == {"meta"}
+        payload = checkpoint_shards.read(payload, dict(trainer.model.named_parameters()))
+        state = tensors({key: payload[key] for key in ("model", "optimizer", "ema")})
+        return [t.to_local().numel() for t in state.values() if t.ndim]
+
+    counts = ranks(3, in_group(read, sharded_checkpoint=True))
+    whole = 4 * sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
+    assert sum(map(sum, counts)) == whole  # weights, two moments, an average
+    assert max(map(sum, counts)) < whole / 2
+
+
+def test_memory_is_shared_out(ranks):
+    def count(strategy):
+        trainer = make_trainer(strategy)
+        return sum(p.to_local().numel() for p in trainer.model.parameters())
+
+    counts = ranks(3, in_group(count))
+    assert sum(counts) == sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
+    assert max(counts) < sum(counts) / 2
+
+
+def test_an_unknown_class_is_named(ranks):
+    def wrap(strategy):
+        with pytest.raises(ModelError, match=r"no module of class Blok, but Block, Linear"):
+            make_trainer(strategy)
+
+    ranks(2, in_group(wrap, wrap_modules=["Blok"]))

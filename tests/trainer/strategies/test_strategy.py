@@ -1,0 +1,387 @@
+"""However many processes and micro-batches: the same training (I1, I3) and evaluation (I4)."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from data.loading.loader import Loader
+from data.orders import Sequential, Shuffled
+from data.updates import UpdateSampler
+from trainer.callback import Callback, Hooks
+from trainer.options import Clipping, TrainerOptions
+from trainer.state import TrainState
+from trainer.strategies.ddp import DDP
+from trainer.strategies.strategy import Strategy
+from trainer.task import StepOutput, Task
+from trainer.tasks.classification import Classification
+from trainer.tasks.metrics import MacroF1
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH, FEATURES, CLASSES = 23, 10, 6, 3  # an epoch ends in an update of 3 samples
+
+
+class Points:
+    """Samples of random numbers, each with its class."""
+
+    def __init__(self, count=SAMPLES, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(CLASSES, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
+class Weighted(Task):
+    """A loss whose weights depend on the data: sample counts would make the wrong mean."""
+
+    count_names = ("ce",)
+
+    def counts(self, batch):
+        return {"ce": (batch[1] + 1.0).sum()}
+
+    def training_step(self, model, batch):
+        inputs, labels = batch
+        weights = labels + 1.0
+        losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        mean = (losses * weights).sum() / weights.sum()
+        return StepOutput({"ce": mean}, counts={"ce": weights.sum()})
+
+    evaluation_step = training_step
+
+
+class Log(Callback):
+    """Keep every scalar."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_log(self, trainer, scalars):
+        self.lines.append((trainer.state.global_step, dict(scalars)))
+
+
+def make_trainer(
+    strategy, accumulation=1, task=None, epochs=2, optimizer=None, batchnorm=False, **options
+):
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(8)] if batchnorm else []
+    # A bias in front of a BatchNorm has no gradient but rounding, which AdamW makes a step of.
+    first = nn.Linear(FEATURES, 8, bias=not batchnorm)
+    model = nn.Sequential(first, *norm, nn.Tanh(), nn.Linear(8, CLASSES))
+    model = strategy.prepare(model.double())
+    sizes = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
+    train = UpdateSampler(
+        Shuffled(SAMPLES, seed=1),
+        batch_size=BATCH,
+        gradient_accumulation_steps=accumulation,
+        **sizes,
+    )
+    val = UpdateSampler(Sequential(10), batch_size=4 * strategy.group.world_size, **sizes)
+    return Trainer(
+        model,
+        task or Classification(CLASSES, nn.CrossEntropyLoss(label_smoothing=0.1)),
+        (optimizer or partial(torch.optim.AdamW, lr=0.05))(model.parameters()),
+        Loader(Points(), train, seed=0),
+        Loader(Points(10, seed=1), val, seed=0),
+        strategy=strategy,
+        precision="fp64",
+        callbacks={"log": Log()},
+        options=TrainerOptions(max_epochs=epochs, log_every_n_steps=1, **options),
+    )
+
+
+def outcome(trainer):
+    """Train, and return the weights and everything logged."""
+    trainer.fit()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return weights, trainer.callbacks["log"].lines
+
+
+def assert_same(one, other, tolerance=1e-10):
+    (weights, lines), (other_weights, other_lines) = one, other
+    for name, value in weights.items():
+        torch.testing.assert_close(other_weights[name], value, rtol=0, atol=tolerance)
+    assert [step for step, _ in lines] == [step for step, _ in other_lines]
+    for (_, scalars), (_, others) in zip(lines, other_lines, strict=True):
+        assert others == pytest.approx(scalars, rel=0, abs=tolerance)
+
+
+def in_group(function, apart=False):
+    """Let `function(strategy)` run within a group; `apart`: as if each had a machine of its own."""
+
+    def run(rank):
+        if apart:
+            os.environ["LOCAL_WORLD_SIZE"] = "1"
+        strategy = DDP("gloo", timeout=30, accelerator="cpu")
+        strategy.setup()
+        result = function(strategy)
+        strategy.group.leave()
+        return result
+
+    return run
+
+
+TASKS = {"mean": None, "weighted": Weighted(), "clipped": None, "closure": None}
+OPTIONS = {
+    "clipped": {"clipping": Clipping(norm=0.05)},
+    "closure": {"optimizer": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)},
+}
+
+
+def case(name, strategy, accumulation=1):
+    options = OPTIONS.get(name, {})
+    return outcome(make_trainer(strategy, accumulation, TASKS[name], **options))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {name: case(name, Strategy("cpu")) for name in TASKS}
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 4])
+@pytest.mark.parametrize("name", TASKS)
+def test_micro_batches_change_nothing(alone, name, accumulation):
+    assert_same(alone[name], case(name, Strategy("cpu"), accumulation))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_processes_and_micro_batches_change_nothing(alone, ranks, world_size):
+    def train(strategy):
+        return {(n, a): case(n, strategy, a) for n in TASKS for a in (1, 2, 3)}
+
+    for results in ranks(world_size, in_group(train)):
+        for (name, _), result in results.items():
+            assert_same(alone[name], result)
+
+
+def test_a_wrong_mean_would_be_noticed(alone, ranks):
+    class Unscaled(DDP):
+        gradient_scale = 1.0
+
+    def train(rank):
+        strategy = Unscaled("gloo", timeout=30, accelerator="cpu")
+        strategy.setup()
+        result = case("mean", strategy)
+        strategy.group.leave()
+        return result
+
+    for result in ranks(2, train):
+        with pytest.raises(AssertionError):
+            assert_same(alone["mean"], result)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 8])
+def test_evaluation_counts_each_sample_once(ranks, world_size):
+    def evaluate(strategy):
+        trainer = make_trainer(strategy)
+        return trainer.evaluate(trainer.val_loader, "val"), trainer.timer is None
+
+    trainer = make_trainer(Strategy("cpu"))
+    expected = trainer.evaluate(trainer.val_loader, "val")
+    for metrics, _ in ranks(world_size, in_group(evaluate)):
+        assert metrics["val/accuracy"] == expected["val/accuracy"]
+        assert metrics["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-14)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
+    def evaluate(strategy):
+        trainer = make_trainer(strategy, task=Classification(CLASSES, metrics={"f1": MacroF1(3)}))
+        sampler = UpdateSampler(
+            Sequential(samples),
+            batch_size=4 * strategy.group.world_size,
+            rank=strategy.group.rank,
+            world_size=strategy.group.world_size,
+        )
+        return trainer.evaluate(Loader(Points(10, seed=1), sampler, seed=0), "val")
+
+    expected = evaluate(Strategy("cpu"))
+    for metrics in ranks(3, in_group(evaluate)):
+        assert metrics == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_all_processes_judge_the_buffers_that_are_saved(ranks, broadcast):
+    def evaluate(rank):
+        strategy = DDP("gloo", 30, "cpu", broadcast_buffers=broadcast)
+        strategy.setup()
+        model = strategy.prepare(nn.BatchNorm1d(2))
+        model.running_mean.fill_(rank)
+        with strategy.evaluating(model):
+            within = model.running_mean.tolist()
+        after = model.running_mean.tolist()
+        strategy.group.leave()
+        return within, after
+
+    for rank, (within, after) in enumerate(ranks(2, evaluate)):
+        assert within == [0, 0]
+        assert after == [0 if broadcast else rank] * 2
+
+
+class SignalAt(Callback):
+    """One process hears of a signal."""
+
+    def __init__(self, step, rank):
+        self.step, self.rank = step, rank
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == self.step and trainer.group.rank == self.rank:
+            trainer.state.signal = ("SIGTERM", 143)
+
+
+def stopped_by(callback, strategy):
+    trainer = make_trainer(strategy)
+    trainer.hooks = Hooks([callback])
+    trainer.fit()
+    return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("step", "stopped"),
+    [
+        pytest.param(4, 5, id="the others learn of it by the next update"),
+        pytest.param(6, 6, id="all meet at the end of an epoch"),
+    ],
+)
+def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, apart):
+    def train(strategy):
+        return stopped_by(SignalAt(step, rank=1), strategy)
+
+    assert ranks(3, in_group(train, apart)) == [(stopped, "SIGTERM", 143)] * 3
+
+
+class StopAt(Callback):
+    """Every process, or one, asks for a stop after one update."""
+
+    def __init__(self, step, ranks):
+        self.step, self.ranks = step, ranks
+
+    def on_update_end(self, trainer):
+        if trainer.state.updates == self.step and trainer.group.rank in self.ranks:
+            trainer.state.request_stop(f"rank {trainer.group.rank}")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_all_processes_ask_for_happens_at_once(ranks, apart):
+    """As it does in one process: the training must not depend on their number."""
+    assert stopped_by(StopAt(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
+
+    def train(strategy):
+        return [stopped_by(StopAt(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
+
+    assert ranks(3, in_group(train, apart)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_signal_is_heard_over_a_stop_that_was_agreed_on(ranks, in_step):
+    def train(strategy):
+        state = TrainState()
+        state.request_stop("enough")
+        strategy.group.agree(state, at_once=False, in_step=in_step)
+        first = (state.stop_reason, state.stop_code)
+        if strategy.group.rank == 1:
+            state.signal = ("SIGTERM", 143)
+        seen = [first]
+        for _ in range(3):
+            strategy.group.barrier()  # as the exchange of gradients is
+            strategy.group.agree(state, at_once=False, in_step=in_step)
+            seen.append((state.stop_reason, state.stop_code))
+        return seen
+
+    enough, term = ("enough", 0), ("SIGTERM", 143)
+    assert ranks(2, in_group(train)) == [[enough, enough, term, term]] * 2
+
+
+def test_a_verdict_of_one_process_is_the_verdict_of_all(ranks):
+    class Stop(Callback):
+        def on_validation_end(self, trainer, metrics):
+            if trainer.group.rank == 2:
+                trainer.state.request_stop("enough")
+
+    def train(strategy):
+        trainer = make_trainer(strategy, epochs=4)
+        trainer.hooks = Hooks([Stop()])
+        trainer.fit()
+        return trainer.state.epoch, trainer.state.stop_reason, trainer.state.stop_code
+
+    assert ranks(3, in_group(train)) == [(1, "enough", 0)] * 3
+
+
+def test_one_process_of_a_machine_prepares_the_data(ranks, tmp_path):
+    def prepare(strategy):
+        with strategy.group.one_per_node():
+            found = (tmp_path / "data").exists()
+            (tmp_path / "data").touch()
+        return found
+
+    assert ranks(3, in_group(prepare)) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"comm_hook": "bf16_compress"}, id="bf16_compress"),
+        pytest.param({"comm_hook": "fp16_compress"}, id="fp16_compress"),
+        pytest.param(
+            {
+                "comm_hook": "powersgd",
+                "comm_hook_options": {
+                    "matrix_approximation_rank": 2,
+                    "start_powerSGD_iter": 2,
+                },
+                "gradient_as_bucket_view": False,
+            },
+            id="powersgd",
+        ),
+        pytest.param({"static_graph": True}, id="static_graph"),
+        pytest.param({"bucket_cap_mb": 0.001}, id="bucket_cap_mb"),
+        pytest.param({"broadcast_buffers": False}, id="own_buffers"),
+        pytest.param({"find_unused_parameters": True}, id="find_unused_parameters"),
+    ],
+)
+def test_options_of_ddp(alone, ranks, options):
+    def train(rank):
+        strategy = DDP("gloo", 30, "cpu", **options)
+        strategy.setup()
+        result = case("mean", strategy)
+        strategy.group.leave()
+        return result
+
+    one, other = ranks(2, train)
+    assert_same(one, other, tolerance=0)  # whatever is lost on the way, all lose the same
+    tolerance = {"bf16_compress": 0.2, "fp16_compress": 0.02, "powersgd": 2.0}
+    assert_same(alone["mean"], one, tolerance.get(options.get("comm_hook"), 1e-10))
+
+
+def with_batchnorm(strategy):
+    trainer = make_trainer(strategy, batchnorm=True)
+    weights, lines = outcome(trainer)
+    return weights | {name: b.clone() for name, b in trainer.model.named_buffers()}, lines
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
+    """The last update's 3 samples leave one of 4 processes without any."""
+
+    def train(synchronized):
+        def run(rank):
+            strategy = DDP("gloo", 30, "cpu", sync_batchnorm=synchronized)
+            strategy.setup()
+            result = with_batchnorm(strategy)
+            strategy.group.leave()
+            return result
+
+        return run
+
+    alone = with_batchnorm(Strategy("cpu"))
+    for result in ranks(world_size, train(True)):
+        assert_same(alone, result)
+    with pytest.raises(AssertionError):
+        assert_same(alone, ranks(world_size, train(False))[0])

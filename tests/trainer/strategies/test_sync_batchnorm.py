@@ -1,0 +1,162 @@
+"""BatchNorm over several processes, against torch's over the whole batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.strategies.sync_batchnorm import Share, SyncBatchNorm, synchronize
+from trainer.update.activation_checkpointing import checkpoint_modules
+
+KINDS = [
+    pytest.param(nn.BatchNorm1d, (), {}, id="1d"),
+    pytest.param(nn.BatchNorm1d, (5,), {}, id="1d with length"),
+    pytest.param(nn.BatchNorm2d, (3, 2), {}, id="2d"),
+    pytest.param(nn.BatchNorm2d, (3, 2), {"momentum": None}, id="cumulative"),
+    pytest.param(nn.BatchNorm2d, (3, 2), {"affine": False}, id="not affine"),
+    pytest.param(nn.BatchNorm2d, (3, 2), {"track_running_stats": False}, id="not tracked"),
+]
+
+
+def parts(batch, world_size):
+    """Cut unevenly: the last process has no sample and borrows the first."""
+    cuts = list(batch.tensor_split([3 * (i + 1) for i in range(world_size - 2)]))
+    return [*cuts, batch[:1]]
+
+
+def passes(norm, batches, penalty=False):
+    """Return outputs and gradients of a few passes, and the buffers after them."""
+    results = []
+    for batch in batches:
+        x = batch.clone().requires_grad_()
+        output = norm(x)
+        loss = (output**3).sum() * float(getattr(norm, "_share", Share()).counts)
+        if penalty:
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + (gradient**2).sum() * float(getattr(norm, "_share", Share()).counts)
+        loss.backward()
+        results += [output.detach(), x.grad]
+    return results, [b.clone() for b in norm.buffers()], [p.grad for p in norm.parameters()]
+
+
+def batches(shape):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        5 + 3 * torch.randn(10, 4, *shape, generator=generator, dtype=torch.float64)
+        for _ in range(3)
+    ]
+
+
+def in_group(rank, world_size, function):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    share = Share(counts=rank < world_size - 1)
+    result = function(dist.group.WORLD, share)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize(("kind", "shape", "options"), KINDS)
+def test_parts_are_normalized_as_the_whole_is(ranks, kind, shape, options, penalty):
+    world_size, whole = 3, batches(shape)
+    expected, buffers, gradients = passes(kind(4, **options).double(), whole, penalty)
+
+    def run(rank):
+        def compute(group, share):
+            norm = synchronize(kind(4, **options).double(), group, share)
+            assert isinstance(norm, SyncBatchNorm)
+            return passes(norm, [parts(batch, world_size)[rank] for batch in whole], penalty)
+
+        return in_group(rank, world_size, compute)
+
+    found = ranks(world_size, run)
+    for i, value in enumerate(expected):
+        joined = torch.cat([results[i] for results, _, _ in found[:-1]])
+        torch.testing.assert_close(joined, value, rtol=0, atol=1e-9)
+    for _, own, _ in found:
+        for buffer, value in zip(own, buffers, strict=True):
+            torch.testing.assert_close(buffer, value, rtol=0, atol=1e-10)
+    for i, value in enumerate(gradients):  # each process has its part of them
+        total = sum(own[i] for _, _, own in found)
+        torch.testing.assert_close(total, value, rtol=0, atol=1e-8)
+
+
+def test_evaluation_and_names_are_torchs(ranks):
+    plain = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).double()
+    plain(batches((3, 2))[0])
+    plain.eval()
+
+    def run(rank):
+        def compute(group, share):
+            model = synchronize(plain, group, share)
+            assert not model.training
+            return model(batches((3, 2))[1]).detach(), list(model.state_dict())
+
+        return in_group(rank, 2, compute)
+
+    names, expected = list(plain.state_dict()), plain(batches((3, 2))[1]).detach()
+    for output, own in ranks(2, run):
+        assert torch.equal(output, expected)
+        assert own == names
+
+
+def test_evaluation_asks_nobody(ranks):
+    """Processes may have different numbers of batches, and statistics none that are kept."""
+    plain = nn.BatchNorm2d(4, track_running_stats=False).double()
+
+    def run(rank):
+        def compute(group, share):
+            norm = synchronize(plain, group, share).eval()
+            return norm(batches((3, 2))[0]).detach() if rank == 0 else None
+
+        return in_group(rank, 2, compute)
+
+    assert torch.equal(ranks(2, run)[0], plain(batches((3, 2))[0]).detach())
+
+
+def test_activations_computed_again_leave_statistics_alone(ranks):
+    def run(rank):
+        def compute(group, share):
+            results = []
+            for again in (False, True):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+                model = nn.Sequential(synchronize(model, group, share))
+                if again:
+                    checkpoint_modules(model, ["0"])
+                results.append(passes(model, [b[:, :, 0, 0] for b in batches((3, 2))]))
+            return results
+
+        return in_group(rank, 2, compute)
+
+    for once, again in ranks(2, run):
+        for one, other in zip(once, again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_one_value_has_no_variance(ranks):
+    def run(rank):
+        def compute(group, share):
+            with pytest.raises(ValueError, match="more than 1 value per channel"):
+                synchronize(nn.BatchNorm1d(4), group, share)(torch.zeros(1, 4))
+
+        return in_group(rank, 2, compute)
+
+    ranks(2, run)
+
+
+def test_low_precision_goes_in_and_comes_out(ranks):
+    whole = batches((3, 2))[0]
+
+    def run(rank):
+        def compute(group, share):
+            norm = synchronize(nn.BatchNorm2d(4), group, share)
+            return norm(parts(whole, 2)[rank].bfloat16()).detach()
+
+        return in_group(rank, 2, compute)
+
+    output = ranks(2, run)[0]
+    assert output.dtype == torch.bfloat16
+    expected = nn.BatchNorm2d(4)(whole.float()).detach()
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.03)

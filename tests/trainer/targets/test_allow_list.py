@@ -1,0 +1,267 @@
+"""What a configuration may name, and what it may not."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.targets import allow_list as targets
+from trainer.targets.allow_list import TargetError, locate, refusal
+from trainer.targets.instantiate import instantiate, refused_targets
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Work in an empty folder; what is imported from it is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        place = getattr(sys.modules[name], "__file__", None) or ""
+        if place.startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def extra(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the further packages that are allowed: none, until one is added."""
+    allowed: list[str] = []
+    monkeypatch.setattr(targets, "_extra", allowed)
+    return allowed
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.nn.Linear",
+        "torch.nn.functional.gelu",
+        "torch.nn.Embedding.from_pretrained",
+        "torch.optim.SGD",
+        "torch.optim.lr_scheduler.LambdaLR",
+        "torch.utils.data.WeightedRandomSampler",
+        "torch.utils.data.default_collate",
+        "torchvision.models.resnet18",
+        "torchvision.transforms.v2.ColorJitter",
+        "torchvision.datasets.FakeData",
+        "models.mlp.MLP",
+        "trainer.optimizers.muon.Muon",
+    ],
+)
+def test_what_may_be_named(path: str) -> None:
+    assert callable(locate(path))
+    assert refusal(path) is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system",
+        "posix.system",
+        "subprocess.Popen",
+        "builtins.open",
+        "builtins.eval",
+        "pathlib.Path.unlink",
+        "shutil.rmtree",
+        "functools.partial",
+        "importlib.import_module",
+        "logging.os.system",
+        "torch.load",
+        "torch.save",
+        "torch.hub.load",
+        "torch.ops.load_library",
+        "torch.utils.cpp_extension.load",
+        "numpy.load",
+        "hydra.utils.instantiate",
+        "scripts.train.train",
+        "conf.check.parse",
+        "trainer.checkpoints.store.CheckpointStore",
+        "trainer.targets.instantiate.instantiate",
+        "trainer.targets.allow_list.allow",
+        "torch.utils.data.datapipes.iter.FileOpener",
+        "torchvision.datasets.utils.download_url",
+        "torchvision.datasets.utils.extract_archive",
+        "torchvision.io.read_file",
+        "timm.models._helpers.load_state_dict",
+    ],
+)
+def test_what_is_refused_by_its_name(path: str) -> None:
+    assert "not allowed" in (refusal(path) or "")
+    with pytest.raises(TargetError, match="not allowed"):
+        locate(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("torch.nn.modules.module.torch.load", id="through-a-module"),
+        pytest.param("torch.nn.modules.module.functools.partial", id="through-another"),
+        pytest.param("torch.optim.lr_scheduler.partial", id="imported-there"),
+        pytest.param(
+            "torchvision.datasets.mnist.download_and_extract_archive", id="a-refused-part"
+        ),
+        pytest.param("torchvision.models.resnet.WeightsEnum.get_state_dict", id="a-method"),
+        pytest.param("torch.nn.Module.load_state_dict", id="another-method"),
+        pytest.param("torch.nn.Linear.mro", id="a-method-of-the-type"),
+        pytest.param("torch.optim.lr_scheduler.warnings", id="a-module"),
+    ],
+)
+def test_what_is_refused_once_it_is_seen(path: str) -> None:
+    with pytest.raises(TargetError, match="not allowed"):
+        locate(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", ".", "torch.nn.", "torch..nn", "a b.c", "torch.nn.__class__", "x" * 400, 5, None, []],
+)
+def test_what_is_no_path(path: Any) -> None:
+    assert "dotted path" in (refusal(path) or "")
+
+
+def test_a_misspelt_name_gets_the_nearest() -> None:
+    with pytest.raises(TargetError, match=r"torch\.nn has no 'Linaer'; did you mean 'Linear'"):
+        locate("torch.nn.Linaer")
+
+
+def test_a_refusal_tells_how_to_allow() -> None:
+    assert "--allow-target somewhere" in (refusal("somewhere.deep.Net") or "")
+
+
+NODES = [
+    pytest.param({"_target_": "os.system", "command": "CODE"}, id="command"),
+    pytest.param({"_target_": "os.system", "_args_": ["CODE"]}, id="positional"),
+    pytest.param({"_target_": "builtins.open", "file": "CANARY", "mode": "w"}, id="open"),
+    pytest.param({"_target_": "pathlib.Path.touch", "self": "CANARY"}, id="touch"),
+    pytest.param({"_target_": "subprocess.run", "args": "CODE", "shell": True}, id="shell"),
+    pytest.param({"_target_": "logging.os.system", "command": "CODE"}, id="through-logging"),
+    pytest.param(
+        {"_target_": "torch.nn.modules.module.torch.os.system", "command": "CODE"}, id="via-torch"
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "x": {"_target_": "os.system", "command": "CODE"}},
+        id="nested",
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "x": [[{"_target_": "os.system", "command": "CODE"}]]},
+        id="in-lists",
+    ),
+    pytest.param(
+        {
+            "_target_": "torch.nn.Identity",
+            "_recursive_": False,
+            "x": {"_target_": "os.system", "command": "CODE"},
+        },
+        id="not-recursive",
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "x": {"_target_": "os.${oc.select:y,system}"}},
+        id="interpolated",
+    ),
+]
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_nothing_runs_that_is_not_allowed(node: dict[str, Any], tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    armed = _armed(node, canary)
+    with pytest.raises(TargetError) as caught:
+        instantiate(armed, _key_="model")
+    assert caught.value.exit_code == 2
+    assert not canary.exists()
+
+
+def test_refused_names_are_listed_with_their_keys() -> None:
+    node = {"_target_": "torch.nn.Identity", "x": [{"_target_": "os.system"}], "y": {"_target_": 3}}
+    assert [p.key for p in refused_targets(node, "model")] == [
+        "model.x.0._target_",
+        "model.y._target_",
+    ]
+
+
+def test_the_canaries_would_sing(tmp_path: Path, extra: list[str]) -> None:
+    extra.append("os.mkdir")
+    canary = tmp_path / "canary"
+    instantiate(_armed({"_target_": "os.mkdir", "path": "CANARY"}, canary))
+    assert canary.exists()
+
+
+def _armed(node: Any, canary: Path) -> Any:
+    if isinstance(node, dict):
+        return {key: _armed(value, canary) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_armed(value, canary) for value in node]
+    return (
+        {"CODE": f"touch {canary}", "CANARY": str(canary)}.get(node, node)
+        if (isinstance(node, str))
+        else node
+    )
+
+
+def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
+    (folder / "my_own.py").write_text("class Net:\n    pass\n")
+    package = folder / "my_package" / "deep"
+    package.mkdir(parents=True)  # without __init__.py, as beginners have it
+    (package / "nets.py").write_text("def build():\n    return 3\n")
+    assert instantiate({"_target_": "my_own.Net"}).__class__.__name__ == "Net"
+    assert instantiate({"_target_": "my_package.deep.nets.build"}) == 3
+    assert sys.path[-1] == str(folder)
+
+
+def test_a_misspelt_package_of_the_user_gets_the_nearest(folder: Path) -> None:
+    (folder / "my_networks.py").touch()
+    assert "did you mean 'my_networks'?" in (refusal("my_netwroks.Net") or "")
+
+
+def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:
+    (folder / "my_doors.py").write_text("import os\nfrom os import system\nimport torch\n")
+    for path in ("my_doors.os.system", "my_doors.system", "my_doors.torch.load"):
+        with pytest.raises(TargetError, match="not allowed"):
+            locate(path)
+
+
+def test_the_working_folder_does_not_stand_in_for_what_is_installed(folder: Path) -> None:
+    for name in ("json", "yaml", "torch", "os", "models"):
+        (folder / f"{name}.py").write_text("raise SystemExit('ran')\n")
+    for path in ("json.loads", "yaml.load", "os.system"):
+        assert "not allowed" in (refusal(path) or "")
+    assert locate("models.mlp.MLP").__module__ == "models.mlp"
+
+
+def test_a_package_elsewhere_on_the_path_is_not_the_users(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "sneaky_thing.py").write_text("raise SystemExit('ran')\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert "not allowed" in (refusal("sneaky_thing.run") or "")
+
+
+def test_nothing_is_imported_to_judge_a_name(folder: Path) -> None:
+    (folder / "my_loud.py").write_text("raise SystemExit('ran')\n")
+    assert refusal("my_loud.Net") is None
+    assert "my_loud" not in sys.modules
+
+
+def test_what_fails_within_the_users_module_comes_through(folder: Path) -> None:
+    (folder / "my_broken.py").write_text("import no_such_module_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        locate("my_broken.Net")
+
+
+def test_allowed_packages_are_those_and_what_is_theirs(extra: list[str]) -> None:
+    targets.allow(["json"])
+    assert locate("json.loads")("3") == 3
+    assert targets.allowed_extra() == ("json",)
+    with pytest.raises(TargetError, match="not allowed"):
+        locate("json.decoder.re.compile")
+    assert "not allowed" in (refusal("jsonx.loads") or "")
+
+
+def test_allowing_takes_paths_only(extra: list[str]) -> None:
+    with pytest.raises(TargetError, match="--allow-target"):
+        targets.allow(["../evil"])
+    assert extra == []

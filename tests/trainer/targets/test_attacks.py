@@ -1,0 +1,319 @@
+"""Configurations that tried to run, read, send or cut something: none gets as far as a call."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.lr_schedulers.expression import Expression, ExpressionError
+from trainer.optimizers.selectors import parse_selector
+from trainer.targets.allow_list import TargetError, refusal
+from trainer.targets.instantiate import instantiate
+from trainer.targets.signatures import bind_problems
+
+# Paths that must not even be imported to be judged, or are refused once they are seen.
+PATHS = """
+trainer.runs.manifest._git
+trainer.runs.manifest.code_record
+trainer.files.atomic.AppendLog
+trainer.files.atomic.replacing
+trainer.errors.leave_at_once
+trainer.runs.directory.reserve
+trainer.checkpoints.reader.read_checkpoint
+trainer.checkpoints.archive.read_archive
+trainer.targets.allow_list.allow
+trainer.targets.instantiate.instantiate
+trainer.targets.nameable.is_offered
+trainer.runs.lock.RunLock
+trainer.strategies.ddp.DDP
+data.loading.collate.map_leaves
+data.loading.collate.rebuild
+data.loading.workers.kill
+data.loading.fetch.Fetcher
+data.sources.locked
+data.sources.os.system
+data.text.docstrings
+models.weights.fetch
+models.pretrained.load_weights
+models.pretrained.LoadReport
+callbacks.support.event_file.rewind
+callbacks.support.weights_file.write_weights
+callbacks.swa.measure
+callbacks.checkpoint.CheckpointStore
+callbacks.ema.EMA.load_state_dict
+scripts.run.leave_at_once
+conf.yaml_file.examine
+tests.conftest.anything
+torch.load
+torch.hub.load
+torch.utils.cpp_extension.load_inline
+torch.nn.Module.load_state_dict
+torch.nn.Module.register_forward_hook
+torch.nn.Linear.mro
+torch.nn.Linear.__subclasses__
+torch.nn.modules.module.register_module_forward_hook
+torch.nn.modules.module.torch.os.system
+torch.nn.utils._deprecation_utils.lazy_deprecated_import
+torch.nn.utils.skip_init
+torch.nn.utils.prune.custom_from_mask
+torch.nn.utils.parametrize.register_parametrization
+torch.nn.utils.stateless.functional_call
+torch.nn.parallel.DistributedDataParallel
+torch.nn.functional.boolean_dispatch
+torch.nn.functional.handle_torch_function
+torch.nn.functional.importlib.import_module
+torch.nn.factory_kwargs
+torch.nn.Container
+torch.nn.NLLLoss2d
+torch.optim.swa_utils.update_bn
+torch.optim.swap_in_optimizer_params_and_state
+torch.optim.lr_scheduler.partial
+torch.optim.Optimizer.register_optimizer_step_pre_hook
+torch.utils.data.DataLoader
+torch.utils.data.IterDataPipe
+torch.utils.data.datapipes.iter.FileOpener
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+torchvision.datasets.LSUN
+torchvision.datasets.LSUNClass
+torchvision.datasets.SBU
+torchvision.datasets.Kinetics
+torchvision.datasets.lsun.LSUNClass
+torchvision.datasets.utils.download_url
+torchvision.datasets.utils.extract_archive
+torchvision.datasets.folder.pil_loader
+torchvision.datasets.wrap_dataset_for_transforms_v2
+torchvision.io.read_file
+torchvision.models.Weights
+torchvision.models.WeightsEnum
+torchvision.models.ResNet18_Weights
+torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict
+torchvision.models.get_weight
+torchvision.models.resnet.load_state_dict_from_url
+torchvision.transforms.v2.functional.register_kernel
+torchvision.transforms.v2.check_type
+torchvision.transforms.v2.ToTensor
+torchmetrics.functional.text.helper_embedding_metric._read_csv_from_url
+torchmetrics.functional.text.bert._read_csv_from_url
+torchmetrics.text.BERTScore
+torchmetrics.text.InfoLM
+torchmetrics.text.ROUGEScore
+torchmetrics.text.SacreBLEUScore
+torchmetrics.text.bert.BERTScore
+torchmetrics.BLEUScore
+torchmetrics.image.FrechetInceptionDistance
+torchmetrics.image.LearnedPerceptualImagePatchSimilarity
+torchmetrics.multimodal.CLIPScore
+torchmetrics.Metric.forward
+timm.models.create_model
+timm.models._helpers.load_checkpoint
+timm.create_model.__globals__
+joblib.load
+sklearn.utils.fixes.joblib.load
+sklearn.datasets.fetch_openml
+numpy.load
+pickle.loads
+yaml.unsafe_load
+builtins.__import__
+functools.partial
+operator.methodcaller
+"""
+
+
+@pytest.mark.parametrize("path", PATHS.split())
+def test_a_path_that_led_out_is_refused(path: str) -> None:
+    with pytest.raises(TargetError):
+        instantiate({"_target_": path})
+
+
+def test_most_are_refused_by_their_names_alone() -> None:
+    seen = {path for path in PATHS.split() if refusal(path) is None}
+    offered = {path.rpartition(".")[0] for path in seen}
+    assert offered <= {
+        "callbacks.checkpoint",
+        "callbacks.swa",
+        "data.sources",
+        "data.text",
+        "models.pretrained",
+        "torch.nn",
+        "torch.nn.functional",
+        "torch.optim",
+        "torch.optim.lr_scheduler",
+        "torchmetrics",
+        "torchvision.datasets",
+        "torchvision.transforms.v2",
+    }
+
+
+CALLS = [
+    pytest.param(
+        {
+            "_target_": "data.loading.collate.map_leaves",
+            "function": {
+                "_target_": "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
+                "_args_": [["system"], "os", "os"],
+            },
+            "value": "COMMAND",
+        },
+        id="call-what-another-node-returned",
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "c": "COMMAND"}]},
+        id="nested-positional",
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "_recursive_": False, "x": {"_target_": "joblib.load"}},
+        id="kept-for-later",
+    ),
+    pytest.param(
+        {"_target_": "torch.optim.lr_scheduler.LambdaLR", "_partial_": True, "lr_lambda": {
+            "_target_": "os.system", "_partial_": True}},
+        id="partial-of-a-partial",
+    ),
+    pytest.param(
+        {"_target_": "torchvision.transforms.Lambda", "lambd": {
+            "_target_": "builtins.eval", "_partial_": True}},
+        id="through-a-lambda",
+    ),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "_convert_": {"_target_": "os.system", "c": "COMMAND"}},
+        id="in-a-key-of-hydras",
+    ),
+    pytest.param({"_target_": "trainer.files.atomic.AppendLog", "path": "FILE"}, id="cut-a-file"),
+    pytest.param({"_target_": "trainer.errors.leave_at_once", "code": 0}, id="leave"),
+    pytest.param(
+        {"_target_": "trainer.runs.manifest._git", "_args_": ["-c", "alias.x=!COMMAND", "x"]},
+        id="git",
+    ),
+    pytest.param({"_target_": "os.${oc.select:y,system}", "command": "COMMAND"}, id="interpolated"),
+    pytest.param({"_target_": ["os.system"], "command": "COMMAND"}, id="a-list-for-a-path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", CALLS)
+def test_no_call_reaches_the_canary(node: dict[str, Any], tmp_path: Path) -> None:
+    canary, file = tmp_path / "canary", tmp_path / "file"
+    file.write_text("whole, without a line's end")
+    with pytest.raises(TargetError) as caught:
+        instantiate(armed(node, f"touch {canary}", str(file)), _key_="callbacks.x")
+    assert caught.value.exit_code == 2
+    assert not canary.exists()
+    assert file.read_text() == "whole, without a line's end"
+
+
+def armed(node: Any, command: str, file: str) -> Any:
+    if isinstance(node, dict):
+        return {key: armed(value, command, file) for key, value in node.items()}
+    if isinstance(node, list):
+        return [armed(value, command, file) for value in node]
+    return node.replace("COMMAND", command).replace("FILE", file) if isinstance(node, str) else node
+
+
+@pytest.fixture
+def timm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand in for timm: `create_model` with its signature, recording that it was called."""
+    calls: list[Any] = []
+    module = types.ModuleType("timm")
+
+    def create_model(
+        model_name: str,
+        pretrained: bool = False,
+        pretrained_cfg: Any = None,
+        pretrained_cfg_overlay: Any = None,
+        checkpoint_path: str = "",
+        cache_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        calls.append(model_name)
+
+    create_model.__module__ = "timm.models._factory"
+    module.create_model = create_model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"model_name": "x", "checkpoint_path": "evil.pth"}, id="by-name"),
+        pytest.param({"_args_": ["x", False, None, None, "evil.pth"]}, id="by-place"),
+        pytest.param({"_args_": ["x", True, {"file": "evil.pth"}]}, id="settings-by-place"),
+        pytest.param({"model_name": "x", "cache_dir": "evil"}, id="cache"),
+        pytest.param({"_args_": ["hf-hub:evil/model"]}, id="hub"),
+        pytest.param({"model_name": "local-dir:/evil"}, id="folder"),
+        pytest.param({"model_name": {"_target_": "torch.nn.Identity"}}, id="name-from-a-node"),
+    ],
+)
+def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list[Any]) -> None:
+    node = {"_target_": "timm.create_model", **arguments}
+    with pytest.raises(TargetError, match="not allowed here"):
+        instantiate({"_target_": "torch.nn.Sequential", "_args_": [node]}, _key_="model")
+    assert [p for p in bind_problems(node, "model") if "not allowed here" in str(p)]
+    assert timm == []
+    instantiate({"_target_": "timm.create_model", "model_name": "resnet18", "drop_rate": 0.1})
+    assert timm == ["resnet18"]
+
+
+def test_arguments_by_place_are_judged_as_what_they_stand_for() -> None:
+    (found,) = bind_problems({"_target_": "torch.nn.Linear", "_args_": ["a", 2]}, "model")
+    assert str(found).startswith("model._args_.0: in_features: expected int")
+    (found,) = bind_problems({"_target_": "torch.nn.Dropout", "_args_": [0.1, True, 3]}, "model")
+    assert "takes 2 arguments by position" in str(found)
+
+
+def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_window.py").write_text(
+        "from data.loading.collate import map_leaves\nfrom torch.nn import Linear\n"
+        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made = instantiate({"_target_": "my_window.Linear", "in_features": 1, "out_features": 2})
+    assert made.out_features == 2
+    for name in ("map_leaves", "AppendLog", "skip_init"):
+        with pytest.raises(TargetError, match="not allowed"):
+            instantiate({"_target_": f"my_window.{name}"})
+    monkeypatch.delitem(sys.modules, "my_window")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "().__class__.__base__.__subclasses__()",
+        "__import__('os').system('true')",
+        "pow.__self__",
+        "max(step, key=print)",
+        "(lambda: 0)()",
+        "[x for x in (1,)]",
+        "f'{step!r:>{9**9}}'",
+        "open('/etc/passwd')",
+        "step if (y := 1) else 2",
+        "getattr(step, 'real')",
+        "step\nimport os",
+        "step; 1",
+        "a" * 501,
+        "-" * 400 + "1",
+        "1" + "0" * 400,
+    ],
+)
+def test_an_expression_stays_arithmetic(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        Expression(text, ["step"])({"step": 1.0})
+
+
+@pytest.mark.parametrize("text", ["9**9**9**9", "9**9**9", "exp(1e9)", "1/0", "log(0)", "1e308*10"])
+def test_an_expression_without_a_value_is_quick_and_named(text: str) -> None:
+    with pytest.raises(ExpressionError, match=r"no value|is inf"):
+        Expression(text, ["step"])({"step": 1.0})
+
+
+@pytest.mark.parametrize(
+    "text", ["ndim<=" + "9" * 5000, "ndim<=1 or 1", "ndim<=__import__('os')", "ndim<=1.5"]
+)
+def test_a_comparison_of_dimensions_stays_one(text: str) -> None:
+    problems: list[str] = []
+    parse_selector({"kind": text}, "rule", problems)
+    assert len(problems) == 1

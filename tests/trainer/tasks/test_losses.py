@@ -1,0 +1,243 @@
+"""Losses made of terms, and penalties on gradients, against the same written by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.updates import UpdateSampler
+from trainer.errors import ModelError
+from trainer.options import TrainerOptions
+from trainer.tasks.classification import Classification
+from trainer.tasks.losses import Losses, Term, vector
+from trainer.tasks.penalties import GradientPenalty
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH, CLASSES = 23, 8, 3
+
+
+class Points:
+    """Random points with labels, or with shares of the classes, in float64."""
+
+    def __init__(self, soft: bool = False) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        if soft:
+            shares = torch.rand(SAMPLES, CLASSES, generator=generator, dtype=torch.float64)
+            self.y = shares / shares.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def loader(data: Points, steps: int = 1) -> Loader:
+    order = Shuffled(len(data), seed=1)
+    sampler = UpdateSampler(order, batch_size=BATCH, gradient_accumulation_steps=steps)
+    return Loader(data, sampler, seed=1)
+
+
+def by_hand(loss, data: Points) -> nn.Module:
+    """Train with `loss(model, x, y)` on whole batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(2):
+        for micro_batch in loader(data).epoch(epoch):
+            x, y = micro_batch.batch
+            optimizer.zero_grad()
+            loss(model, x, y).backward()
+            optimizer.step()
+    return model
+
+
+def trained(loss, steps: int, data: Points) -> Trainer:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    task = Classification(CLASSES, loss)
+    trainer = Trainer(
+        model,
+        task,
+        optimizer,
+        loader(data, steps),
+        loader(data),
+        options=TrainerOptions(max_epochs=2),
+        precision="fp64",
+    )
+    trainer.fit()
+    return trainer
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_soft_targets(steps: int, smoothing: float) -> None:
+    data = Points(soft=True)
+    loss = nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        mixed = y * (1 - smoothing) + smoothing / CLASSES
+        return -(mixed * model(x).log_softmax(1)).sum(1).mean()
+
+    assert_equal(trained(loss, steps, data).model, by_hand(hand, data))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_class_weights_with_soft_targets(steps: int) -> None:
+    """torch divides by the number of samples there, not by their weights."""
+    data, weights = Points(soft=True), vector([1, 2, 5])
+    got = trained(nn.CrossEntropyLoss(weight=weights), steps, data)
+
+    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, weight=weights.double())
+
+    assert_equal(got.model, by_hand(hand, data))
+
+
+def test_class_weights_follow_the_number_format() -> None:
+    task = Classification(3, nn.CrossEntropyLoss(weight=vector([1, 2, 5])))
+    task.to(torch.device("cpu"), torch.float64)
+    value, counts = task.losses(torch.zeros(4, 3).double(), torch.tensor([0, 1, 2, 2]))
+    assert value[""].dtype == torch.float64
+    assert counts[""].item() == 13
+
+
+def of_inputs(loss: bool) -> dict[str, nn.Module]:
+    node = GradientPenalty("inputs", nn.CrossEntropyLoss(reduction="sum") if loss else None)
+    return {"ce": nn.CrossEntropyLoss(), "penalty": Term(node, 0.3)}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("of_loss", [pytest.param(True, id="loss"), pytest.param(False, id="sum")])
+def test_penalty_on_inputs(of_loss: bool, steps: int) -> None:
+    data = Points()
+
+    def hand(model: nn.Module, x: Tensor, y: Tensor, weight: float = 0.3) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        score = F.cross_entropy(output, y, reduction="sum") if of_loss else output.sum()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        return F.cross_entropy(output, y) + weight * slope.square().sum(1).mean()
+
+    trainer = trained(of_inputs(of_loss), steps, data)
+    assert_equal(trainer.model, by_hand(hand, data))
+    without = by_hand(lambda m, x, y: hand(m, x, y, 0.0), data)
+    assert distance(trainer.model, without) > 1e-4
+
+
+def test_penalty_on_the_distance_from_a_norm() -> None:
+    data = Points()
+    terms = {"ce": nn.CrossEntropyLoss(), "penalty": GradientPenalty(target=1.0)}
+
+    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.cross_entropy(output, y) + (slope.norm(dim=1) - 1).square().mean()
+
+    for p, q in zip(
+        trained(terms, 2, data).model.parameters(), by_hand(hand, data).parameters(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-8)  # the root's guard against 0
+
+
+def test_penalty_on_parameters() -> None:
+    data = Points()
+    terms = {
+        "ce": nn.CrossEntropyLoss(),
+        "penalty": Term(GradientPenalty("parameters", nn.CrossEntropyLoss()), 0.3),
+    }
+
+    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + 0.3 * sum(s.square().sum() for s in slopes)
+
+    assert_equal(trained(terms, 1, data).model, by_hand(hand, data))
+
+
+def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
+    trainer = trained(of_inputs(True), 2, Points())
+    metrics = trainer.metrics
+    assert metrics["train/loss"] == pytest.approx(
+        metrics["train/loss_ce"] + metrics["train/loss_penalty"]
+    )
+    assert metrics["train/loss_penalty"] > 0
+    assert "val/loss_penalty" not in metrics
+    assert metrics["val/loss"] == pytest.approx(metrics["val/loss_ce"])
+    named = {f"val/{name}" for name in trainer.task.metric_names()}
+    assert named == {name for name in metrics if name.startswith("val/")}
+
+
+def test_a_term_that_is_null_is_dropped() -> None:
+    losses = Losses.of({"ce": nn.CrossEntropyLoss(), "margin": None})
+    assert losses.names == ["loss", "loss_ce"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(
+            lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum", id="mean"
+        ),
+        pytest.param(lambda: GradientPenalty("parameters"), "asks for a loss", id="no-loss"),
+        pytest.param(lambda: Losses.of(GradientPenalty()), "no term but", id="alone"),
+        pytest.param(
+            lambda: Losses.of(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
+            "real numbers",
+            id="tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(6,), (4, 5), (2, 4, 5)], ids=["n", "images", "volumes"])
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_labels_of_places_are_judged_as_torch_judges_them(kind, shape, reduction) -> None:
+    """Flattened, as GPUs have no deterministic kernel for images of labels."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    loss = kind(weight=weight, ignore_index=2, reduction=reduction)
+    one, other = (
+        torch.randn(3, 3, *shape, generator=generator.manual_seed(1), dtype=torch.float64)
+        .requires_grad_()
+        .log_softmax(1)
+        for _ in range(2)
+    )
+    target = torch.randint(3, (3, *shape), generator=generator)
+    values, _ = Losses.of(loss)(one, target)
+    value = values[""] if isinstance(values, dict) else values
+    expected = loss(other, target)
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(v.sum(), x)[0] for v, x in ((value, one), (expected, other))]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_shares_of_classes_at_places_are_judged_as_torch_judges_them() -> None:
+    logits, shares = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 5).softmax(1)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    values, _ = Losses.of(loss)(logits, shares)
+    value = values[""] if isinstance(values, dict) else values
+    torch.testing.assert_close(value, loss(logits, shares))

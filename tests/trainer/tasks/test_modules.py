@@ -1,0 +1,278 @@
+"""Modules of a task: their parameters are trained, their state is saved, however it is kept."""
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from callbacks.ema import EMA
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.updates import UpdateSampler
+from trainer import snapshot
+from trainer.errors import ModelError
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.optimizers.param_groups import ParamGroupError
+from trainer.options import TrainerOptions
+from trainer.strategies.ddp import DDP
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.strategy import Strategy
+from trainer.task import named_modules
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH, CLASSES = 24, 8, 3
+
+
+class Scaled(nn.Module):
+    """Cross entropy of logits that it scales and, by what it has seen, shifts."""
+
+    reduction = "mean"
+
+    def __init__(self, centred: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((CLASSES,), 0.5, dtype=torch.float64))
+        self.centred = centred
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy((logits - self.centre) * self.scale, labels)
+        if self.training and self.centred:
+            self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
+        return loss
+
+
+class Restless(nn.Module):
+    """A network with a buffer that no state dict has, one that is assigned, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, CLASSES)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("mask", torch.ones(5), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        logits: Tensor = self.layer((x - self.mean) * self.mask / (1 + 0.1 * self.seen))
+        return logits
+
+
+class Counting(Restless):
+    """A network whose plain attribute moves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Points:
+    """Random points with labels, in float64."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def trainer_of(
+    network: Callable[[], nn.Module] | None = None,
+    loss: nn.Module | None = None,
+    steps: int = 1,
+    strategy: Strategy | None = None,
+    node=None,
+    max_steps: int = 6,
+    **callbacks,
+) -> Trainer:
+    torch.manual_seed(3)
+    strategy = strategy or Strategy("cpu")
+    model = strategy.prepare(network().double() if network else nn.Linear(5, CLASSES).double())
+    task = Classification(CLASSES, loss or Scaled())
+    node = node or {"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9}
+    sampler = UpdateSampler(
+        Shuffled(SAMPLES, seed=1),
+        batch_size=BATCH,
+        gradient_accumulation_steps=steps,
+        rank=strategy.group.rank,
+        world_size=strategy.group.world_size,
+    )
+    return Trainer(
+        model,
+        task,
+        build_optimizers(model, node, others=named_modules(task)),
+        Loader(Points(), sampler, seed=1),
+        strategy=strategy,
+        precision="fp64",
+        callbacks=callbacks,
+        options=TrainerOptions(max_epochs=None, max_steps=max_steps, log_every_n_steps=1),
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    loss = trainer.task.own_modules()["loss"]
+    named = {**trainer.model.state_dict(), **loss.state_dict()}
+    named |= dict(trainer.model.named_buffers())
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def by_hand() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model, loss, data = nn.Linear(5, CLASSES).double(), Scaled(), Points()
+    both = [*model.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(both, lr=0.5, momentum=0.9)
+    for epoch in range(2):
+        indices = torch.as_tensor(Shuffled(SAMPLES, seed=1)(epoch)[:SAMPLES])
+        for batch in indices.split(BATCH):
+            optimizer.zero_grad()
+            loss(model(data.x[batch]), data.y[batch]).backward()
+            optimizer.step()
+    return {**model.state_dict(), **loss.state_dict()}
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_parameters_of_a_loss_are_trained(steps: int) -> None:
+    trainer = trainer_of(steps=steps)
+    trainer.fit()
+    assert_same(weights(trainer), by_hand(), 1e-12)
+    assert [name for name, _ in trainer.optimizers.named_parameters()][-1] == "task.loss.scale"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_processes_train_them_alike(ranks, steps: int) -> None:
+    def train(rank: int) -> dict[str, Tensor]:
+        strategy = DDP("gloo", 60, "cpu")
+        strategy.setup()
+        trainer = trainer_of(steps=steps, strategy=strategy)
+        trainer.fit()
+        strategy.group.leave()
+        return weights(trainer)
+
+    for result in ranks(2, train):
+        assert_same(result, by_hand(), 1e-12)
+
+
+def test_rules_know_them() -> None:
+    groups = {"task": {"match": r"^task\.loss", "lr": 0.01}}
+    node = {"_target_": "torch.optim.SGD", "lr": 0.5, "param_groups": groups}
+    rates = trainer_of(node=node).optimizers.learning_rates()
+    assert rates == {"task": 0.01, "default": 0.5}
+    groups["task"] = {"match": r"^task\.", "frozen": True}
+    assert list(trainer_of(node=node).optimizers.frozen) == ["task.loss.scale"]
+
+
+def test_an_optimizer_without_them_is_refused() -> None:
+    model = nn.Linear(5, CLASSES).double()
+    task, data = Classification(CLASSES, Scaled()), [Points()[0]]
+    for optimizer in (torch.optim.SGD(model.parameters()), build_optimizers(model, NODE)):
+        with pytest.raises(ParamGroupError, match=r"no optimizer has task\.loss\.scale"):
+            Trainer(model, task, optimizer, data)
+
+
+NODE = {"_target_": "torch.optim.SGD", "lr": 0.5}
+
+
+def test_shards_and_what_is_whole_do_not_mix() -> None:
+    task = Classification(CLASSES, Scaled())
+    with pytest.raises(ModelError, match=r"task\.loss\.scale .* strategy=ddp"):
+        FSDP(accelerator="cpu").check(named_modules(task))
+
+
+@pytest.mark.parametrize("network", [Restless, lambda: nn.Linear(5, CLASSES)])
+def test_a_resume_is_exact(network) -> None:
+    whole = trainer_of(network, Scaled(centred=True))
+    whole.fit()
+    begun = trainer_of(network, Scaled(centred=True), max_steps=4)
+    begun.fit()
+    payload = copy.deepcopy(snapshot.take(begun))
+    resumed = trainer_of(network, Scaled(centred=True))
+    assert snapshot.restore(resumed, payload) == []
+    resumed.fit()
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_constants_are_not_saved_and_older_checkpoints_load() -> None:
+    trainer = trainer_of(Restless)
+    trainer.fit()
+    payload = copy.deepcopy(snapshot.take(trainer))
+    assert list(payload["state"]["unsaved"][0]["buffers"]) == ["seen"]
+    del payload["state"]["unsaved"]
+    places = payload["optimizer"]["optimizers"]["optimizer"]
+    del places["groups"]["default"]["parameters"]["task.loss.scale"]
+    del places["state"]["task.loss.scale"]
+    notes = snapshot.restore(trainer_of(Restless, max_steps=8), payload)
+    assert notes == ["trained since the checkpoint, and not before: task.loss.scale"]
+
+
+def test_weights_alone_bring_the_task_along() -> None:
+    trainer = trainer_of(Restless, Scaled(centred=True))
+    trainer.fit()
+    fresh = trainer_of(Restless, Scaled(centred=True))
+    snapshot.load_weights(fresh, copy.deepcopy(snapshot.take(trainer)))
+    assert_same(weights(fresh), weights(trainer))
+
+
+def test_an_evaluation_moves_no_centre() -> None:
+    trainer = trainer_of(loss=Scaled(centred=True))
+    trainer.evaluate(trainer.train_loader, "val")
+    loss = trainer.task.own_modules()["loss"]
+    assert loss.training
+    assert not loss.centre.any()
+
+
+def test_assigned_buffers_are_put_back_and_averaged() -> None:
+    trainer = trainer_of(Restless, Scaled(centred=True), ema=EMA(decay=0.5, warmup=False))
+    first = trainer.model.mean
+    trainer.fit()
+    assert trainer.model.mean is first
+    average, mean, data = torch.zeros(5).double(), torch.zeros(5).double(), Points()
+    for epoch in range(2):
+        indices = torch.as_tensor(Shuffled(SAMPLES, seed=1)(epoch)[:SAMPLES])
+        for batch in indices.split(BATCH):
+            mean = 0.9 * mean + 0.1 * data.x[batch].mean(0)
+            average = 0.5 * average + 0.5 * mean
+    averaged = trainer.callbacks["ema"].state_dict()["model"]["mean"]
+    torch.testing.assert_close(averaged, average, rtol=0, atol=1e-12)
+
+
+def test_a_refused_update_moves_no_assigned_buffer() -> None:
+    trainer = trainer_of(Restless, Scaled(centred=True))
+    trainer.options = trainer.updater._options = TrainerOptions(max_steps=1, on_nonfinite="skip")
+    before = weights(trainer)
+    stream = trainer.train_loader.epoch(0)
+    bad = next(stream)
+    bad.batch[0][0] = float("nan")
+    trainer.update([bad])
+    stream.close()
+    assert trainer.state.skipped_updates == 1
+    assert_same(weights(trainer), before)
+
+
+def test_what_cannot_be_saved_is_named_once(caplog) -> None:
+    trainer = trainer_of(Counting)
+    trainer.fit()
+    with caplog.at_level(logging.WARNING):
+        snapshot.take(trainer)
+        trainer.model.calls += 1
+        snapshot.take(trainer)
+    told = [r.message for r in caplog.records if "no checkpoint has it" in r.message]
+    assert len(told) == 1
+    assert told[0].startswith("calls changes in training")

@@ -1,0 +1,265 @@
+"""Every task against the same training written by hand, however its batches are split (I3, I4)."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.loading.loader import Loader
+from data.orders import Sequential, Shuffled
+from data.updates import UpdateSampler
+from trainer.errors import ModelError, SampleError
+from trainer.metric_names import epoch_metric
+from trainer.options import TrainerOptions
+from trainer.tasks.language_model import LanguageModel
+from trainer.tasks.losses import Losses, Term
+from trainer.tasks.multilabel import MultiLabel
+from trainer.tasks.regression import Regression
+from trainer.tasks.segmentation import Segmentation
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH = 23, 8  # the last update of an epoch has 7 samples
+
+
+class Pairs:
+    """Inputs and targets in memory."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def draw() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def values() -> Pairs:
+    generator = draw()
+    x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return Pairs(x, x[:, 0] * 2 + torch.randn(SAMPLES, generator=generator, dtype=torch.float64))
+
+
+def several_labels() -> Pairs:
+    generator = draw()
+    x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return Pairs(x, (torch.rand(SAMPLES, 3, generator=generator) < 0.4).double())
+
+
+def pixels() -> Pairs:
+    """Masks of 6 x 6 with between 0 and 35 pixels left out of the loss, another number in each."""
+    generator = draw()
+    x = torch.randn(SAMPLES, 1, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (SAMPLES, 36), generator=generator)
+    for i in range(SAMPLES):
+        y[i, : (i * 5) % 36] = 255
+    return Pairs(x, y.view(SAMPLES, 6, 6))
+
+
+def tokens() -> Pairs:
+    """Texts of 3 to 7 tokens, padded."""
+    generator = draw()
+    x = torch.randint(4, (SAMPLES, 7), generator=generator)
+    y = torch.randint(4, (SAMPLES, 7), generator=generator)
+    for i in range(SAMPLES):
+        y[i, 3 + i % 5 :] = -100
+    return Pairs(x, y)
+
+
+class Reader(nn.Module):
+    """Logits [n, length, tokens] from each token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x)))
+
+
+def network(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    models = {
+        "values": lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)),
+        "several": lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        "pixels": lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)
+        ),
+        "tokens": Reader,
+    }
+    return models[kind]().double()
+
+
+# kind: the data, the task, and its loss written out for whole batches of outputs and targets.
+CASES = {
+    "values": (values, Regression, lambda o, y: F.mse_loss(o.squeeze(1), y)),
+    "several": (several_labels, MultiLabel, F.binary_cross_entropy_with_logits),
+    "pixels": (
+        pixels,
+        lambda: Segmentation(3),
+        lambda o, y: F.cross_entropy(o, y, ignore_index=255),
+    ),
+    "tokens": (
+        tokens,
+        lambda: LanguageModel(4),
+        lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()),
+    ),
+}
+KINDS = [pytest.param(kind, id=kind) for kind in CASES]
+
+
+def loader(data: Pairs, steps: int = 1, shuffled: bool = True, batch: int = BATCH) -> Loader:
+    order = Shuffled(len(data), seed=1) if shuffled else Sequential(len(data))
+    sampler = UpdateSampler(order, batch_size=batch, gradient_accumulation_steps=steps)
+    return Loader(data, sampler, seed=1)
+
+
+def by_hand(kind: str, epochs: int = 2) -> nn.Module:
+    """Train with a loop as anyone would write it, on whole batches."""
+    make, _, loss = CASES[kind]
+    data, model = make(), network(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    order = Shuffled(len(data), seed=1)
+    for epoch in range(epochs):
+        indices = torch.as_tensor(order(epoch)[: len(data)])
+        for batch in indices.split(BATCH):
+            optimizer.zero_grad()
+            loss(model(data.x[batch]), data.y[batch]).backward()
+            optimizer.step()
+    return model
+
+
+def trainer_of(kind: str, steps: int = 1, lr: float = 0.1) -> Trainer:
+    make, task, _ = CASES[kind]
+    model, data = network(kind), make()
+    return Trainer(
+        model,
+        task(),
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        loader(data, steps),
+        loader(data, shuffled=False, batch=5),
+        options=TrainerOptions(max_epochs=2),
+        precision="fp64",
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_as_by_hand(kind: str, steps: int) -> None:
+    trainer = trainer_of(kind, steps)
+    trainer.fit()
+    for got, wanted in zip(trainer.model.parameters(), by_hand(kind).parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "tokens"])
+def test_a_mean_of_means_would_differ(kind: str) -> None:
+    """The negative control: micro-batches weighted by samples give another training."""
+    trainer = trainer_of(kind, steps=3)
+    loss = trainer.task.losses.terms[""].loss
+    trainer.task.losses = Losses({"": Term(loss)}, single=loss, counted=[])
+    trainer.task.count_names = []
+    trainer.fit()
+    hand = by_hand(kind)
+    apart = [
+        (got - wanted).abs().max().item()
+        for got, wanted in zip(trainer.model.parameters(), hand.parameters(), strict=True)
+    ]
+    assert max(apart) > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_metrics_named_are_those_that_come(kind: str) -> None:
+    trainer = trainer_of(kind, lr=0.0)
+    trainer.fit()
+    named = {f"val/{name}" for name in trainer.task.metric_names()}
+    assert named == {name for name in trainer.metrics if name.startswith("val/")}
+    sums = {f"train/{name}" for name in ["loss", "grad_norm", *trainer.task.score_names]}
+    logged = {name for name in trainer.metrics if name.startswith("train/")}
+    assert sums == {name for name in logged if not name.startswith("train/epoch_")}
+    assert {epoch_metric(name) for name in sums} == logged - sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_are_judged_by_a_metric_that_comes(kind: str) -> None:
+    task = CASES[kind][1]()
+    assert task.monitor() in task.metric_names()
+
+
+def figures(kind: str) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Return the metrics of an untrained model, its outputs and the targets."""
+    trainer = trainer_of(kind, lr=0.0)
+    trainer.fit()
+    data = CASES[kind][0]()
+    with torch.no_grad():
+        output = trainer.model(data.x)
+    assert trainer.metrics["val/loss"] == pytest.approx(
+        CASES[kind][2](output, data.y).item(), abs=1e-12
+    )
+    assert trainer.metrics["train/loss"] == pytest.approx(trainer.metrics["val/loss"], abs=1e-12)
+    return trainer.metrics, output, data.y
+
+
+def test_figures_of_regression() -> None:
+    metrics, output, y = figures("values")
+    output = output.squeeze(1)
+    assert metrics["val/mae"] == pytest.approx((output - y).abs().mean().item())
+    r2 = 1 - (output - y).square().sum() / (y - y.mean()).square().sum()
+    assert metrics["val/r2"] == pytest.approx(r2.item())
+
+
+def test_figures_of_several_labels() -> None:
+    metrics, output, y = figures("several")
+    said = output > 0
+    assert metrics["val/label_accuracy"] == pytest.approx((said == y).double().mean().item())
+    assert metrics["val/exact_match"] == pytest.approx((said == y).all(1).double().mean().item())
+    hits = (said & (y == 1)).sum().item()
+    f1 = 2 * hits / (said.sum() + y.sum()).item()
+    assert metrics["val/f1"] == pytest.approx(f1)
+
+
+def test_figures_of_segmentation() -> None:
+    metrics, output, y = figures("pixels")
+    said, valid = output.argmax(1), y != 255
+    right = ((said == y) & valid).sum() / valid.sum()
+    assert metrics["val/pixel_accuracy"] == pytest.approx(right.item())
+    ious = [
+        ((said == c) & (y == c)).sum() / (((said == c) & valid) | (y == c)).sum() for c in range(3)
+    ]
+    assert metrics["val/miou"] == pytest.approx(torch.stack(ious).mean().item())
+
+
+def test_figures_of_a_language_model() -> None:
+    metrics, output, y = figures("tokens")
+    valid = y != -100
+    right = ((output.argmax(2) == y) & valid).sum() / valid.sum()
+    assert metrics["val/token_accuracy"] == pytest.approx(right.item())
+    assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]))
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "target", "named"),
+    [
+        pytest.param(Regression(), (4, 2), (4,), "model.num_classes", id="values"),
+        pytest.param(MultiLabel(), (4, 2), (4, 3), "model.num_classes", id="several"),
+        pytest.param(Segmentation(3), (4, 2, 6, 6), (4, 6, 6), "3 classes", id="pixels"),
+        pytest.param(LanguageModel(4), (4, 5, 7), (4, 5), "4 tokens", id="tokens"),
+    ],
+)
+def test_an_output_of_another_shape_is_refused(task, output, target, named) -> None:
+    with pytest.raises(ModelError, match=named):
+        task.check(torch.zeros(output), torch.zeros(target))
+
+
+def test_a_label_too_high_is_named() -> None:
+    model = network("pixels")
+    batch = (torch.zeros(2, 1, 6, 6).double(), torch.full((2, 6, 6), 3))
+    with pytest.raises(SampleError, match=r"to 3, but data\.num_classes=3"):
+        Segmentation(3).training_step(model, batch)

@@ -1,0 +1,160 @@
+"""What a mean is taken over: the labels that count, whatever an update is split into (I3, I4)."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.loading.loader import Loader
+from data.orders import Sequential
+from data.updates import UpdateSampler
+from trainer.options import TrainerOptions
+from trainer.strategies.ddp import DDP
+from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH, CLASSES = 16, 8, 3
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+
+class Points:
+    """Random points; of the first update half the labels, of a whole micro-batch, do not count."""
+
+    def __init__(self, ignored: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        self.y[[0, 1, 2, 3, 9]] = ignored
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def loader(data: Points, batch: int = BATCH, steps: int = 1, strategy: Strategy | None = None):
+    world = (
+        {}
+        if strategy is None
+        else {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
+    )
+    order = Sequential(len(data))
+    sampler = UpdateSampler(order, batch_size=batch, gradient_accumulation_steps=steps, **world)
+    return Loader(data, sampler, seed=1)
+
+
+def trainer_of(
+    loss: nn.Module, data: Points, steps: int = 1, strategy: Strategy | None = None
+) -> Trainer:
+    model = network()
+    return Trainer(
+        model if strategy is None else strategy.prepare(model),
+        Classification(CLASSES, loss, top_k=(1, 2)),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loader(data, steps=steps, strategy=strategy),
+        strategy=strategy,
+        precision="fp64",
+        options=TrainerOptions(max_epochs=2, log_every_n_steps=1),
+    )
+
+
+def by_hand(loss: nn.Module, data: Points) -> tuple[nn.Module, float]:
+    """Train on whole batches; return the loss of the last update, too."""
+    model, value = network(), torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in [0, BATCH, 0, BATCH]:
+        optimizer.zero_grad()
+        value = loss(model(data.x[start : start + BATCH]), data.y[start : start + BATCH])
+        value.backward()
+        optimizer.step()
+    return model, value.item()
+
+
+IGNORING = [
+    pytest.param(partial(nn.CrossEntropyLoss), -100, id="torch's"),
+    pytest.param(partial(nn.CrossEntropyLoss, label_smoothing=0.1), -100, id="smoothed"),
+    pytest.param(partial(nn.CrossEntropyLoss, weight=WEIGHTS), -100, id="class-weights"),
+    pytest.param(partial(nn.CrossEntropyLoss, ignore_index=1), 1, id="a-class"),
+    pytest.param(partial(nn.CrossEntropyLoss, ignore_index=-1), -1, id="below-zero"),
+]
+
+
+@pytest.mark.parametrize(("loss", "ignored"), IGNORING)
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_labels_that_count_nowhere(loss, ignored: int, steps: int) -> None:
+    data = Points(ignored)
+    trainer = trainer_of(loss(), data, steps)
+    trainer.fit()
+    wanted, value = by_hand(loss(), data)
+    for got, parameter in zip(trainer.model.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter, rtol=0, atol=1e-12)
+    assert trainer.metrics["train/loss"] == pytest.approx(value, abs=1e-12)
+
+
+def test_they_count_nowhere_in_several_processes(ranks) -> None:
+    data = Points(-100)
+    wanted, value = by_hand(nn.CrossEntropyLoss(), data)
+
+    def train(rank: int):
+        strategy = DDP(backend="gloo", accelerator="cpu", timeout=60)
+        strategy.setup()
+        trainer = trainer_of(nn.CrossEntropyLoss(), data, 2, strategy)
+        trainer.fit()
+        strategy.group.leave()
+        return trainer.metrics["train/loss"], [p.detach() for p in trainer.model.parameters()]
+
+    for logged, parameters in ranks(2, train):
+        for got, parameter in zip(parameters, wanted.parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.detach(), rtol=0, atol=1e-12)
+        assert logged == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize(("loss", "ignored"), IGNORING)
+@pytest.mark.parametrize("batch", [1, 3, 5, 16])
+def test_an_evaluation_counts_the_others_once(loss, ignored: int, batch: int) -> None:
+    data, judge = Points(ignored), loss()
+    trainer = trainer_of(judge, data)
+    metrics = trainer.evaluate(loader(data, batch), "test")
+    with torch.no_grad():
+        logits = trainer.model(data.x)
+    counting = data.y != ignored
+    right = (logits.argmax(1) == data.y)[counting].double().mean().item()
+    best = (logits.topk(2).indices == data.y[:, None]).any(1)[counting].double().mean().item()
+    assert metrics["test/loss"] == pytest.approx(judge(logits, data.y).item(), abs=1e-12)
+    assert metrics["test/accuracy"] == pytest.approx(right, abs=1e-12)
+    assert metrics["test/accuracy_top2"] == pytest.approx(best, abs=1e-12)
+
+
+def test_an_update_without_any_label_that_counts_moves_nothing() -> None:
+    data = Points(-100)
+    data.y[:] = -100
+    trainer = trainer_of(nn.CrossEntropyLoss(), data, 2)
+    trainer.fit()
+    for got, wanted in zip(trainer.model.parameters(), network().parameters(), strict=True):
+        assert torch.equal(got, wanted)
+    assert trainer.metrics["train/loss"] == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("batch", [4, 7])
+def test_a_loss_that_is_a_sum_is_told_by_the_sample(steps: int, batch: int) -> None:
+    data = Points(0)
+    trainer = trainer_of(nn.CrossEntropyLoss(reduction="sum"), data)
+    source = loader(data, batch, steps)
+    frozen = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    same = Trainer(trainer.model, trainer.task, frozen, source, precision="fp64")
+    same.fit()
+    with torch.no_grad():
+        wanted = F.cross_entropy(trainer.model(data.x), data.y).item()
+    assert same.metrics["train/loss"] == pytest.approx(wanted, abs=1e-12)
+    metrics = trainer.evaluate(loader(data, batch), "val")
+    assert metrics["val/loss"] == pytest.approx(wanted, abs=1e-12)

@@ -1,0 +1,430 @@
+"""A device that decides by itself ends with what the host would have: tried on a CPU.
+
+`guard.waits_for` is told that reading a number costs a wait, as on a GPU, and the optimizers are
+built as for one. Whole runs, with whatever may stand around an update.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA
+from callbacks.swa import SWA
+from scripts.composition.compose import compose
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import DivergedError, ModelError
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.options import Clipping, GradientNoise, TrainerOptions
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
+from trainer.update import guard
+from trainer.update.guard import DeviceGuard, HostGuard, guard_of
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+NODES = {
+    path.stem: compose([f"optimizer={path.stem}"]).config["optimizer"]
+    for path in sorted((CONF / "optimizer").glob("*.yaml"))
+    if path.stem != "gan"  # two networks in turns: test_update_turns.py
+} | {
+    "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "rprop": {"_target_": "torch.optim.Rprop"},
+    "asgd": {"_target_": "torch.optim.ASGD", "t0": 1},
+    "adadelta": {"_target_": "torch.optim.Adadelta"},
+    "adamax": {"_target_": "torch.optim.Adamax"},
+}
+ON_DEVICE = {"adagrad", "adam", "adamw", "sgd", "sgd_nesterov", "sgd_plain"}
+EACH = pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in NODES])
+DECIDED = pytest.mark.parametrize("name", [pytest.param(n, id=n) for n in sorted(ON_DEVICE)])
+UPDATES = 6  # of an epoch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Return a function that makes the CPU a device that the host waits for, or not."""
+    return lambda waits: monkeypatch.setattr(guard, "waits_for", lambda device: waits)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batches(bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        (torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator))
+        for _ in range(UPDATES)
+    ]
+    if bad is not None:
+        made[bad][0][3, 1] = float("nan")
+    return made
+
+
+class Log(Callback):
+    """Keep every scalar."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, trainer: Trainer, scalars: Any) -> None:
+        self.lines.append((trainer.state.global_step, dict(scalars)))
+
+
+def trainer_of(
+    name: str, folder: Path, data: list[Any] | None = None, more: Any = None, **options: Any
+) -> Trainer:
+    """Build a trainer with whatever has a state around the optimizer, as for a GPU."""
+    model = network()
+    optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
+    first = next(iter(optimizers.optimizers.values()))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(first, 2 * UPDATES)
+    free = (
+        {}
+        if name == "lbfgs"
+        else {
+            "clipping": Clipping(norm=0.5),
+            "gradient_noise": GradientNoise(0.01, 0.5, seed=0),
+        }
+    )
+    callbacks = {
+        "log": Log(),
+        "ema": EMA(0.9),
+        "swa": SWA(1, use_for_evaluation=False),
+        "checkpoint": Checkpoint(every_n_steps=4, save_top_k=-1),
+    }
+    folder.mkdir()
+    return Trainer(
+        model,
+        Classification(3),
+        optimizers,
+        batches() if data is None else data,
+        batches(),
+        schedule,
+        callbacks={**callbacks, **(more or {})},
+        options=TrainerOptions(
+            **{"max_epochs": 2, "log_every_n_steps": 3, **free, **options}  # type: ignore[arg-type]
+        ),
+        run_dir=folder,
+    )
+
+
+def changed_by_updates(trainer: Trainer) -> dict[str, Any]:
+    """Return what an update that is left out must not change."""
+    state = snapshot.take(trainer)
+    return {"model": state["model"], "optimizer": state["optimizer"]}
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    store = CheckpointStore(folder / "checkpoints")
+    paths = sorted(store.folder.glob("step-*.pt"))
+    return {p.name: {**store.load(p), "config": ""} for p in paths}
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict | list | tuple):
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in pairs:
+            yield from leaves(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Name the leaves that differ; a tensor of zeros is as good as none: state not begun yet."""
+    ours, theirs = dict(leaves(one)), dict(leaves(other))
+    return [
+        path
+        for path in sorted(ours.keys() | theirs.keys())
+        if not same(ours.get(path), theirs.get(path)) and "time/" not in path
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return not (a if isinstance(a, Tensor) else b).any()
+    return bool(a == b)
+
+
+@EACH
+def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+    gpu(True)
+    parts = trainer_of(name, tmp_path / "stop").parts
+    expected = DeviceGuard if name in ON_DEVICE else HostGuard
+    assert type(guard_of(parts, ())) is expected
+    skip = trainer_of(name, tmp_path / "skip", on_nonfinite="skip").parts
+    assert type(guard_of(skip, ())) is HostGuard
+    gpu(False)
+    assert type(guard_of(parts, ())) is HostGuard
+
+
+def test_a_scaled_loss_is_judged_by_the_host(gpu: Callable[[bool], None]) -> None:
+    gpu(True)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trainer = Trainer(model, Classification(3), optimizer, batches(), precision="fp16")
+    assert type(guard_of(trainer.parts, ())) is HostGuard
+
+
+@EACH
+def test_a_whole_run_is_the_same(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        trainer = trainer_of(name, tmp_path / str(waits))
+        begun = changed_by_updates(trainer)
+        trainer.fit()
+        assert differences(begun, changed_by_updates(trainer))  # LBFGS once did nothing at all
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        runs[waits] = {"log": log, "saved": saved(tmp_path / str(waits))}
+        assert set(runs[waits]["saved"]) >= {"step-00000004.pt", "step-00000012.pt"}
+    assert differences(runs[False], runs[True]) == []
+
+
+@DECIDED
+@pytest.mark.parametrize("bad", [0, 4])
+def test_a_bad_update_ends_both_in_the_same_place(
+    name: str, bad: int, gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        folder = tmp_path / str(waits)
+        trainer = trainer_of(name, folder, batches(bad), log_every_n_steps=6)
+        with pytest.raises(DivergedError, match=rf"update {bad + 1} \(step {bad + 1}, epoch 0\)"):
+            trainer.fit()
+        assert trainer.state.global_step == bad
+        assert type(trainer.updater._guard) is (DeviceGuard if waits else HostGuard)
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        runs[waits] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
+    # The host had let the schedule go on: the only thing that is not undone.
+    rates = [path for path in differences(runs[False], runs[True]) if path.endswith("/lr")]
+    assert differences(runs[False], runs[True]) == rates
+
+
+@EACH
+def test_after_a_first_update_left_out_the_rest_is_undisturbed(
+    name: str, gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    gpu(True)
+    good = batches()
+    options = {"on_nonfinite": "skip", "max_epochs": 1, "gradient_noise": None}
+    whole = trainer_of(name, tmp_path / "whole", good, **options)
+    whole.fit()
+    bad = (torch.full_like(good[0][0], float("nan")), good[0][1])
+    disturbed = trainer_of(name, tmp_path / "disturbed", [bad, *good], **options)
+    disturbed.fit()
+    state = disturbed.state
+    assert (state.global_step, state.skipped_updates) == (UPDATES, 1)
+    assert differences(changed_by_updates(whole), changed_by_updates(disturbed)) == []
+
+
+class Follow(Callback):
+    """Keep the counters and rates after each update, and have the first checkpoint disturb."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        ema = trainer.callbacks["ema"].state_dict()["model"]
+        self.seen.append(copy.deepcopy((trainer.state.state_dict(), trainer.learning_rates(), ema)))
+
+
+def test_skipping_on_a_gpu_is_skipping_on_a_cpu(
+    gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    """Schedule, counters, log and average follow the updates that were applied, one by one."""
+    data = batches(bad=2)
+    data[3] = data[2]
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        follow = Follow()
+        folder = tmp_path / str(waits)
+        trainer = trainer_of(
+            "adamw", folder, data, {"follow": follow}, on_nonfinite="skip", log_every_n_steps=1
+        )
+        trainer.fit()
+        steps = [counters["global_step"] for counters, _, _ in follow.seen]
+        assert steps == [1, 2, 2, 2, 3, 4, 5, 6, 6, 6, 7, 8]
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        assert all(line["train/loss"] > 0 for _, line in log if "train/loss" in line)
+        runs[waits] = {"seen": follow.seen, "log": log, "saved": saved(folder)}
+    assert differences(runs[False], runs[True]) == []
+
+
+def test_a_one_cycle_schedule_is_not_run_past_its_end(gpu: Callable[[bool], None]) -> None:
+    gpu(True)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=UPDATES - 1)
+    options = TrainerOptions(max_steps=UPDATES - 1, max_epochs=None, on_nonfinite="skip")
+    trainer = Trainer(
+        model, Classification(3), optimizer, batches(bad=0), None, schedule, options=options
+    )
+    trainer.fit()
+    assert trainer.state.global_step == UPDATES - 1
+
+
+def test_weights_that_are_lost_end_a_run_that_skips(gpu: Callable[[bool], None]) -> None:
+    gpu(True)
+    model = network()
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = TrainerOptions(
+        max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7, log_every_n_steps=2
+    )
+    trainer = Trainer(model, Classification(3), optimizer, batches(), options=options)
+    with pytest.raises(DivergedError, match="last 7 updates"):
+        trainer.fit()
+
+
+class Judge(Callback):
+    """Note the steps at which something looks at the model."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_validation_start(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"validate_every_n_steps": 4}, id="validation"),
+        pytest.param({}, id="epoch"),
+        pytest.param({"max_steps": 4}, id="end"),
+    ],
+)
+def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
+    options: dict[str, Any], gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    gpu(True)
+    judge = Judge()
+    trainer = trainer_of(
+        "adamw", tmp_path / "run", batches(bad=2), {"judge": judge}, log_every_n_steps=99, **options
+    )
+    with pytest.raises(DivergedError, match="update 3"):
+        trainer.fit()
+    assert judge.at == []
+
+
+def test_a_resumed_run_goes_on_under_the_other_guard(
+    gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    """A checkpoint does not say who decided: a CPU goes on with a GPU's, and the other way."""
+    ends = []
+    for first, then in ((False, False), (False, True), (True, False)):
+        gpu(first)
+        half = trainer_of("sgd", tmp_path / f"half-{first}-{then}", max_epochs=1)
+        half.fit()
+        file = io.BytesIO()
+        torch.save(snapshot.take(half), file)
+        file.seek(0)
+        gpu(then)
+        rest = trainer_of("sgd", tmp_path / f"rest-{first}-{then}")
+        snapshot.restore(rest, torch.load(file, weights_only=True))
+        rest.fit()
+        ends.append(changed_by_updates(rest))
+    assert differences(ends[0], ends[1]) == differences(ends[0], ends[2]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "key"),
+    [
+        pytest.param({"clipping": Clipping(norm=1.0)}, "fp32", "trainer.clip_grad_norm", id="norm"),
+        pytest.param({"clipping": Clipping(value=1.0)}, "fp32", "clip_grad_value", id="value"),
+        pytest.param(
+            {"gradient_noise": GradientNoise(0.1, 0.5, 0)}, "fp32", "gradient_noise", id="noise"
+        ),
+        pytest.param({}, "fp16", "trainer.precision", id="fp16"),
+    ],
+)
+def test_what_lbfgs_would_ignore_is_refused(
+    options: dict[str, Any], precision: str, key: str
+) -> None:
+    model = network()
+    with pytest.raises(ModelError, match=f"LBFGS.*{key}"):
+        Trainer(
+            model,
+            Classification(3),
+            torch.optim.LBFGS(model.parameters()),
+            batches(),
+            options=TrainerOptions(**options),
+            precision=precision,
+        )
+
+
+class Counting(nn.Module):
+    """Count forward passes; from the one called `bad` on, answer NaN."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.calls, self._bad = 0, bad
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        lost = self._bad is not None and self.calls >= self._bad
+        return torch.as_tensor(self.layer(x)) * (float("nan") if lost else 1.0)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as-on-a-gpu"])
+def test_a_search_takes_what_was_computed_as_its_first_evaluation(
+    waits: bool, gpu: Callable[[bool], None]
+) -> None:
+    gpu(waits)
+    torch.manual_seed(0)
+    model = Counting()
+    by_hand = copy.deepcopy(model.layer)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    trainer = Trainer(model, Classification(3), optimizer, batches())
+    trainer.fit()
+    other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
+
+    for x, y in batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            nonlocal calls
+            calls += 1
+            other.zero_grad()
+            loss = nn.functional.cross_entropy(by_hand(x), y)
+            loss.backward()
+            return loss
+
+        other.step(closure)  # type: ignore[arg-type]
+    assert model.calls == calls
+    for ours, theirs in zip(model.layer.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_search_that_ends_in_nan_is_undone() -> None:
+    torch.manual_seed(0)
+    model = Counting(bad=2)  # the first evaluation is finite, the search meets NaN
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    options = TrainerOptions(on_nonfinite="skip", max_skipped_in_a_row=99)
+    trainer = Trainer(model, Classification(3), optimizer, batches(), options=options)
+    trainer.fit()
+    assert trainer.state.skipped_updates == UPDATES
+    assert differences(before, model.state_dict()) == []
+    assert not optimizer.state

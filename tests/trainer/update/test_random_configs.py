@@ -1,0 +1,242 @@
+"""Random valid configurations train as the plain loop that is written from them (float64)."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from conf.check import fill_defaults, parse
+from data.orders import Shuffled
+from trainer.build.check import check_targets
+from trainer.build.experiment import build
+from trainer.strategies.strategy import Strategy
+
+SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5
+
+
+class Table:
+    """Random points with labels; a data set as a user would write it."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+MODELS = {
+    "mlp": {
+        "_target_": "models.mlp.MLP",
+        "num_classes": CLASSES,
+        "in_channels": FEATURES,
+        "image_size": 1,
+        "hidden": [7],
+    },
+    "linear": {"_target_": "torch.nn.Linear", "in_features": FEATURES, "out_features": CLASSES},
+    "sequential": {
+        "_target_": "models.sequential.from_layers",
+        "input_shape": [FEATURES],
+        "layers": [
+            {"_target_": "torch.nn.Linear", "in_features": FEATURES, "out_features": 5},
+            {"_target_": "torch.nn.LayerNorm", "normalized_shape": 5},
+            {"_target_": "torch.nn.Tanh"},
+            {"_target_": "torch.nn.Linear", "in_features": 5, "out_features": CLASSES},
+        ],
+    },
+}
+OPTIMIZERS = {
+    "SGD": {"momentum": [0.0, 0.9], "weight_decay": [0.0, 0.1]},
+    "AdamW": {"weight_decay": [0.0, 0.3], "amsgrad": [False, True]},
+    "Adam": {"eps": [1e-8, 1e-3]},
+    "RMSprop": {"momentum": [0.0, 0.5], "centered": [False, True]},
+    "Adagrad": {"lr_decay": [0.0, 0.1]},
+    "NAdam": {},
+    "RAdam": {},
+}
+SCHEDULERS = {
+    "StepLR": {"step_size": [1, 2], "gamma": [0.5]},
+    "CosineAnnealingLR": {"T_max": ["${total_steps}"]},
+    "OneCycleLR": {
+        "max_lr": [0.3],
+        "total_steps": ["${total_steps}"],
+        "cycle_momentum": [False],
+    },
+    "ExponentialLR": {"gamma": [0.7]},
+    "LinearLR": {"total_iters": [3]},
+    "PolynomialLR": {"total_iters": ["${total_steps}"], "power": [1.0, 2.0]},
+}
+
+
+@st.composite
+def targets(draw, choices: dict, prefix: str) -> dict:
+    name = draw(st.sampled_from(sorted(choices)))
+    arguments = {k: draw(st.sampled_from(v)) for k, v in choices[name].items()}
+    return {"_target_": f"{prefix}.{name}", **arguments}
+
+
+RULES = st.sampled_from(
+    [
+        {},
+        {"bias": {"kind": "bias", "weight_decay": 0.05}},
+        {"bias": {"kind": "bias", "lr_scale": 0.1}},
+        {"weights": {"kind": "weight", "lr": 0.02}},
+        {"first": {"match": "weight", "lr_scale": 2.0}, "rest": {"match": "bias", "lr": 0.01}},
+    ]
+)
+
+
+@st.composite
+def configs(draw) -> dict:
+    optimizer = draw(targets(OPTIMIZERS, "torch.optim")) | {
+        "lr": draw(st.sampled_from([0.01, 0.1])),
+        "param_groups": draw(RULES),
+    }
+    scheduler = draw(st.none() | targets(SCHEDULERS, "torch.optim.lr_scheduler"))
+    steps = draw(st.integers(1, 4))
+    norm = draw(st.none() | st.sampled_from([0.05, 1.0]))
+    trainer = {
+        "max_epochs": None,
+        "max_steps": UPDATES,
+        "precision": "fp64",
+        "gradient_accumulation_steps": steps,
+        "clip_grad_norm": norm,
+        "clip_grad_norm_type": draw(st.sampled_from([1.0, 2.0, float("inf")])),
+        "clip_grad_per_group": norm is not None and draw(st.booleans()),
+        "clip_grad_value": draw(st.none() | st.just(0.01)),
+    }
+    node = {"_target_": "table.Table"}
+    return fill_defaults(
+        {
+            "name": "random",
+            "seed": draw(st.integers(0, 3)),
+            "model": MODELS[draw(st.sampled_from(sorted(MODELS)))],
+            "data": {"num_classes": CLASSES, "train": node},
+            "loader": {"batch_size": BATCH, "drop_last": draw(st.booleans())},
+            "task": {
+                "_target_": "trainer.tasks.classification.Classification",
+                "num_classes": CLASSES,
+                "loss": {
+                    "_target_": "torch.nn.CrossEntropyLoss",
+                    "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
+                },
+            },
+            "optimizer": optimizer,
+            "lr_scheduler": scheduler,
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.fixture
+def table_module(tmp_path_factory):
+    """Let the configuration name the data set as a user's own module."""
+    folder = tmp_path_factory.mktemp("project")
+    constants = f"SAMPLES, FEATURES, CLASSES = {SAMPLES}, {FEATURES}, {CLASSES}\n"
+    imports = "import torch\nfrom torch import Tensor\n"
+    (folder / "table.py").write_text(imports + constants + inspect.getsource(Table))
+    return folder
+
+
+def groups_by_hand(model: nn.Module, options: dict) -> list[dict]:
+    """Divide parameters by the rules, as one would in a script."""
+    rules = options["param_groups"]
+    groups = {name: [] for name in [*rules, "default"]}
+    for name, parameter in model.named_parameters():
+        matching = (
+            rule
+            for rule, node in rules.items()
+            if (node.get("kind") == "bias" and name.endswith("bias"))
+            or (node.get("kind") == "weight" and name.endswith("weight"))
+            or ("match" in node and re.search(node["match"], name))
+        )
+        groups[next(matching, "default")].append(parameter)
+    result = []
+    for rule, parameters in groups.items():
+        if not parameters:
+            continue
+        node = dict(rules.get(rule, {}))
+        values = {"lr": options["lr"]} | {
+            k: v for k, v in node.items() if k in ("lr", "weight_decay")
+        }
+        values["lr"] *= node.get("lr_scale", 1.0)
+        result.append({"params": parameters, **values})
+    return result
+
+
+def by_hand(config: dict, model: nn.Module) -> None:
+    """Train on whole batches with torch alone."""
+    data, trainer, loader = Table(), config["trainer"], config["loader"]
+    node = config["optimizer"]
+    kind = getattr(torch.optim, node["_target_"].rpartition(".")[2])
+    own = {k: v for k, v in node.items() if k not in ("_target_", "param_groups")}
+    optimizer = kind(groups_by_hand(model, node), **own)
+    scheduler = scheduler_by_hand(config["lr_scheduler"], optimizer)
+    loss = nn.CrossEntropyLoss(label_smoothing=config["task"]["loss"]["label_smoothing"])
+    for batch in batches_by_hand(config["seed"], loader["drop_last"]):
+        optimizer.zero_grad()
+        loss(model(data.x[batch]), data.y[batch]).backward()
+        if trainer["clip_grad_norm"] is not None:
+            per_group = trainer["clip_grad_per_group"]
+            members = [g["params"] for g in optimizer.param_groups]
+            for parameters in members if per_group else [list(model.parameters())]:
+                nn.utils.clip_grad_norm_(
+                    parameters, trainer["clip_grad_norm"], trainer["clip_grad_norm_type"]
+                )
+        if trainer["clip_grad_value"] is not None:
+            nn.utils.clip_grad_value_(model.parameters(), trainer["clip_grad_value"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def scheduler_by_hand(node: dict | None, optimizer):
+    if node is None:
+        return None
+    kind = getattr(torch.optim.lr_scheduler, node["_target_"].rpartition(".")[2])
+    own = {k: UPDATES if v == "${total_steps}" else v for k, v in node.items() if k != "_target_"}
+    own.pop("interval", None)
+    return kind(optimizer, **own)
+
+
+def batches_by_hand(seed: int, drop_last: bool) -> list[Tensor]:
+    order, chosen = Shuffled(SAMPLES, seed), []
+    epoch = 0
+    while len(chosen) < UPDATES:
+        indices = torch.as_tensor(order(epoch)[:SAMPLES])
+        cut = [indices[i : i + BATCH] for i in range(0, SAMPLES, BATCH)]
+        chosen += [c for c in cut if len(c) == BATCH or not drop_last]
+        epoch += 1
+    return chosen[:UPDATES]
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    derandomize=True,
+)
+@given(config=configs())
+def test_updates_are_those_of_the_plain_loop(table_module, monkeypatch, config: dict) -> None:
+    monkeypatch.chdir(table_module)
+    parsed = parse(config)
+    check_targets(parsed)
+    trainer = build(parsed, Strategy("cpu")).trainer
+    model = trainer.model
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    trainer.fit()
+    ours = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(start)
+    by_hand(config, model)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10, msg=name)
+    moved = any(not torch.equal(ours[name], start[name]) for name in ours)
+    assert moved

@@ -1,0 +1,152 @@
+"""An update of a task with turns is applied as a whole, or not at all (I10)."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callbacks.ema import EMA
+from models.gan import GAN as Networks  # noqa: N811
+from scripts.composition.compose import compose
+from trainer.callback import Callback
+from trainer.errors import DivergedError
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.options import TrainerOptions
+from trainer.task import StepOutput
+from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
+from trainer.trainer import Trainer
+from trainer.update import guard
+from trainer.update.guard import DeviceGuard, HostGuard
+
+NODE = compose(["experiment=gan", "optimizer=gan"]).config["optimizer"]
+UPDATES = 5
+
+
+@pytest.fixture(params=["cpu", "as-on-a-gpu"])
+def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether reading a number of the device is taken to cost a wait."""
+    result = bool(request.param != "cpu")
+    monkeypatch.setattr(guard, "waits_for", lambda device: result)
+    return result
+
+
+class Failing(GAN):
+    """Lose one of the turns of the updates `bad`, counted from 0."""
+
+    def __init__(self, turn: str, bad: tuple[int, ...]) -> None:
+        super().__init__()
+        self._turn, self._bad, self._calls = turn, bad, 0
+
+    def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
+        output = super().turn_step(model, batch, turn)
+        self._calls += turn == self._turn
+        lost = turn == self._turn and self._calls - 1 in self._bad
+        assert isinstance(output.loss, Tensor)
+        return StepOutput(output.loss * (float("nan") if lost else 1.0), sums=output.sums)
+
+
+class History(Callback):
+    """Keep all that updates change, before the first and after each."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.keep(trainer)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        self.keep(trainer)
+
+    def keep(self, trainer: Trainer) -> None:
+        self.states.append(copy.deepcopy(state_of(trainer)))
+
+
+def state_of(trainer: Trainer) -> tuple[Any, Any]:
+    optimizer = trainer.optimizers.state_dict()["optimizers"]
+    return trainer.model.state_dict(), {n: o["state"] for n, o in optimizer.items()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return all(map(equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def trainer_of(task: GAN, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = Networks(in_channels=1, image_size=8, latent_dim=5, width=4)
+    batches = [
+        (torch.rand(4, 1, 8, 8, generator=g) * 2 - 1, torch.randn(4, 5, generator=g))
+        for g in (torch.Generator().manual_seed(i) for i in range(UPDATES))
+    ]
+    return Trainer(
+        model,
+        task,
+        build_optimizers(model, copy.deepcopy(NODE), prefer_fused=True),
+        batches,
+        callbacks={"history": History(), "ema": EMA(0.9)},
+        options=TrainerOptions(log_every_n_steps=99, **options),
+    )
+
+
+TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
+
+
+@TURNS
+def test_a_refused_turn_takes_those_before_it_along(turn: str, waits: bool) -> None:
+    trainer = trainer_of(Failing(turn, (0, 2)), on_nonfinite="skip")
+    trainer.fit()
+    states = trainer.callbacks["history"].states  # type: ignore[attr-defined]
+    moved = [not equal(a, b) for a, b in itertools.pairwise(states)]
+    assert moved == [False, True, False, True, True]
+    counters = trainer.state
+    assert (counters.global_step, counters.updates, counters.skipped_updates) == (3, 5, 2)
+    assert type(trainer.updater._guard) is HostGuard
+
+
+@TURNS
+def test_what_was_refused_is_not_in_the_means(turn: str, waits: bool) -> None:
+    bad = trainer_of(Failing(turn, (UPDATES - 1,)), on_nonfinite="skip")
+    bad.fit()
+    short = trainer_of(Failing(turn, ()), on_nonfinite="skip", limit_train_batches=UPDATES - 1)
+    short.fit()
+    names = {n for n in short.metrics if n.startswith("train/")}
+    assert {n: bad.metrics[n] for n in names} == {n: short.metrics[n] for n in names}
+
+
+@TURNS
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, waits: bool) -> None:
+    trainer = trainer_of(Failing(turn, (bad,)))
+    with pytest.raises(DivergedError, match=f"update {bad + 1}"):
+        trainer.fit()
+    before = trainer.callbacks["history"].states[bad]  # type: ignore[attr-defined]
+    weights, optimizers = state_of(trainer)
+    assert equal(before[0], weights)
+    # A kernel that leaves the very first step out has begun its state, with zeros.
+    assert bad == 0 or equal(before[1], optimizers)
+    assert (
+        all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
+    )
+    assert trainer.state.global_step == bad
+    assert type(trainer.updater._guard) is (DeviceGuard if waits else HostGuard)
+
+
+def test_the_device_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for decides in (False, True):
+        answer: Callable[[Any], bool] = lambda device, d=decides: d  # noqa: E731
+        monkeypatch.setattr(guard, "waits_for", answer)
+        trainer = trainer_of(GAN(), max_epochs=2)
+        trainer.fit()
+        assert type(trainer.updater._guard) is (DeviceGuard if decides else HostGuard)
+        ends.append((*state_of(trainer), trainer.metrics))
+    assert equal(ends[0], ends[1])

@@ -1,0 +1,1 @@
+"""From a configuration to objects, in reading order: the one room that sees `conf` and `data`."""

@@ -1,0 +1,276 @@
+"""From a configuration to data sets and loaders."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from data.errors import DataError
+from data.fingerprint import fingerprint
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.loader import Loader
+from data.loading.on_device import OnDevice
+from data.orders import FirstOf, Sequential
+from data.samplers import as_order, as_updates, default_order
+from data.streams import as_dataset
+from data.transforms import Pipeline
+from data.updates import Order, Updates, UpdateSampler
+from trainer.build.node_kinds import misfit_of
+from trainer.distributed.machine import check_workers
+from trainer.strategies.strategy import Strategy
+from trainer.targets.allow_list import TargetError, locate
+from trainer.targets.instantiate import instantiate
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data sets of a run; `train` is None when only an evaluation is built."""
+
+    sets: dict[str, Any]
+    num_classes: int | None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the facts about each set that the plan and the manifest show."""
+        return [
+            {
+                "split": split,
+                "type": type(dataset).__name__,
+                "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+                "classes": len(classes) if (classes := getattr(dataset, "classes", None)) else None,
+                "fingerprint": fingerprint(dataset),
+            }
+            for split, dataset in self.sets.items()
+            if dataset is not None
+        ]
+
+
+def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
+    """Open the data sets; raises DataError and ConfigError before a model is built."""
+    nodes = {split: getattr(config.data, split) for split in splits}
+    sets = {
+        split: _open(node, f"data.{split}", _pipeline(config, split)) if node else None
+        for split, node in nodes.items()
+    }
+    if "train" in splits and sets["train"] is None:
+        raise DataError("data.train is null: there is nothing to train on")
+    return Data(sets, _num_classes(config, sets))
+
+
+def _pipeline(config: Config, split: str) -> Pipeline:
+    stage = "train" if split == "train" else "eval"
+    nodes = getattr(config.transforms, stage)
+    return Pipeline(
+        {
+            name: instantiate(node, _key_=f"transforms.{stage}.{name}") if node else None
+            for name, node in nodes.items()
+        }
+    )
+
+
+def _open(node: dict[str, Any], key: str, pipeline: Pipeline) -> Any:
+    # A data set of the user's own may do without our transforms: it then has no such parameter.
+    takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
+    given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
+    dataset = instantiate(node, _key_=key, **given)
+    return None if dataset is None else as_dataset(dataset)
+
+
+def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
+    declared = config.data.num_classes
+    known = next((s for s in sets.values() if s is not None), None)
+    classes = getattr(known, "classes", None)
+    if declared is None:
+        return len(classes) if classes else None
+    for split, dataset in sets.items():
+        targets = getattr(dataset, "targets", None)
+        if targets is None or not len(targets) or getattr(targets, "ndim", 1) != 1:
+            continue
+        low, high = int(min(targets)), int(max(targets))
+        if low < 0 or high >= declared:
+            raise ConfigError(
+                [
+                    Problem(
+                        "data.num_classes",
+                        f"is {declared}, but the labels of data.{split} go from {low} to {high}",
+                        hint=f"set data.num_classes={high + 1}"
+                        if low >= 0
+                        else "labels count from 0",
+                    )
+                ]
+            )
+    return declared
+
+
+def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    """Return `node` with every `num_classes: null` filled with what the data have."""
+    filled: dict[str, Any] = copy.deepcopy(node)
+    pending: list[Any] = [filled]
+    while pending:
+        child = pending.pop()
+        if isinstance(child, dict) and child.get("num_classes", 0) is None:
+            child["num_classes"] = num_classes
+        pending += (
+            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
+        )
+    return filled
+
+
+def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
+    """Build the loader of updates: `loader.batch_size` samples over all devices."""
+    options, dataset = config.loader, data.sets["train"]
+    chosen = _chosen(config, dataset)
+    given = options.batch_sampler is not None and config.trainer.overfit_batches is None
+    sampler = UpdateSampler(
+        chosen,
+        batch_size=None if given else options.batch_size,
+        drop_last=options.drop_last,
+        gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
+        rank=strategy.group.rank,
+        world_size=strategy.group.world_size,
+    )
+    nodes = with_classes(config.transforms.device, data.num_classes)
+    steps = {
+        name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
+        for name, node in nodes.items()
+    }
+    loader = _loader(config, dataset, sampler, strategy, "replace")
+    return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
+
+
+def eval_loader(
+    config: Config,
+    dataset: Any,
+    strategy: Strategy,
+    limit: int | float | None = None,
+    samples: int | None = None,
+) -> OnDevice:
+    """Build the loader that reads a data set (or its first `samples`) once, in order.
+
+    `limit`: so many batches of `loader.batch_size`, or such a share. The processes share each
+    batch; none of them repeats a sample.
+    """
+    whole = Sequential(len(dataset))
+    samples = limited(len(dataset) if samples is None else samples, limit, config)
+    sampler = UpdateSampler(
+        whole if samples == len(dataset) else FirstOf(whole, samples),
+        batch_size=(config.loader.eval_batch_size or config.loader.batch_size)
+        * strategy.group.world_size,
+        rank=strategy.group.rank,
+        world_size=strategy.group.world_size,
+    )
+    loader = _loader(config, dataset, sampler, strategy, "drop", evaluating=True)
+    return _on_device(config, loader, strategy, None)
+
+
+def overfit_samples(config: Config, dataset: Any) -> int | None:
+    """Return how many samples `trainer.overfit_batches` leaves; None without it."""
+    few = config.trainer.overfit_batches
+    return None if few is None else limited(len(dataset), few, config)
+
+
+def limited(samples: int, limit: int | float | None, config: Config) -> int:
+    """Return how many of the samples are in a number, or a share, of batches."""
+    size = config.loader.batch_size
+    return samples if limit is None else min(samples, count(limit, -(-samples // size)) * size)
+
+
+def _chosen(config: Config, dataset: Any) -> Order | Updates:
+    """Return what chooses and orders the training samples."""
+    options, samples = config.loader, overfit_samples(config, dataset)
+    if samples is not None:
+        return FirstOf(Sequential(len(dataset)), samples)
+    if options.batch_sampler is not None:
+        sampler = _over(options.batch_sampler, "loader.batch_sampler", dataset, config.seed)
+        return as_updates(sampler, config.seed)
+    if options.sampler is not None:
+        return as_order(_over(options.sampler, "loader.sampler", dataset, config.seed), config.seed)
+    return default_order(dataset, config.seed, options.shuffle)
+
+
+def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
+    """Build a sampler, given what its signature asks for."""
+    offered: dict[str, Callable[[], Any]] = {
+        "dataset": lambda: dataset,
+        "data_source": lambda: dataset,
+        "targets": lambda: dataset.targets,
+        "seed": lambda: seed,
+    }
+    asked = inspect.signature(locate(node["_target_"])).parameters
+    given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
+    made = instantiate(node, _key_=key, **given)
+    if (reason := misfit_of(key, made)) is not None:
+        raise TargetError(f"{key}._target_ {reason}")
+    return made
+
+
+def _on_device(
+    config: Config, loader: Loader, strategy: Strategy, transforms: DeviceTransforms | None
+) -> OnDevice:
+    return OnDevice(
+        loader,
+        strategy.device,
+        transforms=transforms,
+        non_blocking=config.loader.non_blocking,
+        prefetch=config.loader.prefetch_to_device,
+    )
+
+
+def _loader(
+    config: Config,
+    dataset: Any,
+    sampler: UpdateSampler,
+    strategy: Strategy,
+    on_error: str,
+    evaluating: bool = False,
+) -> Loader:
+    options = config.loader
+    values: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in (
+            "num_workers",
+            "pin_memory",
+            "prefetch_factor",
+            "persistent_workers",
+            "timeout",
+            "collate_fn",
+            "worker_init_fn",
+            "multiprocessing_context",
+        )
+    }
+    if evaluating:
+        own = {name: getattr(options.eval, name, None) for name in values}
+        values |= {name: value for name, value in own.items() if value is not None}
+    for name in ("collate_fn", "worker_init_fn"):
+        if values[name]:
+            values[name] = instantiate(values[name], _key_=f"loader.{name}")
+    # Pinning opens a context on a GPU, which a run on the CPU has no part in.
+    values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
+    check_workers(values["num_workers"])
+    return Loader(
+        dataset,
+        sampler,
+        seed=config.seed,
+        on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
+        max_skipped=config.data.max_skipped,
+        **values,
+    )
+
+
+def count(limit: int | float, whole: int) -> int:
+    """Return a limit as a number: an int is one, a float a fraction of `whole`, at least 1.
+
+    A fraction is taken as it is written and rounded, a half upwards: 0.29 of 100 is 29, though
+    the nearest binary number times 100 is less.
+    """
+    if isinstance(limit, int):
+        return min(limit, whole)
+    share = (Decimal(str(limit)) * whole).to_integral_value(ROUND_HALF_UP)
+    return max(1, int(share))

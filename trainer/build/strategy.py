@@ -1,0 +1,86 @@
+"""From a configuration to where it computes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from conf.schema import Config
+from conf.schema_strategy import StrategyConfig
+from trainer.distributed.machine import check_processes
+from trainer.distributed.processes import is_rank
+from trainer.errors import ModelError
+from trainer.strategies.ddp import DDP
+from trainer.strategies.dp import DataParallel
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.strategy import Planned, Strategy, count_devices
+
+_DDP = (
+    "comm_hook",
+    "comm_hook_options",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+)
+_FSDP = (
+    "wrap_modules",
+    "mixed_precision",
+    "reshard_after_forward",
+    "sharded_checkpoint",
+    "cpu_offload",
+)
+
+
+def build_strategy(config: Config) -> Strategy:
+    """Choose where to compute."""
+    options = config.strategy
+    if options.name == "dp":
+        if options.accelerator != "auto":
+            _device(options)  # or an accelerator that is not there would be passed over
+        return DataParallel(
+            options.device_ids,
+            options.output_device,
+            options.dim,
+            options.devices,
+            options.accelerator,
+        )
+    if options.name in ("ddp", "fsdp") or is_rank():
+        return _group(options)
+    return Strategy(_device(options))
+
+
+def _group(options: StrategyConfig) -> Strategy:
+    """Choose how processes train together; under torchrun a single device becomes one of many."""
+    if not is_rank():
+        count = count_devices(options.devices, options.accelerator)
+        on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
+        return Planned(options.name, count, None if on_cpu else _device(options))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_processes(here, options.accelerator, options.backend)
+    common: dict[str, Any] = {
+        "backend": None if options.backend == "auto" else options.backend,
+        "timeout": options.timeout,
+        "accelerator": options.accelerator,
+        "numbers": options.devices if isinstance(options.devices, list) else None,
+        "sync_batchnorm": options.sync_batchnorm,
+    }
+    own = _FSDP if options.name == "fsdp" else _DDP
+    values = {name: getattr(options, name) for name in own}
+    return FSDP(**common, **values) if options.name == "fsdp" else DDP(**common, **values)
+
+
+def _device(options: StrategyConfig) -> torch.device | None:
+    first = options.devices[0] if isinstance(options.devices, list) else None
+    if options.accelerator == "auto" and first is None:
+        return None
+    kind = options.accelerator if options.accelerator != "auto" else "cuda"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
+    if not available[kind]:
+        raise ModelError(
+            f"strategy.accelerator={kind}: this machine has none; auto takes what it has"
+        )
+    return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)

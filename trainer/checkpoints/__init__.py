@@ -1,0 +1,1 @@
+"""Checkpoint files: written whole, indexed, verified, read without running code."""

@@ -1,0 +1,244 @@
+"""Read a file of torch.save so that no damage and no code in it passes unseen."""
+
+import _compat_pickle
+import hashlib
+import io
+import os
+import pickletools
+import stat
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from trainer.errors import CheckpointError, ResourceError
+
+_BLOCK = 1 << 20
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file that is not, or no longer, what was written."""
+
+
+def read_archive(path: Path) -> Any:
+    """Return what torch.save wrote to `path`, on the CPU, after checking its archive's CRCs.
+
+    Raises DamagedCheckpointError, or CheckpointError where it holds code or foreign types. Never
+    falls back to a load that could run code.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, without end
+            raise DamagedCheckpointError(f"{path}: is no file, but a folder, pipe or device")
+        with open(path, "rb") as file:
+            _check(path, file)
+            return _load(path, file)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {_os_reason(error)}") from error
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check(path: Path, file: BinaryIO) -> None:
+    start = file.read(512)
+    if not start:
+        raise DamagedCheckpointError(f"{path}: the file is empty")
+    if not start.strip(b"\0"):
+        raise DamagedCheckpointError(f"{path}: the file begins with zeros, it is no checkpoint")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise DamagedCheckpointError(f"{path}: the file is a web page, not a checkpoint")
+    if start.startswith(b"PK"):
+        _check_crcs(path, file)
+
+
+def _check_crcs(path: Path, file: BinaryIO) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            script = any("/code/" in name for name in archive.namelist())
+            # torch.save compresses nothing; what claims to be compressed is damaged, or a bomb.
+            odd = [info for info in archive.infolist() if info.compress_type or info.flag_bits & 1]
+            twice = _repeated(archive.namelist())
+            _check_sizes(path, archive)
+            broken = odd[0].filename if odd else archive.testzip()
+    except (MemoryError, CheckpointError):
+        raise
+    except Exception as error:  # zipfile raises some ten types for what a flipped bit can do
+        raise DamagedCheckpointError(f"{path}: its archive is cut off or damaged") from error
+    if script:
+        raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
+    if twice is not None:
+        raise DamagedCheckpointError(f"{path}: its archive holds {twice!r} twice")
+    if broken is not None:
+        raise DamagedCheckpointError(f"{path}: its archive is damaged in {broken!r} (CRC)")
+
+
+def _repeated(names: list[str]) -> str | None:
+    """Return a name that stands twice: readers differ in which one they take.
+
+    torch's reader looks names up without regard to case.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name.casefold() in seen:
+            return name
+        seen.add(name.casefold())
+    return None
+
+
+def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
+    """Refuse entries that together are larger than the file: they overlap, and multiply work."""
+    if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
+        raise DamagedCheckpointError(f"{path}: its archive claims more than it holds")
+
+
+def _load(path: Path, file: BinaryIO) -> Any:
+    file.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on formats: the answer is ours
+            # Explicit: an environment variable can flip torch's default, and code would run.
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError as error:
+        raise ResourceError(f"{path}: no memory left to load it") from error
+    except Exception as error:
+        if "allocate memory" in str(error):
+            raise ResourceError(f"{path}: no memory left to load it") from error
+        raise _refusal(path) from error
+
+
+def _refusal(path: Path) -> CheckpointError:
+    """Say why torch would not load `path`, without its advice to load it unsafely."""
+    names = foreign_names(path)
+    code = [name for name in names if is_code(name)]
+    if code:
+        return CheckpointError(f"{path}: refused: contains code ({code[0]})")
+    if names:
+        more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
+        return CheckpointError(
+            f"{path}: refused: holds an object of type {names[0]}{more};"
+            " only tensors, plain containers, numbers and strings are loaded"
+        )
+    return DamagedCheckpointError(f"{path}: the file is no checkpoint, or a damaged one")
+
+
+def _os_reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return f"cannot be read: {error.strerror}"
+
+
+# What torch.save writes for tensors and plain data, all of it accepted by a weights-only load.
+_PLAIN = {
+    "collections.OrderedDict",
+    "collections.Counter",
+    "_codecs.encode",
+    "builtins.set",
+    "builtins.bytearray",
+    "builtins.complex",
+    "torch.Size",
+    "torch.device",
+    "torch.dtype",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+}
+_PLAIN_PREFIXES = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.storage.")
+# Modules of the standard library whose classes (large initial) and types named here are data.
+_DATA_MODULES = {"argparse", "collections", "datetime", "decimal", "enum", "fractions", "pathlib"}
+_DATA_MODULES |= {"typing", "uuid", "zoneinfo"}
+_DATA_TYPES = {"array", "date", "datetime", "defaultdict", "deque", "time", "timedelta", "timezone"}
+_DATA_BUILTINS = {"dict", "frozenset", "list", "object", "range", "slice", "tuple", "type"}
+_NUMPY_DATA = {"_frombuffer", "_reconstruct", "bool", "bool_", "dtype", "ndarray", "scalar"}
+_STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "STRING", "BINSTRING"}
+_LARGEST = 1 << 28
+
+
+def foreign_names(path: Path) -> list[str]:
+    """List what the pickles of `path` import beyond tensors and plain data, in order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pickletools remarks on odd escapes
+        names = dict.fromkeys(name for content in _pickles(path) for name in _imported(content))
+    return [name for name in names if not _is_plain(name)]
+
+
+def is_code(name: str) -> bool:
+    """Say whether an imported name is something to call rather than a kind of data.
+
+    Functions are written small and classes large by convention; in the standard library, where a
+    class may well run a command, only a few modules hold data, and the rest counts as code.
+    """
+    module, _, attribute = name.rpartition(".")
+    root = module.partition(".")[0]
+    like_class = attribute.lstrip("_")[:1].isupper()
+    if root == "builtins":
+        return attribute not in _DATA_BUILTINS and not attribute.endswith(("Error", "Exception"))
+    if root == "numpy":
+        return not (attribute in _NUMPY_DATA or attribute[-1:].isdigit() or attribute[:2] == "__")
+    if root in sys.stdlib_module_names or root in ("posix", "nt"):
+        return root not in _DATA_MODULES or not (like_class or attribute in _DATA_TYPES)
+    return not like_class
+
+
+def _is_plain(name: str) -> bool:
+    is_type = name.startswith("torch.") and name.count(".") == 1
+    storage_or_dtype = is_type and (name.endswith("Storage") or name[6:].isalnum())
+    return name in _PLAIN or name.startswith(_PLAIN_PREFIXES) or storage_or_dtype
+
+
+def _pickles(path: Path) -> list[bytes]:
+    """Return the pickles of an archive, or else the file as one; never raises for its content."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [
+                archive.read(info)
+                for info in archive.infolist()
+                if info.filename.endswith(".pkl") and info.file_size < _LARGEST
+            ]
+    except Exception:  # zipfile raises some ten types for a damaged archive
+        with open(path, "rb") as file:
+            return [file.read(_LARGEST)]
+
+
+def _imported(content: bytes) -> Iterator[str]:
+    """Yield the names that a stream of one or several pickles imports, as far as it can be read."""
+    stream = io.BytesIO(content)
+    while stream.tell() < len(content):
+        start = stream.tell()
+        try:
+            yield from _imported_by_one(stream)
+        except Exception:  # no pickle, or none from here on: pickletools raises what it likes
+            return
+        if stream.tell() == start:
+            return
+
+
+def _imported_by_one(stream: io.BytesIO) -> Iterator[str]:
+    strings: list[str] = []
+    memo: dict[int, str] = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        name = opcode.name
+        if name in ("GLOBAL", "INST"):
+            yield _modern(*str(argument).split(" ", 1))
+        elif name == "STACK_GLOBAL":
+            yield ".".join(strings[-2:])
+        elif name in _STRINGS:
+            strings.append(str(argument))
+        elif name == "MEMOIZE":
+            memo[len(memo)] = strings[-1] if strings else ""
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[int(str(argument))] = strings[-1] if strings else ""
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            strings.append(memo.get(int(str(argument)), ""))
+
+
+def _modern(module: str, name: str) -> str:
+    """Translate a name of Python 2, which pickles up to protocol 2 use, as unpickling does."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"

@@ -1,0 +1,102 @@
+"""`checkpoints/index.json`: what each checkpoint file is, so that a changed byte is noticed."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from trainer.files.atomic import write_json
+
+INDEX = "index.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint file: where it stands in the training, and what its bytes are."""
+
+    file: str
+    step: int
+    size: int  # bytes
+    sha256: str
+    metrics: dict[str, float | None]  # None stands for a value that is not finite
+    facts: dict[str, Any]  # torch, threads, device, world_size, when it was saved
+    layout: str  # key of the names and shapes in Index.layouts
+
+
+@dataclass(slots=True)
+class Index:
+    """The entries by file name, and what the further names `last`, `best`... stand for."""
+
+    files: dict[str, Entry] = field(default_factory=dict)
+    names: dict[str, Entry] = field(default_factory=dict)
+    layouts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the index of `folder`; a missing one is empty, a damaged one too, with a warning."""
+        try:
+            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            files = {name: _entry(fields) for name, fields in content["files"].items()}
+            names = {name: _entry(fields) for name, fields in content["names"].items()}
+            return cls(files, names, dict(content["layouts"]))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("%s is damaged and is set up anew (%s)", folder / INDEX, error)
+            return cls()
+
+    def write(self, folder: Path) -> None:
+        """Replace the index of `folder`, durable."""
+        used = {entry.layout for entry in (*self.files.values(), *self.names.values())}
+        content = {
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+            "names": {name: asdict(entry) for name, entry in sorted(self.names.items())},
+            "layouts": {key: shapes for key, shapes in self.layouts.items() if key in used},
+        }
+        write_json(folder / INDEX, content)
+
+    def add(self, entry: Entry, layout: Mapping[str, str]) -> Entry:
+        """Enter a file with the names and shapes of its weights, which many files share."""
+        text = json.dumps(list(layout.items()))
+        entry = replace(entry, layout=hashlib.sha256(text.encode()).hexdigest()[:16])
+        self.layouts[entry.layout] = dict(layout)
+        self.files[entry.file] = entry
+        return entry
+
+    def existing(self, folder: Path) -> list[Entry]:
+        """Return the entries whose file is there with its size, by step."""
+        whole = [entry for entry in self.files.values() if _size(folder / entry.file) == entry.size]
+        return sorted(whole, key=lambda entry: entry.step)
+
+
+def layout_of(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return each tensor's dtype and shape by name, as in `float32[64, 3, 3, 3]`."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in model.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Make metrics fit for JSON, which knows no NaN and no infinity."""
+    return {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
+
+
+def _entry(fields: dict[str, Any]) -> Entry:
+    return Entry(**fields)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None

@@ -1,0 +1,64 @@
+"""Bring the index and the names of checkpoints in line with the files that a killed run left."""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.checkpoints.archive import digest
+from trainer.checkpoints.index import Entry, Index, layout_of
+from trainer.checkpoints.reader import read_checkpoint
+from trainer.checkpoints.shards import shard_facts
+from trainer.errors import CheckpointError
+from trainer.files.atomic import link_or_copy
+
+_log = logging.getLogger(__name__)
+
+
+def repair(folder: Path, step_files: Iterable[tuple[int, Path]]) -> None:
+    """Enter whole checkpoints that the index lacks, and set right what each name leads to.
+
+    Raises StorageError. Files that are damaged stay as they are: `newest` reports them.
+    """
+    index = Index.read(folder)
+    changed = [_enter(index, step, path) for step, path in step_files]
+    changed += [_restore(index, folder, name) for name in ["last", *index.names]]
+    if any(changed):
+        index.write(folder)
+
+
+def _enter(index: Index, step: int, path: Path) -> bool:
+    if path.name in index.files:
+        return False
+    try:
+        payload = read_checkpoint(path)
+    except CheckpointError as error:
+        _log.warning("left out of the index: %s", error)
+        return False
+    facts = shard_facts(payload)
+    entry = Entry(path.name, step, path.stat().st_size, digest(path), {}, facts, "")
+    index.add(entry, layout_of(payload.get("model", {})))
+    return True
+
+
+def _restore(index: Index, folder: Path, name: str) -> bool:
+    """Correct one name, or what is recorded of it; say whether the record changed."""
+    path = folder / f"{name}.pt"
+    recorded = index.names.get(name)
+    led_to = [entry for entry in index.files.values() if _same(path, folder / entry.file)]
+    if led_to and not path.is_symlink():
+        index.names[name] = led_to[0]
+        return led_to[0] != recorded
+    if recorded is None or (path.is_file() and digest(path) == recorded.sha256):
+        return False
+    if index.files.get(recorded.file) == recorded and (folder / recorded.file).is_file():
+        _log.warning("%s led elsewhere and is set back to %s", path, recorded.file)
+        link_or_copy(folder / recorded.file, path)
+    return False
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False

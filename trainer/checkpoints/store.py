@@ -1,0 +1,312 @@
+"""Checkpoints on disk: how they are written, named, verified and removed. When is not said here."""
+
+import logging
+import math
+import os
+import re
+import zipfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import torch.distributed
+
+from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.hashing import HashingFile
+from trainer.checkpoints.index import Entry, Index, finite, layout_of
+from trainer.checkpoints.reader import (
+    FORMAT_VERSION,
+    compare_names,
+    model_only,
+    read_checkpoint,
+)
+from trainer.checkpoints.repair import repair
+from trainer.checkpoints.rewind import beyond, rewind
+from trainer.checkpoints.shards import remove_unused, shard_facts
+from trainer.errors import CheckpointError, ResourceError, StorageError
+from trainer.files.atomic import link_or_copy, remove_orphans, replacing
+from trainer.files.storage import check_space, storage_error
+from trainer.runs import manifest
+
+__all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
+
+_MARGIN = 1.2  # of the last checkpoint's size must be free before the next is begun
+_STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run: `step-00000120.pt`..., and `last.pt`, `best.pt` for two of them.
+
+    `facts` go into the index beside those found out here (torch, threads, device, world size).
+    """
+
+    def __init__(self, folder: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.resumed_from: int | None = None  # step; set by newest() and load(), never pruned
+        self._facts = dict(facts or {})
+        self._cleaned = False
+
+    def save(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        names: Sequence[str] = ("last",),
+    ) -> Path:
+        """Write one checkpoint, durable before any name leads to it. Raises StorageError.
+
+        Whatever fails, the earlier checkpoints and names are as they were.
+        """
+        path = self.path_of(step)
+        self.prepare()
+        index = Index.read(self.folder)
+        _check_space(path, index, payload)
+        if index.files.pop(path.name, None) is not None:
+            index.write(self.folder)  # the digest on record would condemn the file's successor
+        content = {**payload, "format_version": FORMAT_VERSION}
+        size, sha256 = write_checkpoint(path, content)
+        _verify(path, size)
+        facts = {**_circumstances(content), **shard_facts(content), **self._facts}
+        entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
+        entry = index.add(entry, layout_of(content.get("model", {})))
+        self._point(index, names, entry)
+        return path
+
+    def name(self, name: str, step: int) -> Path:
+        """Make `name`.pt a further name of the checkpoint of `step`."""
+        index = Index.read(self.folder)
+        entry = index.files.get(self.path_of(step).name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path_of(step)}: there is no such checkpoint to name {name}"
+            )
+        self._point(index, [name], entry)
+        return self.folder / f"{name}.pt"
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read and verify one checkpoint. Raises CheckpointError."""
+        payload = read_checkpoint(path)
+        match = _STEP_FILE.fullmatch(path.name)
+        if match and path.parent.resolve() == self.folder.resolve():
+            self.resumed_from = int(match[1])
+        return payload
+
+    def newest(self, up_to: int | None = None) -> tuple[Path, dict[str, Any], list[str]] | None:
+        """Return the newest whole checkpoint, and in words which newer ones were passed over.
+
+        None if there never was one; CheckpointError if there are some and none is whole. Only
+        damage is passed over: code, or a format from the future, is an error at once. Steps beyond
+        `up_to` do not count.
+        """
+        passed: list[str] = []
+        for path in self._candidates(up_to):
+            try:
+                payload = self.load(path)
+            except DamagedCheckpointError as error:
+                passed.append(str(error))
+                continue
+            return path, payload, passed
+        lost = passed or [f"{name} is missing" for name in Index.read(self.folder).files]
+        if lost:
+            raise CheckpointError(f"{self.folder}: no checkpoint is whole: {'; '.join(lost)}")
+        return None
+
+    def entries(self) -> list[Entry]:
+        """Return the checkpoints on record that are there, by step."""
+        return Index.read(self.folder).existing(self.folder)
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there, if only by a further name."""
+        names = Index.read(self.folder).names
+        led = (self.folder / f"{name}.pt" for name, entry in names.items() if entry.step == step)
+        return any(path.exists() for path in (self.path_of(step), *led))
+
+    def beyond(self, step: int) -> bool:
+        """Whether there is anything of a later step."""
+        return beyond(self.folder, self._step_files(), step)
+
+    def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
+        """Move what is beyond `step` to the folder `into`; `best` ranks what stays."""
+        if self.folder.is_dir():
+            rewind(self.folder, self._step_files(), step, best, into)
+
+    def prune(self, keep: Collection[int]) -> list[Path]:
+        """Remove the checkpoints of other steps than `keep`; return the removed ones.
+
+        Always kept: the newest two whole ones, those that have a name, the one resumed from. What
+        cannot be removed is a warning.
+        """
+        index = Index.read(self.folder)
+        whole = [entry.step for entry in index.existing(self.folder)]
+        if len(whole) < 2:
+            return []
+        named = {entry.step for entry in index.names.values()}
+        kept = {*keep, *whole[-2:], *named, self.resumed_from}
+        removed = [path for step, path in self._step_files() if step not in kept and _remove(path)]
+        if removed:
+            for path in removed:
+                index.files.pop(path.name, None)
+            index.write(self.folder)
+        remove_unused(self.folder, index)
+        return removed
+
+    def clean(self) -> list[Path]:
+        """Remove and repair what a writer that was killed left; for the process that holds the run.
+
+        Returns the removed files.
+        """
+        removed = remove_orphans(self.folder)
+        repair(self.folder, self._step_files())
+        remove_unused(self.folder, Index.read(self.folder))
+        self._cleaned = True
+        return removed
+
+    def prepare(self) -> None:
+        """Make the folder and clean it, once: the first save is by the process that holds the run.
+
+        Raises StorageError.
+        """
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise storage_error(self.folder, error) from error
+        if not self._cleaned:
+            self.clean()
+
+    def path_of(self, step: int) -> Path:
+        """Return where the checkpoint of `step` is, or would be."""
+        return self.folder / f"step-{step:08d}.pt"
+
+    def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:
+        for name in names:
+            link_or_copy(self.folder / entry.file, self.folder / f"{name}.pt")
+            index.names[name] = entry
+        index.write(self.folder)
+
+    def _step_files(self) -> list[tuple[int, Path]]:
+        """Return step and path of the files that are checkpoints by name, the newest first."""
+        found = [(_STEP_FILE.fullmatch(path.name), path) for path in _listed(self.folder)]
+        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+    def _candidates(self, up_to: int | None) -> list[Path]:
+        """Return step files, the newest first, then names that are files of their own (copies)."""
+        files = self._step_files()
+        known = Index.read(self.folder).names
+        by_step = sorted(known, key=lambda name: known[name].step, reverse=True)
+        names = dict.fromkeys([*by_step, "last", "best"])
+        copies = [self.folder / f"{name}.pt" for name in names]
+        own = [copy for copy in copies if not any(_same(copy, path) for _, path in files)]
+        bound = math.inf if up_to is None else up_to
+        far = {self.folder / f"{name}.pt" for name in known if known[name].step > bound}
+        steps = [path for step, path in files if step <= bound]
+        return steps + [copy for copy in own if copy not in far and os.path.lexists(copy)]
+
+
+def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
+    """Write `payload` to `path`, durable; return its size in bytes and its sha256.
+
+    Raises StorageError, or ResourceError where memory gives out.
+    """
+    with replacing(path, need=_estimate(payload)) as file, HashingFile(file) as hashing:
+        try:
+            torch.save(payload, cast(BinaryIO, hashing))
+        except (RuntimeError, MemoryError) as error:
+            if hashing.error is not None:
+                raise hashing.error from None
+            if _lacks_memory(error):
+                raise ResourceError(
+                    f"cannot write {path}: no memory left; the earlier checkpoints are whole"
+                ) from error
+            raise
+    return hashing.size, hashing.hexdigest()
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Look behind what torch's archive writer says of itself once a write has failed."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, MemoryError) or "allocate memory" in text or "new thread" in text:
+            return True
+        error = error.__context__
+    return False
+
+
+def _verify(path: Path, size: int) -> None:
+    """See that the file is there as written: its bytes were hashed on the way, not read back.
+
+    What a fresh read returns comes from memory and says nothing about the disk.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            whole = path.stat().st_size == size and bool(archive.namelist())
+    except OSError as error:
+        raise storage_error(path, error) from error
+    except zipfile.BadZipFile:
+        whole = False
+    if not whole:
+        raise StorageError(f"cannot write {path}: what was written cannot be read back")
+
+
+def _check_space(path: Path, index: Index, payload: Mapping[str, Any]) -> None:
+    last = max(index.files.values(), key=lambda entry: entry.step, default=None)
+    need = max(int(_MARGIN * last.size) if last else 0, _estimate(payload))
+    check_space(path, need)
+
+
+def _estimate(payload: Any) -> int:
+    """Return the bytes of all tensors' storages, each counted once."""
+    sizes: dict[int, int] = {}
+    pending = [payload]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            storage = value.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, Mapping):
+            pending.extend(value.values())
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+    return sum(sizes.values())
+
+
+def _circumstances(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the exactness of a resume depends on."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    tensors = (t for t in payload.get("model", {}).values() if isinstance(t, torch.Tensor))
+    devices = (t.device for t in tensors)
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    return {
+        "saved": manifest.now(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "world_size": torch.distributed.get_world_size() if distributed else 1,
+    }
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> bool:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        _log.warning("cannot remove %s: %s", path, error.strerror)
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Processes that train as one: how they meet, exchange, stop and fail."""

@@ -1,0 +1,181 @@
+"""Several processes: how they meet, agree, add up, fail and leave together."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from trainer.distributed import attempts
+from trainer.distributed.agreement import Agreement
+from trainer.distributed.group import Group
+from trainer.distributed.peers import Board, Cause, peer_trouble
+from trainer.distributed.shared_flags import share_flags
+from trainer.errors import EXIT_CODES, Interrupted, PeerError, leave_at_once
+from trainer.state import TrainState
+
+_GRACE = 5.0  # seconds that a process told to stop has left once another one has failed
+# By how much a GPU's exchange outlasts strategy.timeout. Its watchdog kills the process that waits,
+# which is not the one to blame: the hosts, who say so in words, must be the first to tire.
+_WATCHDOG_LATER = timedelta(seconds=60)
+
+
+def is_rank() -> bool:
+    """Tell whether a launcher (torchrun, or ours) started this process as one of a group."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class ProcessGroup(Group):
+    """The processes that a launcher started, over torch.distributed."""
+
+    def __init__(self, backend: str, timeout: float) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.backend = backend
+        self.timeout = timedelta(seconds=timeout)
+        self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's own
+        self._control: dist.ProcessGroup | None = None
+        self._agreement: Agreement | None = None
+        self._board: Board | None = None
+        self._failed = False
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group over which the hosts talk, whatever their devices use."""
+        assert self._control is not None
+        return self._control
+
+    def join(self, device: torch.device) -> None:
+        """Meet the other processes; keys of an attempt before a restart are not seen."""
+        store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
+        attempts.settle(store, rank, world_size, self.timeout)
+        self._board = Board(store, rank)
+        on_gpus = device.type == "cuda"
+        dist.init_process_group(
+            self.backend,
+            store=PrefixStore(f"regimen/group-{attempts.attempt()}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=self.timeout + _WATCHDOG_LATER if on_gpus else self.timeout,
+            device_id=device if on_gpus else None,
+        )
+        # What the hosts tell each other never waits for a device.
+        control = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        self._control = control
+        # A GPU's exchange is waited for by the GPU: its hosts may be several updates apart.
+        together = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+        on_host = together and device.type == "cpu"
+        flags = share_flags(self, self.timeout.total_seconds()) if on_host else None
+        self._agreement = Agreement(control, world_size, flags)
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
+        """Make the wish of any process to stop the wish of all, after the same update."""
+        assert self._agreement is not None
+        self._agreement(state, at_once, in_step)
+
+    def on_signal(self) -> None:
+        """Leave if the signal came because another process failed, and this one hangs."""
+        # Within a handler: `threading` takes locks that the interrupted line may hold.
+        _thread.start_new_thread(self._leave_with_the_failed, ())
+
+    def _leave_with_the_failed(self) -> None:
+        wait = threading.Event()
+        while not wait.wait(_GRACE):
+            if self._board is not None and self._board.cause() is not None:
+                leave_at_once(PeerError.exit_code)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the main process's value."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's value, by rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier(group=self._control)
+
+    @contextmanager
+    def one_per_node(self) -> Iterator[None]:
+        """Let the first process of each machine go ahead: it downloads, the others find it done."""
+        if self.local_rank:
+            self.barrier()
+        yield
+        if not self.local_rank:
+            self.barrier()
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the others why this process fails; a failure of theirs becomes a PeerError."""
+        try:
+            yield
+        except Interrupted:  # on all alike
+            raise
+        except Exception as error:
+            self._failed = True
+            for number in EXIT_CODES:  # the launcher tells the rest to stop: this one is at it
+                signal.signal(number, signal.SIG_IGN)
+            told = self.in_words(error)
+            assert self._board is not None
+            self._board.claim(Cause.of(told, self.rank))
+            if told is error:
+                raise
+            raise told from error
+
+    def in_words(self, error: Exception) -> Exception:
+        """Return a PeerError where `error` says that another process is lost, else `error`."""
+        if (known := self.recognize(error)) is not None:
+            return known
+        trouble = peer_trouble(error, self.timeout)
+        if trouble is None:
+            return error
+        cause = self._board.cause() if self._board is not None else None
+        if cause is None:
+            return trouble
+        told = PeerError(f"process {cause.rank} failed: {cause.text}")
+        told.exit_code = cause.code
+        told.add_note(f"Process {cause.rank}:\n{cause.traceback}")
+        return told
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a word in the launcher's store."""
+        assert self._board is not None
+        self._board.remember(key, value)
+
+    def recall(self, key: str) -> str | None:
+        """Return a word of an earlier attempt."""
+        assert self._board is not None
+        return self._board.recall(key)
+
+    def leave(self) -> None:
+        """Leave the group; the last collective is over on every process before any leaves.
+
+        After a failure nobody is waited for: the process ends, and with it its connections.
+        """
+        if dist.is_initialized() and not self._failed:
+            self.barrier()
+            dist.destroy_process_group()

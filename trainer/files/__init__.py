@@ -1,0 +1,1 @@
+"""Files that are whole or absent, and logs of whole lines; knows no torch."""

@@ -1,0 +1,218 @@
+"""Files that are whole or absent: replaced in one step, or grown by whole lines."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.files.storage import storage_error
+
+TEMPORARY = ".tmp-"
+_BLOCK = 1 << 16
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, need: int | None = None) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path`, durable, once the block ends well.
+
+    Otherwise nothing of it stays. `need` (bytes) only serves the message of a StorageError.
+    """
+    temporary = _temporary(path)
+    try:
+        with _created(temporary) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        _discard(temporary)  # before the free space is measured: it is what filled the disk
+        raise storage_error(path, error, need=need) from error
+    except BaseException:
+        _discard(temporary)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` (UTF-8)."""
+    content = text.encode()
+    with replacing(path, need=len(content)) as file:
+        file.write(content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as indented JSON; numbers that are not finite are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a further name of `source` in one step: a hard link, or else a copy.
+
+    The folder is not synced: the caller's next durable write does it.
+    """
+    if target.exists() and not target.is_symlink() and target.samefile(source):
+        return  # rename() does nothing between two names of one file, and would leave the temporary
+    temporary = _temporary(target)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        _copy(source, target)
+        return
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        _discard(temporary)
+        raise storage_error(target, error) from error
+
+
+def remove_orphans(folder: Path) -> list[Path]:
+    """Remove temporary files whose writer is dead (a living one holds a lock); return them."""
+    orphans = [path for path in folder.glob(f"{TEMPORARY}*") if _is_orphan(path)]
+    for path in orphans:
+        _discard(path)
+    return orphans
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    # The suffix comes last: a search for *.pt must not find what is half written.
+    return path.with_name(f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}")
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    # 0o666 leaves the mode to the user's umask; tempfile would make it 0o600.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with open(descriptor, "wb") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield file
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        with open(source, "rb") as original, replacing(target, need=source.stat().st_size) as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+    except OSError as error:
+        raise storage_error(target, error) from error
+
+
+def _is_orphan(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno != errno.ENOENT
+    return True
+
+
+def _discard(path: Path) -> None:
+    if not os.path.lexists(path):  # a read-only file system would not say so
+        return
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except OSError as error:
+        _log.warning("cannot remove %s: %s", path, error.strerror)
+
+
+class AppendLog:
+    """Append lines to a file; an OSError while doing so is one warning, and the run goes on.
+
+    Opening cuts a last line that a kill left torn; it raises StorageError, as nothing is lost yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._size = _whole_lines(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+    def write(self, line: str) -> None:
+        """Append `line`, with a newline if it has none."""
+        content = (line if line.endswith("\n") else line + "\n").encode()
+        try:
+            self._append(content)
+        except OSError as error:
+            self._warn(error)
+
+    def offset(self) -> int:
+        """Return the size in bytes, all of them on disk."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._warn(error)
+        return self._size
+
+    def truncate(self, offset: int) -> None:
+        """Forget what follows `offset`; a shorter file, which lost lines, stays as it is."""
+        if offset > self._size:
+            _log.warning("%s lost %d bytes of earlier lines", self.path, offset - self._size)
+            return
+        try:
+            os.ftruncate(self._descriptor, offset)
+            self._size = offset
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file; harmless when it is closed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _append(self, content: bytes) -> None:
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            # Half a line would swallow the next one once there is space again.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(content)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s; training goes on without it", storage_error(self.path, error))
+
+
+def _whole_lines(descriptor: int) -> int:
+    """Return the offset behind the last newline."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

@@ -1,0 +1,1 @@
+"""From `lr_scheduler` to the learning rate of each step."""

@@ -1,0 +1,102 @@
+"""Functions of a step for LambdaLR: expressions of a config, or named by their import path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer.lr_schedulers.expression import Expression, ExpressionError
+from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError
+from trainer.optimizers.param_groups import DEFAULT
+from trainer.optimizers.selectors import nearest
+from trainer.targets.instantiate import instantiate, locate
+
+NAMES = ("step", "epoch", "total_steps", "steps_per_epoch")  # what an expression may use
+Function = Callable[[int], float]
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def functions_of_groups(
+    functions: Any,
+    group_names: Sequence[str],
+    all_names: Sequence[str],
+    horizon: Horizon,
+    interval: Interval,
+    key: str,
+) -> list[Function]:
+    """Return each group's function: its own, else its rule's or optimizer's, else `default`'s.
+
+    A single function is every group's. `all_names` are those of all optimizers' groups, any of
+    which may be named. Raises `ScheduleError`.
+    """
+    given = by_name(functions)
+    known = {alias for group in all_names for alias in _aliases(group)}
+    for name in given:
+        if name != DEFAULT and name not in known:
+            raise ScheduleError(
+                f"{key}.{name}: no parameter group is called so; there are"
+                f" {', '.join(all_names)}{nearest(name, known)}"
+            )
+    made = {
+        name: make(source, horizon, interval, f"{key}.{name}") for name, source in given.items()
+    }
+    found = []
+    for group in group_names:
+        meant = [made[name] for name in [*_aliases(group), DEFAULT] if name in made]
+        if not meant:
+            raise ScheduleError(f"{key} has no function for group {group!r}, and no default")
+        found.append(meant[0])
+    return found
+
+
+def by_name(functions: Any) -> dict[str, Any]:
+    """Return the functions of groups and rules; a single one is `default`'s, null is none."""
+    several = isinstance(functions, Mapping) and "_target_" not in functions
+    given = functions if several else {DEFAULT: functions}
+    return {str(name): function for name, function in given.items() if function is not None}
+
+
+def _aliases(group: str) -> list[str]:
+    """Return the names that mean a group: `muon.body.3` is also meant by `muon.body` and `muon`."""
+    parts = group.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+def make(source: Any, horizon: Horizon, interval: Interval, key: str) -> Function:
+    """Return the function that an expression, an import path or a node describes."""
+    if isinstance(source, Mapping):
+        function = instantiate(dict(source), _key_=key)
+    elif isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
+        function = locate(source)
+    elif isinstance(source, str | int | float) and not isinstance(source, bool):
+        return _expression(str(source), horizon, interval, key)
+    else:
+        raise ScheduleError(f"{key} must be an expression or an import path, not {source!r}")
+    if not callable(function):
+        raise ScheduleError(f"{key} is no function of a step: {function!r}")
+    # Of a callable object torch would save the attributes; of a function, nothing.
+    return lambda step: function(step)
+
+
+def _expression(text: str, horizon: Horizon, interval: Interval, key: str) -> Function:
+    per_epoch = horizon.steps_per_epoch or 1
+    lengths = {"total_steps": horizon.updates, "steps_per_epoch": horizon.steps_per_epoch}
+    known = {name: float(length) for name, length in lengths.items() if length is not None}
+    try:
+        compiled = Expression(text, [n for n in NAMES if n not in lengths or n in known])
+    except ExpressionError as error:
+        raise ScheduleError(f"{key}: {error}") from None
+
+    def factor(tick: int) -> float:
+        step = tick if interval == "step" else tick * per_epoch
+        try:
+            return compiled({"step": float(step), "epoch": float(step // per_epoch), **known})
+        except ExpressionError as error:
+            raise ScheduleError(f"{key}: {error}") from None
+
+    last = horizon.steps or 2
+    for tick in sorted({0, 1, last // 2, last}):
+        if factor(tick) < 0:
+            raise ScheduleError(f"{key}: {text!r} is negative, {factor(tick):g}, at step {tick}")
+    return factor

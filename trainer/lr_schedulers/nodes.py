@@ -1,0 +1,224 @@
+"""From an `lr_scheduler` node of the config to a track of learning rates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from trainer.lr_schedulers.functions import by_name, functions_of_groups
+from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError, remaining
+from trainer.lr_schedulers.track import Track
+from trainer.lr_schedulers.warmup import Warmup, parse_warmup
+from trainer.targets.instantiate import instantiate, locate
+
+OUTER = ("interval", "monitor", "warmup")  # keys of ours, of the outermost node only
+OWN = (*OUTER, "functions")  # keys that are not the target's
+
+
+def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str, Any]]:
+    """Return, by config key, the nodes whose targets get one positional argument from us.
+
+    What we make for a target (inner schedulers, functions, ...) has a stand-in, so that the nodes
+    can be held against the signatures of their targets.
+    """
+    if not node or "_target_" not in node:
+        return {}
+    chained = str(node["_target_"]).endswith(f".{ChainedScheduler.__name__}")
+    stand_ins: dict[str, dict[str, Any]] = {
+        "functions": {"lr_lambda": []},
+        "schedulers": {} if chained else {"schedulers": []},
+        "milestones": {"milestones": [1]},
+        "step_size": {"step_size": 1},
+        "max_lr": {"max_lr": 1.0} if node.get("max_lr") is None else {"max_lr": node["max_lr"]},
+    }
+    plain = {k: v for k, v in node.items() if k not in (*OUTER, *stand_ins)}
+    for word in stand_ins.keys() & node.keys():
+        plain |= stand_ins[word]
+    found = {key: plain}
+    for name, function in by_name(node.get("functions")).items():
+        if isinstance(function, Mapping):
+            found[f"{key}.functions.{name}"] = dict(function)
+    for name, child in inner_nodes(node, key):
+        found |= target_nodes(child, f"{key}.schedulers.{name}")
+    return found
+
+
+def inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the nodes under `schedulers`, a named dict (null: dropped) or a list."""
+    children = node.get("schedulers") or {}
+    if isinstance(children, Mapping):
+        named = [(str(name), child) for name, child in children.items() if child is not None]
+    else:
+        named = [(str(i), child) for i, child in enumerate(children)]
+    for name, child in named:
+        where = f"{key}.schedulers.{name}"
+        if not isinstance(child, Mapping) or not child.get("_target_"):
+            raise ScheduleError(f"{where} has no _target_, such as torch.optim.lr_scheduler.StepLR")
+        for word in OUTER:
+            if child.get(word) is not None:
+                raise ScheduleError(f"{where}.{word} belongs to {key}, for all its parts")
+    return named
+
+
+def build_track(
+    node: Mapping[str, Any],
+    optimizer: Optimizer,
+    group_names: Sequence[str],
+    all_names: Sequence[str],
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    key: str,
+) -> Track:
+    """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`.
+
+    `group_names` are the optimizer's, `all_names` those of all optimizers.
+    """
+    interval: Interval = _interval(node, key)
+    problems: list[str] = []
+    warmup = parse_warmup(node.get("warmup"), f"{key}.warmup", interval, steps_per_epoch, problems)
+    if problems:
+        raise ScheduleError("\n  ".join(problems))
+    horizon = remaining(total_steps, steps_per_epoch, interval, warmup)
+    maker = _Maker(optimizer, group_names, all_names, interval)
+    scheduler = maker.make(node, horizon, key)
+    monitor = _monitor(node, scheduler, key)
+    return Track(
+        optimizer,
+        scheduler,
+        interval,
+        warmup,
+        monitor,
+        group_names,
+        {**maker.settings, **_ramp(warmup), "interval": interval, "monitor": monitor},
+        lambda other: build_track(
+            node, other, group_names, all_names, total_steps, steps_per_epoch, key
+        ),
+    )
+
+
+def _interval(node: Mapping[str, Any], key: str) -> Interval:
+    if not node.get("_target_"):
+        raise ScheduleError(f"{key} has no _target_, such as torch.optim.lr_scheduler.StepLR")
+    interval = node.get("interval") or "step"
+    if interval not in ("step", "epoch"):
+        raise ScheduleError(f"{key}.interval must be step or epoch, not {interval!r}")
+    return "epoch" if interval == "epoch" else "step"
+
+
+def _monitor(node: Mapping[str, Any], scheduler: Any, key: str) -> str | None:
+    monitor = node.get("monitor")
+    follows = takes_metric(scheduler)
+    if follows and not monitor:
+        raise ScheduleError(f"{key}.monitor must name the metric to follow, such as val/loss")
+    if monitor and not follows:
+        raise ScheduleError(f"{key}.monitor: {type(scheduler).__name__} follows no metric")
+    return str(monitor) if follows else None
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Tell whether a scheduler's `step` must be given something: a metric."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in variadic for p in parameters)
+
+
+def _ramp(warmup: Warmup) -> dict[str, Any]:
+    if not warmup.ticks:
+        return {}
+    names = ("ticks", "every", "start_factor", "shape")
+    return {f"warmup.{name}": getattr(warmup, name) for name in names}
+
+
+class _Maker:
+    """Make the scheduler of a node, and those within it, over one optimizer.
+
+    `settings` collects what they are made with, to tell later whether two are the same.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group_names: Sequence[str],
+        all_names: Sequence[str],
+        interval: Interval,
+    ) -> None:
+        self._optimizer = optimizer
+        self._group_names = group_names
+        self._all_names = all_names
+        self._interval = interval
+        self.settings: dict[str, Any] = {}
+
+    def make(self, node: Mapping[str, Any], horizon: Horizon, key: str, path: str = "") -> Any:
+        """Return the torch scheduler of `node`; `path` leads to it from the outermost one."""
+        kind = locate(node["_target_"])
+        arguments = self._arguments(node, horizon, key)
+        self.settings |= {f"{path}{name}": value for name, value in arguments.items()}
+        objects: dict[str, Any] = {}  # what is no plain data
+        if "functions" in node:
+            objects["lr_lambda"] = self._functions(node["functions"], horizon, key, path)
+        if node.get("schedulers"):
+            children = inner_nodes(node, key)
+            parts = [horizon] * len(children)
+            if kind is SequentialLR:
+                parts = horizon.phases(arguments.get("milestones", []), len(children))
+            objects["schedulers"] = [
+                self.make(child, part, f"{key}.schedulers.{name}", f"{path}schedulers.{name}.")
+                for (name, child), part in zip(children, parts, strict=True)
+            ]
+        if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
+            arguments["max_lr"] = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return self._construct(kind, arguments, objects, key)
+
+    def _arguments(self, node: Mapping[str, Any], horizon: Horizon, key: str) -> dict[str, Any]:
+        """Return the node's own arguments, with horizons and fractions of them as numbers."""
+        given = {k: v for k, v in node.items() if k not in (*OWN, "schedulers")}
+        arguments: dict[str, Any] = horizon.fill(given, key)
+        milestones, size = arguments.get("milestones"), arguments.get("step_size")
+        if isinstance(milestones, list):
+            arguments["milestones"] = [horizon.share(m, f"{key}.milestones") for m in milestones]
+        if isinstance(size, float):
+            arguments["step_size"] = max(1, horizon.share(size, f"{key}.step_size"))
+        return arguments
+
+    def _functions(self, functions: Any, horizon: Horizon, key: str, path: str) -> list[Any]:
+        self.settings[f"{path}functions"] = functions
+        if "total_steps" in str(functions):
+            self.settings[f"{path}total_steps"] = horizon.updates
+        if self._interval == "epoch" or "epoch" in str(functions):
+            self.settings[f"{path}steps_per_epoch"] = horizon.steps_per_epoch
+        return functions_of_groups(
+            functions,
+            self._group_names,
+            self._all_names,
+            horizon,
+            self._interval,
+            f"{key}.functions",
+        )
+
+    def _construct(
+        self, kind: type, arguments: dict[str, Any], objects: dict[str, Any], key: str
+    ) -> Any:
+        try:
+            if kind is ChainedScheduler:  # takes the optimizer last
+                made = instantiate(arguments, optimizer=self._optimizer, _key_=key, **objects)
+            else:
+                made = instantiate(arguments, self._optimizer, _key_=key, **objects)
+        except (RuntimeError, ArithmeticError, LookupError) as error:
+            if (
+                hasattr(error, "exit_code") or "lr_lambda" in objects
+            ):  # a fault in a user's function
+                raise
+            raise ScheduleError(f"{key}: {arguments['_target_']}: {error}") from error
+        if not isinstance(made, LRScheduler):
+            raise ScheduleError(f"{key}._target_ makes no LRScheduler but a {type(made).__name__}")
+        return made

@@ -1,0 +1,1 @@
+"""From `optimizer` to torch optimizers, their parameter groups and their state."""

@@ -1,0 +1,199 @@
+"""From an `optimizer` node of the config to torch optimizers over groups of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.optimizers.param_groups import (
+    Claim,
+    ParamGroup,
+    ParamGroupError,
+    complain,
+    parse_rules,
+    some,
+)
+from trainer.optimizers.selectors import nearest, parse_selector
+from trainer.optimizers.steps import damped
+from trainer.targets.instantiate import instantiate
+
+SINGLE = "optimizer"  # the name of an optimizer that is alone
+# Whose fused kernels torch.distributed.tensor can split, and what cannot train shards at all.
+SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+UNSHARDED = (torch.optim.Adafactor,)
+OWN = ("param_groups", "params", "lr_scheduler")  # keys of a node that are not the target's
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """An optimizer of the config: what its target gets, and what else is said about it."""
+
+    name: str
+    key: str
+    target: dict[str, Any]
+    own: Mapping[str, Any]
+
+
+def sections(node: Mapping[str, Any], key: str, problems: list[str]) -> list[Section]:
+    """Return the optimizers of a node: itself, or those under `optimizers` (null: dropped).
+
+    Hyper-parameters beside `optimizers` are given to each that does not set its own.
+    """
+    if "optimizers" not in node:
+        return [_section(SINGLE, key, node, problems)]
+    several = node["optimizers"]
+    if not isinstance(several, Mapping) or not any(several.values()):
+        problems.append(f"{key}.optimizers must be a dict of optimizers by name, not {several!r}")
+        return []
+    shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
+    found = []
+    for name, child in several.items():
+        child_key = f"{key}.optimizers.{name}"
+        if isinstance(child, Mapping):
+            found.append(_section(str(name), child_key, {**shared, **child}, problems))
+        elif child is not None:
+            problems.append(f"{child_key} must be a node with a _target_, not {child!r}")
+    return found
+
+
+def _section(name: str, key: str, node: Mapping[str, Any], problems: list[str]) -> Section:
+    if not node.get("_target_"):
+        problems.append(f"{key} has no _target_, such as torch.optim.AdamW")
+    target = {k: v for k, v in node.items() if k not in OWN}
+    return Section(name, key, target, {k: node.get(k) for k in OWN})
+
+
+def claims(
+    found: Sequence[Section], node: Mapping[str, Any], key: str, problems: list[str]
+) -> dict[str, Claim]:
+    """Return which parameters each optimizer takes: its `params`, else its rules, else the rest.
+
+    The last one without `params` takes the rest in any case.
+    """
+    shared = []
+    if "optimizers" in node:
+        shared = parse_rules(node.get("param_groups"), f"{key}.param_groups", problems)
+    claimed = {}
+    for section in found:
+        rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups", problems)
+        chosen = section.own["params"]
+        claimed[section.name] = Claim(
+            section.key,
+            [*rules, *shared],
+            None if chosen is None else parse_selector(chosen, f"{section.key}.params", problems),
+            () if section is found[-1] else rules,
+        )
+    return claimed
+
+
+def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
+    """Build one optimizer over its groups. Raises `ParamGroupError` for what it cannot take."""
+    # Which hyper-parameters a group can have, and their values, only an instance knows for sure.
+    probe = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))])
+    defaults = probe.defaults
+    problems: list[str] = []
+    resolved: list[dict[str, Any]] = [
+        {
+            "params": list(group.parameters.values()),
+            "name": group.name,
+            **_resolve(group, defaults, problems),
+        }
+        for group in groups
+    ]
+    shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
+    problems += _sharding_problems(section, probe, shards)
+    complain(problems)
+    fused = prefer_fused and _takes_fused(defaults, resolved)
+    fused = fused and (not shards or isinstance(probe, SHARDED_FUSED))
+    return _construct(section.target | ({"fused": True} if fused else {}), section.key, resolved)
+
+
+def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether torch's fused kernel is there and the node leaves the choice open."""
+    open_choice = defaults.get("fused", True) is None and not defaults.get("foreach")
+    # Fused SGD cannot begin to damp a parameter whose first gradient comes later than others'.
+    damps = any(damped({**defaults, **group}) for group in groups)
+    return open_choice and not defaults.get("differentiable") and not damps
+
+
+def _sharding_problems(
+    section: Section, optimizer: Optimizer, shards: Mapping[str, Any]
+) -> list[str]:
+    """Say what an optimizer cannot do with parameters of which each process has a part."""
+    problems = []
+    kind = type(optimizer).__name__
+    if shards and optimizer.defaults.get("fused") and not isinstance(optimizer, SHARDED_FUSED):
+        problems.append(
+            f"{section.key}.fused: torch has no fused kernel of {kind} for strategy=fsdp; leave "
+            "it out"
+        )
+    uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
+    if uneven and isinstance(optimizer, torch.optim.LBFGS):
+        problems.append(
+            f"{section.key}: {kind} takes parameters as one vector, which torch cannot make of "
+            f"uneven shards: {some(uneven)} {'has' if len(uneven) == 1 else 'have'} rows that the "
+            "processes cannot share evenly; strategy=ddp trains it"
+        )
+    return problems
+
+
+def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer:
+    try:
+        built = instantiate(target, params, _key_=key)
+    except (RuntimeError, ArithmeticError, LookupError) as error:
+        if hasattr(error, "exit_code"):
+            raise
+        name = "" if isinstance(error, RuntimeError) else f"{target['_target_']}: "
+        raise ParamGroupError(f"{key}: {name}{error}") from error
+    if not isinstance(built, Optimizer):
+        raise ParamGroupError(f"{key}._target_ makes no torch.optim.Optimizer: {built!r}")
+    return built
+
+
+def _resolve(group: ParamGroup, defaults: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return the hyper-parameters of a group that differ from its optimizer's."""
+    resolved: dict[str, Any] = {}
+    for name, value in group.overrides.items():
+        key, stem = f"{group.key}.{name}", name.removesuffix("_scale")
+        if name in defaults:
+            resolved[name] = _checked(key, value, defaults[name], problems)
+        elif stem == name or not _is_number(defaults.get(stem)):
+            problems.append(
+                f"{key}: the optimizer has no hyper-parameter {name!r}, but {', '.join(defaults)},"
+                f" and lr_scale for a share of lr{nearest(name, [*defaults, 'lr_scale'])}"
+            )
+        elif stem in group.overrides:
+            problems.append(f"{key}: {stem} is given as well; one of them decides")
+        else:
+            resolved[stem] = defaults[stem] * _checked(key, value, 1.0, problems)
+    if group.lr_factor != 1.0:
+        resolved["lr"] = resolved.get("lr", defaults["lr"]) * group.lr_factor
+    return resolved
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked(key: str, value: Any, default: Any, problems: list[str]) -> Any:
+    """Return a value of the same kind as `default`; torch does not look at those of groups."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        problems.append(f"{key} must be true or false, not {value!r}")
+    elif _is_number(default):
+        if not _is_number(value) or not math.isfinite(value):
+            problems.append(f"{key} must be a number, not {value!r}")
+            return default
+        if value < 0 <= default:
+            problems.append(f"{key} must be 0 or more, not {value!r}")
+    elif isinstance(default, tuple | list):
+        if not isinstance(value, tuple | list) or len(value) != len(default):
+            problems.append(f"{key} must be a list of {len(default)}, not {value!r}")
+            return default
+        return tuple(value)
+    return value

@@ -1,0 +1,230 @@
+"""One or several torch optimizers over one model, seen as one."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from trainer.optimizers.nodes import SINGLE, build, claims, sections
+from trainer.optimizers.param_groups import DEFAULT, complain, divide, some
+from trainer.optimizers.selectors import Candidate, candidates
+from trainer.optimizers.state import Group, hyper_parameters, pack, unpack
+from trainer.optimizers.steps import begin_with_zeros, needs_closure
+
+__all__ = [
+    "Group",
+    "GroupRow",
+    "Optimizers",
+    "build_optimizers",
+    "needs_closure",
+]
+
+
+class GroupRow(NamedTuple):
+    """A line of the plan's table; `lr` and `weight_decay` are None where there is none."""
+
+    group: str
+    optimizer: str
+    tensors: int
+    parameters: int
+    lr: float | None
+    weight_decay: float | None
+
+
+class Optimizers:
+    """Hold torch optimizers by name; the loop steps each of them directly.
+
+    `names` gives each parameter the name that its state is saved under, `frozen` the parameters
+    that are not trained. `configured` keeps the hyper-parameters of each optimizer's groups from
+    before any schedule changed them, `lr_schedulers` the nodes of schedules that optimizers bring
+    along, `keys` where in the config each optimizer stands.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        names: Mapping[Tensor, str],
+        frozen: Mapping[str, Tensor] | None = None,
+        lr_schedulers: Mapping[str, Any] | None = None,
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
+        self.optimizers = dict(optimizers)
+        self.keys = {name: name for name in optimizers} | dict(keys or {})
+        self.names = dict(names)
+        self.frozen = dict(frozen or {})
+        self.lr_schedulers = dict(lr_schedulers or {})
+        self.configured = {
+            name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+        for optimizer in self.optimizers.values():
+            if isinstance(optimizer, SGD):
+                optimizer.register_step_pre_hook(begin_with_zeros)
+
+    @classmethod
+    def wrap(
+        cls,
+        optimizer: Optimizers | Optimizer | Mapping[str, Optimizer],
+        model: nn.Module,
+        others: Mapping[str, nn.Module] | None = None,
+    ) -> Optimizers:
+        """Take plain torch optimizers over `model`; each trainable parameter must be in one.
+
+        `others` are modules besides the model that are trained. Raises `ParamGroupError` naming
+        the parameters that are in none, in two, or not the model's.
+        """
+        found = candidates(model, others)
+        if isinstance(optimizer, Optimizers):
+            apart = {p for module in (others or {}).values() for p in module.parameters()}
+            forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
+            complain(_membership_problems(forgotten, []))
+            return optimizer
+        optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
+        taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
+        complain(_membership_problems(found, taken))
+        names: dict[Tensor, str] = {c.tensor: c.name for c in found}
+        members = set(taken)
+        return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
+
+    def items(self) -> ItemsView[str, Optimizer]:
+        """Return the names and the torch optimizers."""
+        return self.optimizers.items()
+
+    def groups(self) -> list[Group]:
+        """Return all parameter groups; their names are unique."""
+        return [
+            Group(self._group_name(name, i, options), name, options)
+            for name, optimizer in self.optimizers.items()
+            for i, options in enumerate(optimizer.param_groups)
+        ]
+
+    def rates(self) -> list[Any]:
+        """Return the learning rates of all groups, in their order, without waiting for a device."""
+        groups = (
+            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
+        )
+        return [lr.clone() if isinstance(lr := g["lr"], Tensor) else lr for g in groups]
+
+    def _group_name(self, optimizer: str, index: int, options: Mapping[str, Any]) -> str:
+        if "name" in options:
+            return str(options["name"])
+        prefix = [optimizer] if len(self.optimizers) > 1 else []
+        if len(self.optimizers[optimizer].param_groups) > 1:
+            prefix.append(f"group_{index}")
+        return ".".join(prefix) or DEFAULT
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all groups."""
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all groups with their names in the model."""
+        for parameter in self.parameters():
+            yield self.names[parameter], parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return each group's learning rate."""
+        return {group.name: float(group.options["lr"]) for group in self.groups()}
+
+    def table(self) -> list[GroupRow]:
+        """Return the groups as configured, and the frozen parameters, as lines for the plan."""
+        rows = [
+            self._row(name, i, options)
+            for name, optimizer in self.optimizers.items()
+            for i, options in enumerate(optimizer.param_groups)
+        ]
+        if self.frozen:
+            count = sum(p.numel() for p in self.frozen.values())
+            rows.append(GroupRow("frozen", "-", len(self.frozen), count, None, None))
+        return rows
+
+    def _row(self, name: str, index: int, options: Mapping[str, Any]) -> GroupRow:
+        known = self.configured[name]
+        configured = known[index] if index < len(known) else options
+        return GroupRow(
+            self._group_name(name, index, options),
+            self._title(name),
+            len(options["params"]),
+            sum(p.numel() for p in options["params"]),
+            _number(configured.get("lr")),
+            _number(configured.get("weight_decay")),
+        )
+
+    def _title(self, name: str) -> str:
+        kind = type(self.optimizers[name]).__name__
+        return kind if name == SINGLE else f"{name} ({kind})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and hyper-parameters by parameter name; the tensors are not copied."""
+        return pack(self.optimizers, self.groups(), self.names, self.frozen)
+
+    def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> list[str]:
+        """Take over a `state_dict`, by name and to the bit; all of it or, with an error, nothing.
+
+        `hyper_parameters=False` leaves learning rates and the like as the config has them. Returns
+        remarks, for the log, on parameters frozen or released since. Raises `CheckpointError`
+        for another type of optimizer, unknown or missing names, other shapes, other groups.
+        """
+        return unpack(
+            self.optimizers, self.groups(), self.names, self.frozen, state, hyper_parameters
+        )
+
+
+def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[str]:
+    """Compare the parameters of a model with those that plain optimizers have (I8)."""
+    names: dict[Tensor, str] = {c.tensor: c.name for c in found}
+    counts = Counter(taken)
+    missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
+    double = [names[p] for p, count in counts.items() if count > 1 and p in names]
+    problems = []
+    if any(p not in names for p in counts):
+        problems.append("the optimizer has parameters that are not the model's")
+    if missing:
+        problems.append(
+            f"no optimizer has {some(missing)}: add them, or freeze them with requires_grad_(False)"
+        )
+    if double:
+        problems.append(f"two groups have {some(double)}")
+    return problems
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def build_optimizers(
+    model: nn.Module,
+    node: Mapping[str, Any],
+    key: str = "optimizer",
+    prefer_fused: bool = False,
+    others: Mapping[str, nn.Module] | None = None,
+) -> Optimizers:
+    """Build the optimizers of a config's `optimizer` node over `model`, and `others` by name.
+
+    Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
+    the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
+    """
+    problems: list[str] = []
+    found = sections(node, key, problems)
+    claimed = claims(found, node, key, problems)
+    complain(problems)
+    division = divide(model, claimed, others)
+    return Optimizers(
+        {s.name: build(s, division.groups[s.name], prefer_fused) for s in found},
+        {c.tensor: c.name for c in candidates(model, others)},
+        division.frozen,
+        {s.name: s.own["lr_scheduler"] for s in found if s.own["lr_scheduler"] is not None},
+        {s.name: s.key for s in found},
+    )

@@ -1,0 +1,279 @@
+"""Which parameter belongs to which group: ordered rules, the first that accepts it wins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from trainer.optimizers.selectors import (
+    SELECTORS,
+    Candidate,
+    Layers,
+    Selector,
+    candidates,
+    parse_selector,
+    patterns,
+)
+
+
+class ParamGroupError(ValueError):
+    """An optimizer's section of the config that cannot be used: one problem, or several."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n  ".join([f"{len(self.args)} problems:", *map(str, self.args)])
+
+
+def complain(problems: Sequence[str]) -> None:
+    """Raise all `problems` as one error, if there are any."""
+    if problems:
+        raise ParamGroupError(*problems)
+
+
+@dataclass(slots=True)
+class ParamGroup:
+    """Parameters that share hyper-parameters."""
+
+    name: str
+    key: str  # of the rule, for messages
+    overrides: Mapping[str, Any]
+    lr_factor: float = 1.0  # from the depth of its layer
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Which parameters an optimizer takes, and the rules that divide them."""
+
+    key: str
+    rules: Sequence[Rule]
+    selector: Selector | None = None
+    only: Sequence[Rule] = ()  # without a selector: what these accept, instead of all that is left
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Tell whether the optimizer is to train a parameter."""
+        if self.selector is not None:
+            return self.selector.accepts(candidate)
+        return not self.only or any(rule.selector.accepts(candidate) for rule in self.only)
+
+    def rule_of(self, candidate: Candidate) -> Rule | None:
+        """Return the first rule that accepts a parameter."""
+        return next((rule for rule in self.rules if rule.selector.accepts(candidate)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A model's parameters: the groups of each optimizer, and those that are not trained."""
+
+    groups: dict[str, list[ParamGroup]]
+    frozen: dict[str, nn.Parameter]
+
+
+def group_parameters(
+    model: nn.Module, rules: Any, key: str = "optimizer.param_groups"
+) -> dict[str, ParamGroup]:
+    """Divide the trainable parameters of `model` by `rules`; freeze those that a rule freezes.
+
+    The groups come in the order of the rules, then `default` with the rest. Raises
+    `ParamGroupError` for rules that make no sense or accept nothing.
+    """
+    problems: list[str] = []
+    claim = Claim(key, parse_rules(rules, key, problems))
+    complain(problems)
+    division = divide(model, {"": claim})
+    return {group.name: group for group in division.groups[""]}
+
+
+def divide(
+    model: nn.Module,
+    claims: Mapping[str, Claim],
+    others: Mapping[str, nn.Module] | None = None,
+) -> Division:
+    """Give each trainable parameter to the first claim that takes it, and to a group there (I8).
+
+    Freezes what a rule freezes. With several claims, a group's name begins with its optimizer's.
+    `others`: modules besides the model that are trained (a task's), by name.
+    """
+    found = candidates(model, others)
+    problems: list[str] = []
+    layers = Layers(found, problems)
+    groups: dict[_Slot, ParamGroup] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    used: set[str] = set()
+    homeless: list[str] = []
+    for candidate in found:
+        owner = next((name for name, claim in claims.items() if claim.takes(candidate)), None)
+        rule = None if owner is None else claims[owner].rule_of(candidate)
+        if rule is not None:
+            used.add(rule.key)
+        if not candidate.tensor.requires_grad or (rule is not None and rule.frozen):
+            frozen[candidate.name] = candidate.tensor
+        elif owner is None:
+            homeless.append(candidate.name)
+        else:
+            slot = _slot(owner, claims[owner], rule, candidate, layers)
+            if slot not in groups:
+                prefix = owner if len(claims) > 1 else ""
+                groups[slot] = _new_group(prefix, claims[owner], rule, slot, layers)
+            groups[slot].parameters[candidate.name] = candidate.tensor
+    ordered = {
+        name: [groups[slot] for slot in sorted(groups) if slot.owner == name] for name in claims
+    }
+    complain([*problems, *_objections(claims, ordered, used, homeless, found)])
+    for tensor in frozen.values():
+        tensor.requires_grad_(False)
+    return Division(ordered, frozen)
+
+
+class _Slot(NamedTuple):
+    """A group's place: its optimizer, its rule's rank (the last is none), its layer."""
+
+    owner: str
+    rank: int
+    depth: int
+
+
+def _slot(
+    owner: str, claim: Claim, rule: Rule | None, candidate: Candidate, layers: Layers
+) -> _Slot:
+    if rule is None:
+        return _Slot(owner, len(claim.rules), 0)
+    rank = next(i for i, other in enumerate(claim.rules) if other is rule)
+    depth = layers.depth(candidate, rule.layers, rule.key) if rule.layer_decay is not None else 0
+    return _Slot(owner, rank, depth)
+
+
+def _new_group(
+    prefix: str, claim: Claim, rule: Rule | None, slot: _Slot, layers: Layers
+) -> ParamGroup:
+    if rule is None:
+        return ParamGroup(prefix or DEFAULT, claim.key, {})
+    parts = [prefix, rule.name, *([] if rule.layer_decay is None else [str(slot.depth)])]
+    name = ".".join(part for part in parts if part)
+    # 1 for the last layer, less towards the input.
+    below = 0 if rule.layer_decay is None else layers.count(rule.layers) - 1 - slot.depth
+    return ParamGroup(name, rule.key, rule.overrides, (rule.layer_decay or 1.0) ** below)
+
+
+def _objections(
+    claims: Mapping[str, Claim],
+    groups: Mapping[str, Sequence[ParamGroup]],
+    used: set[str],
+    homeless: Sequence[str],
+    found: Sequence[Candidate],
+) -> Iterator[str]:
+    yield from _unused(claims, used, found)
+    if homeless:
+        yield f"optimizer.optimizers: none of them takes {some(homeless)}"
+    for name, members in groups.items():
+        if not members:
+            yield f"{claims[name].key} is left without a trainable parameter"
+    names = [group.name for members in groups.values() for group in members]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"two parameter groups would be called {name!r}: rename a rule"
+
+
+def _unused(
+    claims: Mapping[str, Claim], used: set[str], found: Sequence[Candidate]
+) -> Iterator[str]:
+    rules = {rule.key: rule for claim in claims.values() for rule in claim.rules}
+    for key, rule in rules.items():
+        if key in used:
+            continue
+        meant = [c.name for c in found if rule.selector.accepts(c)]
+        if meant:
+            yield f"{key} is left without a parameter: earlier rules take {some(meant)}"
+        else:
+            yield f"{key} matches no parameter; the model has {some([c.name for c in found])}"
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """List the first of `names`, and how many more there are."""
+    more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+DEFAULT = "default"  # the group of the parameters that no rule accepts
+_OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named selector, and what its parameters get: hyper-parameters, or no training at all."""
+
+    name: str
+    key: str  # where it stands in the config
+    selector: Selector
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    frozen: bool = False
+    layer_decay: float | None = None
+    layers: tuple[re.Pattern[str], ...] = ()
+
+
+def parse_rules(rules: Any, key: str, problems: list[str]) -> list[Rule]:
+    """Read a named dict (a null entry is dropped) or a list of rules; note what is wrong."""
+    parsed = []
+    for name, node in _named(rules, key, problems):
+        if not isinstance(node, Mapping):
+            problems.append(f"{key}.{name} must be a rule such as {{match: bias$}}, not {node!r}")
+        elif name == DEFAULT or not re.fullmatch(r"[\w\-./]+", name):
+            problems.append(
+                f"{key}.{name}: a rule's name is made of letters, digits and ._-/, and is not"
+                f" {DEFAULT!r}, the group of all parameters without a rule"
+            )
+        else:
+            parsed.append(_parse_rule(name, node, f"{key}.{name}", problems))
+    return parsed
+
+
+def _named(rules: Any, key: str, problems: list[str]) -> list[tuple[str, Any]]:
+    if rules is None:
+        return []
+    if isinstance(rules, Mapping):
+        return [(str(name), node) for name, node in rules.items() if node is not None]
+    if isinstance(rules, Sequence) and not isinstance(rules, str):
+        named = [
+            (str(node.get("name", f"rule_{i}")) if isinstance(node, Mapping) else f"rule_{i}", node)
+            for i, node in enumerate(rules)
+        ]
+        if len(dict(named)) < len(named):
+            problems.append(f"{key} gives the same name to two rules")
+        return named
+    problems.append(f"{key} must be a dict or a list of rules, not {rules!r}")
+    return []
+
+
+def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[str]) -> Rule:
+    if not any(word in node for word in SELECTORS):
+        problems.append(f"{key} selects nothing: give it {', '.join(SELECTORS[:-1])} or except")
+    frozen = node.get("frozen", False)
+    if not isinstance(frozen, bool):
+        problems.append(f"{key}.frozen must be true or false, not {frozen!r}")
+    return Rule(
+        name,
+        key,
+        parse_selector({word: node[word] for word in SELECTORS if word in node}, key, problems),
+        {word: value for word, value in node.items() if word not in _OWN},
+        frozen is True,
+        _parse_layer_decay(node, key, problems),
+        patterns(node.get("layers"), f"{key}.layers", problems),
+    )
+
+
+def _parse_layer_decay(node: Mapping[str, Any], key: str, problems: list[str]) -> float | None:
+    decay = node.get("layer_decay")
+    if (decay is None) != (node.get("layers") is None):
+        problems.append(f"{key} needs both layer_decay and layers, or neither")
+    if decay is None:
+        return None
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+        problems.append(f"{key}.layer_decay must be a number in (0, 1], not {decay!r}")
+        return None
+    return float(decay)

@@ -1,0 +1,307 @@
+"""A run's folder: its files, its state, and the one process that may write to it."""
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from trainer.files.atomic import remove_orphans, write_json, write_text
+from trainer.files.storage import storage_error
+from trainer.runs import manifest
+from trainer.runs.lock import RunLock, is_held, read_holder
+from trainer.runs.status import (
+    MANIFEST,
+    STATUS,
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    read_json,
+    read_status,
+)
+
+__all__ = [
+    "RunDirectory",
+    "RunDirectoryError",
+    "amend_failure",
+    "find_unfinished",
+    "holds_run",
+    "name_folder",
+    "read_status",
+    "reserve",
+    "timestamp",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """One run's folder. `create` and `resume` hold it for this process, `open` only looks.
+
+    A run exists once its `manifest.json` does, which is written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # user code may change the working folder
+        self._lock = RunLock(self.path)
+
+    @classmethod
+    def create(
+        cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
+    ) -> Self:
+        """Start a run in `path`, whose parent must exist, and hold it.
+
+        Raises RunDirectoryError if a run is there or a process holds it, StorageError if it cannot
+        be written.
+        """
+        run = cls(path)
+        if not is_held(path):  # before anything is made here: a refusal leaves no trace
+            run._refuse_existing()
+        _make_folder(path)
+        run._hold()
+        try:
+            run._refuse_existing()
+            run._begin(config_yaml, overrides, facts)
+        except BaseException:
+            run.release()
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: Path, *, facts: Mapping[str, Any]) -> Self:
+        """Go on with the run in `path` and hold it. Raises like `create`."""
+        if not holds_run(path):
+            raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
+        run = cls(path)
+        run._hold()
+        try:
+            run._continue(facts)
+        except BaseException:
+            run.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Look at the run in `path` without holding it."""
+        if not holds_run(path):
+            raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
+        return cls(path)
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration; `--config-dir RUN_DIR --config-name config` repeats it."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_path(self) -> Path:
+        """The command line's overrides, as a YAML list."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        """What the run was made with."""
+        return self.path / MANIFEST
+
+    @property
+    def status_path(self) -> Path:
+        """How the run stands, for machines."""
+        return self.path / STATUS
+
+    @property
+    def log_path(self) -> Path:
+        """What the run said."""
+        return self.path / "train.log"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Every scalar, an object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plan_path(self) -> Path:
+        """What a dry run found."""
+        return self.path / "plan.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the CheckpointStore."""
+        return self.path / "checkpoints"
+
+    def manifest(self) -> dict[str, Any]:
+        """Read the manifest; an unreadable one is a RunDirectoryError."""
+        return read_json(self.manifest_path)
+
+    def update_manifest(self, facts: Mapping[str, Any]) -> None:
+        """Replace the named top-level entries of the manifest."""
+        write_json(self.manifest_path, {**self.manifest(), **facts})
+
+    def status(self) -> dict[str, Any]:
+        """Read the status; a `running` one that no living process holds reads `killed`."""
+        return read_status(self.path)
+
+    def running(self, **facts: Any) -> None:
+        """Replace the status by a running one that carries `facts`, such as `resume`."""
+        self._write_status(state="running", **facts)
+
+    def finish(
+        self,
+        state: str,
+        *,
+        code: int = 0,
+        reason: str | None = None,
+        resume: str | Sequence[str] | None = None,
+        results: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record the end in `status.json` and the manifest.
+
+        `state` is finished, preempted or failed; `resume` the command that goes on.
+        """
+        command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
+        end = {"state": state, "code": code, "reason": reason}
+        self._write_status(**end, resume=command, results=_plain(results or {}))
+        self.update_manifest({"exit": {**end, "ended": manifest.now()}})
+
+    def discard(self) -> None:
+        """Undo `create`, for a run that was refused before it began; what is not its own stays."""
+        self.manifest_path.unlink(missing_ok=True)  # first: from here on it is no run
+        own = (self.config_path, self.overrides_path, self.log_path, self.metrics_path)
+        for path in (*own, self.status_path, self._lock.path):
+            path.unlink(missing_ok=True)
+        for folder in (self.tensorboard, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes have the run."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _hold(self) -> None:
+        holder = self._lock.acquire()
+        if holder is not None:
+            raise RunDirectoryError(
+                f"run dir in use by {holder}: {self.path} (choose another run_dir)"
+            )
+
+    def _refuse_existing(self) -> None:
+        if holds_run(self.path):
+            raise RunDirectoryError(
+                f"run_dir={self.path} already holds a run: go on with it by resume=auto,"
+                " or choose another run_dir"
+            )
+
+    def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
+        remove_orphans(self.path)
+        write_text(self.config_path, config_yaml)
+        write_text(self.overrides_path, yaml.safe_dump(list(overrides), allow_unicode=True))
+        self._write_status(state="running", started=manifest.now())
+        start = manifest.start_record(facts)
+        # Last: from here on it is a run.
+        write_json(self.manifest_path, {"created": start["started"], **start, "resumed": []})
+
+    def _continue(self, facts: Mapping[str, Any]) -> None:
+        for folder in (self.path, self.checkpoints):
+            remove_orphans(folder)
+        try:
+            former = self.manifest()
+        except RunDirectoryError as error:
+            _log.warning("warning: %s: what the run was made with before is lost", error)
+            former = {}
+        resumed = [*former.get("resumed", []), manifest.start_record(facts)]
+        write_json(self.manifest_path, {**former, "resumed": resumed, "exit": None})
+        self._write_status(state="running", started=manifest.now())
+
+    def _write_status(self, **fields: Any) -> None:
+        holder = read_holder(self.path)
+        identity = {
+            "pid": holder.pid if holder else os.getpid(),
+            "host": holder.host if holder else None,
+            "started": self._started(),
+            "updated": manifest.now(),
+        }
+        empty = {"state": None, "code": None, "reason": None, "resume": None}
+        write_json(self.status_path, {**empty, **identity, "results": {}, **fields})
+
+    def _started(self) -> Any:
+        with contextlib.suppress(RunDirectoryError):
+            return read_json(self.status_path).get("started")
+        return None
+
+
+def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
+    """Replace the cause in the status of a run whose processes have ended, by the first of all."""
+    status = read_json(path / STATUS)
+    if status:
+        end = {"state": "preempted" if code in (130, 143) else "failed", "code": code}
+        write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
+
+
+def name_folder(root: Path, name: str) -> Path:
+    """Return `root/name`, refusing a name that would leave `root`."""
+    parts = name.split("/")
+    bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
+    if bad or any(len(os.fsencode(part)) > 200 for part in parts):
+        raise RunDirectoryError(f"name={name[:60]!r} is no folder name below {root}")
+    folder = root / name
+    if not folder.resolve().is_relative_to(root.resolve()):
+        raise RunDirectoryError(f"name={name!r} leads out of {root}")
+    return folder
+
+
+def timestamp() -> str:
+    """Return the local time as the name of a run."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def reserve(folder: Path, stamp: str) -> Path:
+    """Make `folder/stamp`, or the next free `stamp-2`, `stamp-3`..., for this process alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / (stamp if number == 1 else f"{stamp}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+            number += 1
+    except OSError as error:
+        raise storage_error(folder / stamp, error) from error
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def _plain(results: Mapping[str, float]) -> dict[str, float | None]:
+    """Make `results` fit for JSON, which knows no NaN and no infinity."""
+    return {
+        key: float(value) if abs(value) < float("inf") else None for key, value in results.items()
+    }

@@ -1,0 +1,96 @@
+"""What a run was made with: code, versions, machine. No value of the environment is recorded."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTIONS = (
+    "regimen",
+    "torch",
+    "torchvision",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "pillow",
+    "scikit-learn",
+    "tensorboard",
+)
+_GIT_SECONDS = 10.0
+
+
+def now() -> str:
+    """Return the time in UTC, as in `2026-11-21T12:00:00.000000+00:00`; such texts sort by time."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe one start of a run: process, code, versions, machine, then the caller's `facts`."""
+    return {
+        "started": now(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "code": code_record(Path(__file__).resolve().parents[2]),
+        "working_folder": code_record(Path.cwd()),
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        **facts,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries, importing none of them."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_record(folder: Path) -> dict[str, Any]:
+    """Return `folder` with its git commit and a hash of what differs from it, if it has one.
+
+    The names of remotes stay out: they can hold access tokens.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return {"path": str(folder), "commit": None}
+    changed = (_git(folder, "status", "--porcelain", "--untracked-files=no") or b"").splitlines()
+    difference = _git(folder, "diff", "HEAD") or b""
+    return {
+        "path": str(folder),
+        "commit": commit.decode().strip(),
+        "changed_files": [os.fsdecode(line[3:]) for line in changed],
+        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+    }
+
+
+def command_line() -> list[str]:
+    """Return the command that runs this process, with the name of the program alone."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    # Without optional locks a status never writes to the user's index.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout if result.returncode == 0 else None

@@ -1,0 +1,88 @@
+"""Look at runs without holding them: is there one, how does it stand, which is to go on."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RunError
+from trainer.files.storage import storage_error
+from trainer.runs.lock import is_held
+
+MANIFEST = "manifest.json"
+STATUS = "status.json"
+
+
+class RunDirectoryError(RunError):
+    """A run directory that the command line may not use: unsuited name, held, or already a run."""
+
+    exit_code = 2
+
+
+def check_run_dir(path: Path) -> None:
+    """Refuse what can be no run directory, before anything looks into it.
+
+    Raises RunDirectoryError for the root of the file system, StorageError for a name that the
+    system does not take.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):  # it is made, or its parent found missing
+        pass
+    except OSError as error:
+        raise storage_error(path, error) from error
+    if path.resolve().parent == path.resolve():
+        raise RunDirectoryError(
+            f"run_dir={path} is the root of the file system: name a folder of the run's own"
+        )
+
+
+def holds_run(path: Path) -> bool:
+    """Say whether a run exists in `path`."""
+    return (path / MANIFEST).is_file()
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Read the status of the run in `path`; `running` without a living process reads `killed`."""
+    status = read_json(path / STATUS)
+    if status.get("state") == "running" and not is_held(path):
+        status = {**status, "state": "killed"}
+    return status
+
+
+def find_unfinished(folder: Path) -> Path | None:
+    """Return the newest run directly in `folder` that has not finished and that nobody holds."""
+    if not folder.is_dir():
+        return None
+    runs = [path for path in folder.iterdir() if holds_run(path)]
+    for path in sorted(runs, key=_created, reverse=True):
+        if not _is_finished(path) and not is_held(path):
+            return path
+    return None
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return bool(read_status(path).get("state") == "finished")
+    except RunDirectoryError:  # damaged: going on with it, the checkpoint tells
+        return False
+
+
+def _created(path: Path) -> tuple[str, str]:
+    try:
+        return str(read_json(path / MANIFEST).get("created", "")), path.name
+    except RunDirectoryError:
+        return "", path.name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object; a missing file is an empty one. Raises RunDirectoryError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise RunDirectoryError(f"cannot read {path}: it holds no JSON object")
+    return value

@@ -1,0 +1,1 @@
+"""From `strategy`: where a model computes, and how its gradients are combined."""

@@ -1,0 +1,133 @@
+"""A copy of the model on each process, gradients averaged during backward."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import rng
+from trainer.errors import ModelError
+from trainer.strategies.powersgd import PowerSGD
+from trainer.strategies.replicas import Replicas
+
+# torch 2.15 has a new name for it; buffers are made the same at the start in any case.
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+)
+_HOOKS = {
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+}
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+
+
+class DDP(Replicas):
+    """Train with torch's DistributedDataParallel."""
+
+    name = "ddp"
+    # Evaluation uses each process's own copy: its ranks may have different numbers of batches.
+    evaluates_wrapped = False
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: float = 1800.0,
+        accelerator: str = "auto",
+        numbers: Sequence[int] | None = None,
+        *,
+        sync_batchnorm: bool = False,
+        comm_hook: str | None = None,
+        comm_hook_options: Mapping[str, Any] | None = None,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
+        self.group.recognize = self._recognize
+        self.shares_buffers = broadcast_buffers
+        self._comm_hook = comm_hook
+        self._comm_hook_options = dict(comm_hook_options or {})
+        self._options: dict[str, Any] = {
+            _SYNC_BUFFERS: broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._trained: list[str] = []  # names of parameters, as DDP counts them
+        self._powersgd: PowerSGD | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that averages gradients."""
+        self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not self._trained:  # an evaluation, or a model without parameters
+            return model
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, **self._options)
+        if self._comm_hook == "powersgd":
+            self._powersgd = PowerSGD(wrapped, self._comm_hook_options)
+        elif self._comm_hook is not None:
+            wrapped.register_comm_hook(None, _HOOKS[self._comm_hook])
+        return wrapped
+
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(wrapped, DistributedDataParallel):
+            return nullcontext()
+        return wrapped.no_sync()
+
+    def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
+        """Have DDP order its buckets before the state is loaded, as it had done when it was saved.
+
+        It orders them by the first backward pass and uses the order from the second forward on.
+        Sums over three or more processes depend on where in a bucket a gradient lies, and so does
+        PowerSGD's memory. Nothing but the order stays: gradients and buffers are `compute`'s to
+        drop, randomness is put back.
+        """
+        if self.group.world_size < 3 and self._powersgd is None:
+            return
+        before = rng.capture()
+        for _ in range(2):
+            compute()
+        rng.restore(before)
+        if self._powersgd is not None:
+            self._powersgd.forget()
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return what only this process has: its buffers, what PowerSGD has yet to send."""
+        state = super().own_state(model)
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.state_dict()
+        return state
+
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+        super().load_own_state(model, state)
+        if self._powersgd is not None and "powersgd" in state:
+            self._powersgd.load_state_dict(state["powersgd"])
+
+    def _recognize(self, error: Exception) -> Exception | None:
+        """Name the parameters that DDP only counts."""
+        if isinstance(error, RuntimeError) and _UNUSED in str(error):
+            return ModelError(_unused(str(error), self._trained))
+        return None
+
+
+def _unused(text: str, names: list[str]) -> str:
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = [int(n) for n in found.group(1).split()] if found else []
+    listed = ", ".join(names[n] for n in numbers[:8] if n < len(names))
+    more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
+    return (
+        f"no gradient reached {listed or 'some parameters'}{more}: set "
+        "strategy.find_unused_parameters=true, or freeze what the model does not use"
+    )

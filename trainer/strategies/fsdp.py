@@ -1,0 +1,175 @@
+"""Each process keeps a shard of every parameter, its gradient and its optimizer state (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.checkpoints import shards as checkpoint_shards
+from trainer.errors import ModelError
+from trainer.nested import map_tensors
+from trainer.strategies.replicas import Replicas
+
+_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+class FSDP(Replicas):
+    """Train with torch's `fully_shard`.
+
+    `wrap_modules` names classes whose instances are gathered as units, one at a time; without it
+    the whole model is one unit, which saves optimizer memory but not that of the parameters.
+    """
+
+    name = "fsdp"
+    evaluates_in_step = True
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: float = 1800.0,
+        accelerator: str = "auto",
+        numbers: Sequence[int] | None = None,
+        *,
+        wrap_modules: Sequence[str] | None = None,
+        mixed_precision: str | None = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        sharded_checkpoint: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
+        self._wrap_modules = list(wrap_modules or [])
+        self._sharded_checkpoint = sharded_checkpoint
+        self._reshard_after_forward = reshard_after_forward
+        # Gradients are added up in full precision whatever is computed with.
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=_FORMATS[mixed_precision],
+            reduce_dtype=torch.float32 if mixed_precision else None,
+        )
+        self.updates_on_host = cpu_offload and self.device.type != "cpu"
+        self._offload = CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy()
+        if self.updates_on_host:  # the norm of gradients there is added up from host to host
+            self.group.backend = f"cpu:gloo,{self.device.type}:{self.group.backend}"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Shard the parameters, before an optimizer knows them."""
+        # Only contiguous parameters can be sharded: of channels_last the images keep the format.
+        model = super().prepare(model).to(memory_format=torch.contiguous_format)
+        mesh = init_device_mesh(self.device.type, (self.group.world_size,))
+        for module in [*self._units(model), model]:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=self._precision,
+                offload_policy=self._offload,
+            )
+        return model
+
+    def check(self, others: Mapping[str, nn.Module]) -> None:
+        """Refuse what is trained and not sharded: torch steps no mixture of the two."""
+        parameters = [(f"{n}.{k}", p) for n, m in others.items() for k, p in m.named_parameters()]
+        trained = [name for name, parameter in parameters if parameter.requires_grad]
+        if trained:
+            raise ModelError(
+                f"strategy=fsdp shards the model alone, but {trained[0]} is the task's and is "
+                "trained: use strategy=ddp, or make it a part of the model"
+            )
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        kinds = [type(module).__name__ for module in model.modules()]
+        for name in self._wrap_modules:
+            if name not in kinds:
+                raise ModelError(
+                    f"strategy.wrap_modules: the model has no module of class {name}, but "
+                    f"{', '.join(sorted(set(kinds)))}"
+                )
+        # Inner ones first, as fully_shard wants it.
+        found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
+        return [m for m in reversed(found) if m is not model]
+
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        module = getattr(wrapped, "_orig_mod", wrapped)  # what torch.compile returns holds one
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Judge what is saved; the weights may be an average that took their place."""
+        _forget_gathered(model)
+        try:
+            with super().evaluating(model):
+                yield
+        finally:
+            _forget_gathered(model)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take this process's part of a whole state."""
+        own = model.state_dict()
+        model.load_state_dict({name: _part(value, own.get(name)) for name, value in state.items()})
+        _forget_gathered(model)
+
+    def gather_tensors(self, tree: Any) -> Any:
+        """Return `tree` with whole tensors, on the host; all processes must have the same tree."""
+        return map_tensors(_whole, tree)
+
+    def to_save(self, tree: Any) -> Any:
+        """Return `tree` whole, or as the shards that each process writes by itself."""
+        return tree if self._sharded_checkpoint else self.gather_tensors(tree)
+
+    def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
+        """Write this process's shards, if it is to; return the checkpoint without them."""
+        if not self._sharded_checkpoint:
+            return payload
+        return checkpoint_shards.write(payload, target, self.group)
+
+    def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Return `tree` with this process's parts of the tensors under a parameter's name."""
+        if not isinstance(tree, Mapping):
+            return tree
+        return {
+            key: _split(value, parameters[key])
+            if key in parameters
+            else self.split_like(value, parameters)
+            for key, value in tree.items()
+        }
+
+
+def _forget_gathered(model: nn.Module) -> None:
+    """Have the next forward pass gather parameters anew: their shards were written to."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def _part(value: Any, like: Any) -> Any:
+    if isinstance(value, DTensor) or not isinstance(value, Tensor):  # it was read as a part
+        return value
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    value = value.to(like.device, copy=True)
+    # Every process has the whole: nothing needs to be sent.
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _split(tree: Any, like: Tensor) -> Any:
+    return map_tensors(lambda value: _part(value, like), tree)

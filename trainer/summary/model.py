@@ -1,0 +1,141 @@
+"""What a model is made of: its modules, their outputs, parameters, FLOPs and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer.nested import first_tensor
+from trainer.summary.probe import Call, Context, Probe, probe
+from trainer.summary.text import count, size, table, to_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One module, with all that is inside it."""
+
+    name: str  # empty for the model itself
+    kind: str
+    level: int  # 0 for the model itself
+    output: str  # shape of what it returned, N the batch; empty if it was not called
+    parameters: int
+    trainable: int
+    flops: int | None  # of the forward pass of one sample; a multiply-add counts as two
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """The rows, and totals: elements, FLOPs, bytes."""
+
+    rows: tuple[ModuleRow, ...]
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    flops: int | None  # of the forward pass of one sample
+    activation_bytes: int | None  # kept for the backward pass, for one sample
+    problem: str | None = None  # why the forward pass could not be tried
+
+
+def summarize(
+    model: nn.Module,
+    example: Any,
+    depth: int = 2,
+    call: Call | None = None,
+    autocast: Context = nullcontext,
+) -> ModelSummary:
+    """Describe the modules down to `depth`, after one forward pass on `example`, a batch.
+
+    `call(model, example)` is the pass (default: `model(example)`); with a task's `training_step`
+    the loss is counted in. Two samples or more keep BatchNorm content. Nothing of the model and of
+    the random number generators changes.
+    """
+    first = first_tensor(example)
+    samples = len(first) if first is not None and first.ndim else 1
+    found = probe(model, example, call or _plain, autocast)
+    parameters = list(model.parameters())
+    return ModelSummary(
+        rows=tuple(
+            _row(name, module, found, samples)
+            for name, module in model.named_modules()
+            if _level(name) <= depth
+        ),
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        flops=_per_sample(found.total_flops, samples),
+        activation_bytes=_per_sample(found.saved_bytes, samples),
+        problem=found.problem,
+    )
+
+
+def render(summary: ModelSummary, width: int = 100, colour: bool = False) -> str:
+    """Return the summary as text: the table of modules and a line of totals."""
+    return to_text(modules_table(summary), totals(summary), width=width, colour=colour)
+
+
+def modules_table(summary: ModelSummary) -> Table:
+    """Return the modules as a table for rich, indented by level."""
+    columns = ("module", "type", "output", "parameters", "FLOPs")
+    return table(columns, map(_cells, summary.rows), right=("parameters", "FLOPs"))
+
+
+def totals(summary: ModelSummary) -> str:
+    """Return one line of totals."""
+    frozen = summary.parameters - summary.trainable
+    text = f"{summary.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+    if summary.problem:
+        return f"{text}; the forward pass could not be tried: {summary.problem}"
+    return (
+        f"{text}; a sample takes {count(summary.flops)}FLOPs forward "
+        f"and {size(summary.activation_bytes)} of activations"
+    )
+
+
+def _plain(model: nn.Module, example: Any) -> Any:
+    return model(example)
+
+
+def _row(name: str, module: nn.Module, found: Probe, samples: int) -> ModuleRow:
+    parameters = list(module.parameters())
+    return ModuleRow(
+        name=name,
+        kind=type(module).__name__,
+        level=_level(name),
+        output=_shape(found.shapes.get(name), samples),
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        flops=_per_sample(found.flops.get(name), samples),
+    )
+
+
+def _cells(row: ModuleRow) -> Sequence[str]:
+    name = "  " * row.level + (row.name.rpartition(".")[2] or "(model)")
+    frozen = " frozen" if row.parameters and not row.trainable else ""
+    figures = f"{row.parameters:,}{frozen}" if row.parameters else "-"
+    return name, row.kind, row.output or "-", figures, count(row.flops) if row.flops else "-"
+
+
+def _shape(shape: tuple[int, ...] | None, samples: int) -> str:
+    if shape is None:
+        return ""
+    sizes = ["N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape)]
+    return " x ".join(sizes) or "scalar"
+
+
+def _level(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _per_sample(value: int | None, samples: int) -> int | None:
+    return None if value is None else value // samples

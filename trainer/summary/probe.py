@@ -1,0 +1,154 @@
+"""One forward pass, watched: shapes, FLOPs and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.nested import first_tensor, map_tensors
+from trainer.rng import preserved
+from trainer.summary.module_state import kept
+
+Call = Callable[[nn.Module, Any], Any]
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(slots=True)
+class Probe:
+    """What a forward pass showed; `shapes` and `flops` are by module name."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    flops: dict[str, int] = field(default_factory=dict)
+    total_flops: int | None = None
+    saved_bytes: int | None = None
+    problem: str | None = None
+
+
+def probe(model: nn.Module, example: Any, call: Call, autocast: Context = nullcontext) -> Probe:
+    """Try `call(model, example)` on the meta device, or for real on a model that cannot do that.
+
+    Parameters, buffers, what else the modules hold, random numbers and the training mode stay as
+    they are.
+    """
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return Probe(problem="its parameters are sharded")  # their modules accept no stand-ins
+    step = _Step(model, call)
+    try:
+        return _try(step, example, torch.device("meta"), autocast)
+    except Exception:  # a tensor made on the CPU inside, an operator without a meta form, ...
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        return _try(step, example, device, autocast)
+    except Exception as error:  # whoever asked for a description gets what there is
+        reason = str(error).strip().partition("\n")[0]
+        return Probe(problem=f"{type(error).__name__}: {reason}")
+
+
+class _Step(nn.Module):
+    """A model and the way it is called, as one module whose tensors can be replaced."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+
+    def forward(self, example: Any) -> Any:
+        return self._call(self.model, example)
+
+
+def _try(step: _Step, example: Any, device: torch.device, autocast: Context) -> Probe:
+    tensors = {name: _stand_in(t, device) for name, t in step.named_parameters()}
+    tensors |= {name: _stand_in(t, device) for name, t in step.named_buffers()}
+    batch = map_tensors(lambda t: t.to(device), example)
+    saved = _Saved([*tensors.values(), *_tensors_of(batch)])
+    found = Probe()
+    with (
+        preserved(device),
+        kept(step.model),
+        FlopCounterMode(display=False) as counter,
+        _watching(step.model, counter, found),
+        saved.counting(),
+        torch.enable_grad(),
+        autocast(),
+    ):
+        output = functional_call(step, tensors, (batch,))
+    del output  # it held what was saved until here
+    found.total_flops, found.saved_bytes = counter.get_total_flops(), saved.bytes
+    return found
+
+
+def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in place of one of the model's, which a forward pass may write to."""
+    if device.type == "meta":
+        return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, batch)
+    return found
+
+
+@contextmanager
+def _watching(model: nn.Module, counter: FlopCounterMode, found: Probe) -> Iterator[None]:
+    """Note each module's output and FLOPs by hooks that are gone at the end."""
+    entered: list[int] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(counter.get_total_flops())
+
+    def leave(name: str, output: Any) -> None:
+        flops = counter.get_total_flops() - entered.pop()
+        found.flops[name] = found.flops.get(name, 0) + flops
+        if (tensor := first_tensor(output)) is not None:
+            found.shapes[name] = tuple(tensor.shape)
+
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: leave(name, output)
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leaving(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Saved:
+    """Add up what autograd saves, each storage once, without the tensors that exist anyway."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.bytes = 0
+        self._seen = {_storage(tensor) for tensor in known}
+        self._alive = known  # the number of a storage that is freed would come again
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Return the context in which saving is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._add, lambda tensor: tensor)
+
+    def _add(self, tensor: Tensor) -> Tensor:
+        self._alive.append(tensor)
+        if (key := _storage(tensor)) not in self._seen:
+            self._seen.add(key)
+            self.bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # meta tensors have no address to tell them apart

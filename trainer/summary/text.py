@@ -1,0 +1,69 @@
+"""Tables and figures as text: plain for files, coloured for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.files.log_format import on_one_line, visible
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def count(value: int | float | None) -> str:
+    """Return a number in three digits and a letter: 11.2 M; `?` for None."""
+    if value is None:
+        return "?"
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:.3g}"
+
+
+def size(value: int | None) -> str:
+    """Return a number of bytes: 42.6 MiB; `?` for None."""
+    if value is None:
+        return "?"
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> Table:
+    """Return a table without frames; the columns named in `right` hold figures."""
+    # rich costs 0.1 s of import, and only those who draw pay for it.
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        drawn.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(on_one_line(cell)) for cell in row))
+    return drawn
+
+
+def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> str:
+    """Render parts below each other, without trailing spaces and doubled empty lines."""
+    from rich.console import Console
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False
+    )
+    for part in parts:
+        # As Text, so that brackets in an error or a name are no markup.
+        console.print(Text(visible(part)) if isinstance(part, str) else part)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    single = [line for line, above in zip(lines, ["", *lines], strict=False) if line or above]
+    return "\n".join(single) + "\n"

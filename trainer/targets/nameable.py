@@ -1,0 +1,277 @@
+"""What a `_target_` may name of Regimen and of the libraries: modules, and which of their things.
+
+A module that is not listed offers nothing, and what a library adds to a listed module counts only
+if it is of the kind that is listed: a new file is not nameable until somebody writes it down here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may be named of a listed module, as `module.Name`."""
+
+    inside: str  # the package or module that the things must be defined in
+    classes: bool = True
+    functions: bool | tuple[str, ...] = False  # all that are documented, or these
+    only: tuple[str, ...] = ()  # these names; (): all that the module documents
+    without: tuple[str, ...] = ()  # patterns of names
+    constructors: tuple[str, ...] = ()  # class methods, as `Class.method`
+    compiled: tuple[str, ...] = ()  # what its compiled functions say they belong to
+
+
+def _ours(module: str, *functions: str, classes: bool = True) -> tuple[str, Offer]:
+    return module, Offer(inside=module, classes=classes, functions=functions)
+
+
+def _metrics(part: str = "", *only: str) -> tuple[str, Offer]:
+    return f"torchmetrics{part}", Offer("torchmetrics", only=only)
+
+
+def _networks(package: str) -> Offer:
+    # `Weights` would be a way to any address; the builders take the names of the known ones.
+    without = ("*Weights*", "get_model_*", "get_weight", "list_models")
+    return Offer(package, functions=True, without=without)
+
+
+LIBRARIES: Mapping[str, Offer] = {
+    "torch.nn": Offer(
+        "torch.nn", constructors=("Embedding.from_pretrained", "EmbeddingBag.from_pretrained")
+    ),
+    "torch.nn.functional": Offer(
+        "torch.nn.functional",
+        classes=False,
+        functions=True,
+        without=("upsample", "upsample_bilinear", "upsample_nearest"),  # deprecated
+        compiled=("torch", "torch._C._nn"),
+    ),
+    "torch.nn.utils.parametrizations": Offer(
+        "torch.nn.utils.parametrizations", classes=False, functions=True
+    ),
+    "torch.optim": Offer("torch.optim"),
+    "torch.optim.lr_scheduler": Offer("torch.optim.lr_scheduler"),
+    "torch.optim.swa_utils": Offer("torch.optim.swa_utils", only=("SWALR",)),
+    "torch.utils.data": Offer(
+        "torch.utils.data",
+        functions=True,
+        only=(
+            "BatchSampler",
+            "ChainDataset",
+            "ConcatDataset",
+            "DistributedSampler",
+            "RandomSampler",
+            "Sampler",
+            "SequentialSampler",
+            "StackDataset",
+            "Subset",
+            "SubsetRandomSampler",
+            "TensorDataset",
+            "WeightedRandomSampler",
+            "default_collate",
+            "default_convert",
+        ),
+    ),
+    "torchvision.transforms": Offer("torchvision.transforms"),
+    "torchvision.transforms.v2": Offer("torchvision.transforms"),
+    "torchvision.models": _networks("torchvision.models"),
+    "torchvision.models.detection": _networks("torchvision.models.detection"),
+    "torchvision.models.segmentation": _networks("torchvision.models.segmentation"),
+    "torchvision.models.video": _networks("torchvision.models.video"),
+    "torchvision.ops": Offer("torchvision.ops", functions=True),
+    # LSUN unpickles a file beside the data; the other two fetch addresses that a file lists.
+    "torchvision.datasets": Offer(
+        "torchvision.datasets", without=("Kinetics", "LSUN", "LSUNClass", "SBU")
+    ),
+    **dict(
+        (
+            _metrics(),
+            _metrics(".classification"),
+            _metrics(".clustering"),
+            _metrics(".nominal"),
+            _metrics(".regression"),
+            _metrics(".retrieval"),
+            _metrics(".segmentation"),
+            _metrics(".wrappers"),
+            # The others of these three download networks, some of them pickled.
+            _metrics(
+                ".audio",
+                "ComplexScaleInvariantSignalNoiseRatio",
+                "PermutationInvariantTraining",
+                "ScaleInvariantSignalDistortionRatio",
+                "ScaleInvariantSignalNoiseRatio",
+                "SignalDistortionRatio",
+                "SignalNoiseRatio",
+                "SourceAggregatedSignalDistortionRatio",
+            ),
+            _metrics(
+                ".image",
+                "ErrorRelativeGlobalDimensionlessSynthesis",
+                "MultiScaleStructuralSimilarityIndexMeasure",
+                "PeakSignalNoiseRatio",
+                "PeakSignalNoiseRatioWithBlockedEffect",
+                "RelativeAverageSpectralError",
+                "RootMeanSquaredErrorUsingSlidingWindow",
+                "SpatialCorrelationCoefficient",
+                "SpectralAngleMapper",
+                "SpectralDistortionIndex",
+                "StructuralSimilarityIndexMeasure",
+                "TotalVariation",
+                "UniversalImageQualityIndex",
+                "VisualInformationFidelity",
+            ),
+            _metrics(
+                ".text",
+                "BLEUScore",
+                "CHRFScore",
+                "CharErrorRate",
+                "EditDistance",
+                "ExtendedEditDistance",
+                "MatchErrorRate",
+                "Perplexity",
+                "SQuAD",
+                "TranslationEditRate",
+                "WordErrorRate",
+                "WordInfoLost",
+                "WordInfoPreserved",
+            ),
+        )
+    ),
+    "timm": Offer("timm", classes=False, functions=("create_model",), only=("create_model",)),
+}
+OURS: Mapping[str, Offer] = dict(
+    (
+        _ours("callbacks.checkpoint"),
+        _ours("callbacks.early_stopping"),
+        _ours("callbacks.ema"),
+        _ours("callbacks.histograms"),
+        _ours("callbacks.lr_finder"),
+        _ours("callbacks.lr_monitor"),
+        _ours("callbacks.memory"),
+        _ours("callbacks.model_summary"),
+        _ours("callbacks.profiler"),
+        _ours("callbacks.progress"),
+        _ours("callbacks.state_dump"),
+        _ours("callbacks.swa"),
+        _ours("callbacks.tensorboard"),
+        _ours("callbacks.throughput"),
+        _ours("callbacks.unfreeze"),
+        _ours("data.batch_transforms"),
+        _ours("data.image_folder", "image_folder"),
+        _ours("data.noise"),
+        ("data.orders", Offer("data.orders", without=("Permut*",))),
+        ("data.samplers", Offer("data.samplers", only=("PerClass",))),
+        _ours("data.scenes"),
+        _ours("data.sources"),
+        _ours("data.streams"),
+        _ours("data.tabular"),
+        _ours("data.text"),
+        (
+            "data.transforms",
+            Offer("data.transforms", only=("Mirrored", "StackViews", "Standardize", "ToFloat")),
+        ),
+        _ours("models.gan"),
+        _ours("models.gpt"),
+        _ours("models.mlp"),
+        _ours("models.pretrained", "fine_tune", classes=False),
+        _ours("models.resnet"),
+        _ours("models.sequential", "from_layers"),
+        _ours("models.small_cnn"),
+        _ours("models.timm_adapter", "build"),
+        _ours("models.torchvision_adapter", "build"),
+        _ours("models.transformer"),
+        _ours("models.unet"),
+        _ours("models.vit"),
+        _ours("trainer.tasks.losses", "vector"),
+        _ours("trainer.optimizers.muon"),
+        _ours("trainer.tasks.penalties"),
+        _ours("trainer.tasks.metrics"),
+        _ours("trainer.tasks.classification"),
+        _ours("trainer.tasks.gan"),
+        _ours("trainer.tasks.language_model"),
+        _ours("trainer.tasks.multilabel"),
+        _ours("trainer.tasks.regression"),
+        _ours("trainer.tasks.segmentation"),
+    )
+)
+OFFERS: Mapping[str, Offer] = {**LIBRARIES, **OURS}
+
+
+def split(path: str) -> tuple[str, str] | None:
+    """Return the listed module that a path begins with, and what follows; None without one."""
+    module = path
+    while (at := module.rfind(".")) > 0:
+        module = module[:at]
+        if module in OFFERS:
+            return module, path[at + 1 :]
+    return None
+
+
+def refusal_by_name(module: str, name: str) -> str | None:
+    """Say why `name` of a listed module may not be a target, as far as its name tells."""
+    offer = OFFERS[module]
+    if name in offer.constructors:
+        return None
+    if "." in name:
+        return "it does not lie directly in a listed module"
+    if name.startswith("_"):
+        return "it is private"
+    kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
+    if kept or (offer.only and name not in offer.only):
+        return f"{module} offers it, but not to configurations"
+    return None
+
+
+def refusal_of(module: ModuleType, name: str, found: Any) -> str | None:
+    """Say why `found`, which a listed module holds under `name`, may not be a target."""
+    offer = OFFERS[module.__name__]
+    if name in offer.constructors:
+        return None
+    documented = getattr(module, "__all__", None)
+    if documented is not None and name not in documented:
+        return f"{module.__name__} does not document it"
+    owner = getattr(found, "__module__", None) or type(found).__module__
+    defined = owner == offer.inside or owner.startswith(f"{offer.inside}.")
+    if not defined and not (owner in offer.compiled and not isinstance(found, type)):
+        return f"it belongs to {owner}"
+    if "_deprecated" in owner.split(".") or "__deprecated__" in _own_attributes(found):
+        return "it is deprecated"
+    return _refusal_of_kind(offer, name, found)
+
+
+def _refusal_of_kind(offer: Offer, name: str, found: Any) -> str | None:
+    if isinstance(found, type):
+        wanted = offer.classes and not issubclass(found, BaseException)
+    elif isinstance(offer.functions, tuple):
+        wanted = name in offer.functions
+    else:
+        wanted = offer.functions
+    kind = "class" if isinstance(found, type) else "function"
+    return None if wanted else f"it is a {kind} that is of no use in a configuration"
+
+
+def _own_attributes(found: Any) -> Mapping[str, Any]:
+    """Return an object's own attributes: inherited ones say nothing about it."""
+    return getattr(found, "__dict__", {})
+
+
+def is_offered(found: Any) -> bool:
+    """Tell whether an object is one that some listed module offers."""
+    name = getattr(found, "__name__", None)
+    owner = getattr(found, "__module__", None)
+    if not isinstance(name, str) or not isinstance(owner, str):
+        return False
+    for module_name, offer in OFFERS.items():
+        if owner != offer.inside and not owner.startswith(f"{offer.inside}."):
+            continue
+        if refusal_by_name(module_name, name) is None:
+            module = importlib.import_module(module_name)
+            if getattr(module, name, None) is found:
+                return refusal_of(module, name, found) is None
+    return False

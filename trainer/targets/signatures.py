@@ -1,0 +1,230 @@
+"""Hold the arguments written in a `_target_` node against the signature of what it names."""
+
+import inspect
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import Parameter
+from typing import Any, Literal, Union
+
+from trainer.targets.allow_list import REFUSED_ARGUMENTS, TargetError, locate, under
+
+# Hydra's own keys of a node; every other key is an argument.
+SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetProblem:
+    """One mistake within a `_target_` node: the key, what is wrong, the way out."""
+
+    key: str
+    message: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" + (f"; {self.hint}" if self.hint else "")
+
+
+def bind_problems(
+    node: Any, key: str, provided: Sequence[str] = (), positional: int = 0
+) -> list[TargetProblem]:
+    """List what is wrong with the targets and the arguments in `node`, nested ones included.
+
+    `provided` names the arguments that the trainer gives to the outermost target when it calls it,
+    `positional` counts those that it gives by position. Nothing is built, but targets are imported.
+    """
+    if isinstance(node, list):
+        return [p for i, child in enumerate(node) for p in bind_problems(child, f"{key}.{i}")]
+    if not isinstance(node, dict):
+        return []
+    found = list(_node_problems(node, key, provided, positional)) if "_target_" in node else []
+    for name, child in node.items():
+        found += bind_problems(child, f"{key}.{name}")
+    return found
+
+
+def _node_problems(
+    node: dict[str, Any], key: str, provided: Sequence[str], positional: int
+) -> Iterator[TargetProblem]:
+    yield from _special_problems(node, key)
+    try:
+        target = locate(node["_target_"])
+    except TargetError as error:
+        yield TargetProblem(f"{key}._target_", str(error))
+        return
+    parameters = _parameters(target)
+    yield from _refused_arguments(node, key, parameters)
+    if parameters is not None:
+        args = _positional(node)
+        if not positional:  # else the caller's own take their place
+            yield from _positional_problems(args, key, parameters, node["_target_"])
+        yield from _bind(node, key, parameters, set(provided), max(positional, len(args)))
+
+
+def _special_problems(node: dict[str, Any], key: str) -> Iterator[TargetProblem]:
+    for name, value in node.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            yield TargetProblem(f"{key}.{name}", "cannot be the name of an argument")
+        elif name in ("_partial_", "_recursive_") and not isinstance(value, bool):
+            yield TargetProblem(f"{key}.{name}", f"expected true or false, got {value!r}")
+        elif name == "_args_" and not isinstance(value, list):
+            yield TargetProblem(f"{key}._args_", f"expected a list, got {value!r}")
+
+
+def refused_arguments(node: dict[str, Any], key: str) -> list[TargetProblem]:
+    """List the arguments of `node`, nested ones left out, that would unpickle or fetch code."""
+    if not any(under(str(node["_target_"]), [prefix]) for prefix in REFUSED_ARGUMENTS):
+        return []
+    return list(_refused_arguments(node, key, _parameters(locate(node["_target_"]))))
+
+
+def _refused_arguments(
+    node: dict[str, Any], key: str, parameters: Mapping[str, Parameter] | None
+) -> Iterator[TargetProblem]:
+    given = {**node, **dict(zip(_by_place(parameters or {}), _positional(node), strict=False))}
+    for prefix, refused in REFUSED_ARGUMENTS.items():
+        if not under(node["_target_"], [prefix]):
+            continue
+        for name in refused.unpickled:
+            if given.get(name):
+                message = "not allowed here: it would unpickle a file"
+                yield TargetProblem(f"{key}.{name}", message)
+        model = given.get(refused.model)
+        if model is not None and (not isinstance(model, str) or ":" in model):
+            message = f"not allowed here: {model!r} is no name of a model but a place to load from"
+            yield TargetProblem(f"{key}.{refused.model}", message)
+
+
+def _positional(node: Mapping[str, Any]) -> list[Any]:
+    args = node.get("_args_", [])
+    return args if isinstance(args, list) else []
+
+
+def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
+    return [name for name, p in parameters.items() if p.kind in _PLACED]
+
+
+def _positional_problems(
+    args: list[Any], key: str, parameters: Mapping[str, Parameter], target: str
+) -> Iterator[TargetProblem]:
+    """Judge what `_args_` gives as the arguments that it stands for."""
+    names = _by_place(parameters)
+    for index, (name, value) in enumerate(zip(names, args, strict=False)):
+        for problem in _type_problems(parameters[name], value, f"{key}._args_.{index}"):
+            yield TargetProblem(problem.key, f"{name}: {problem.message}")
+    endless = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
+    if len(args) > len(names) and not endless:
+        message = f"{target} takes {len(names)} arguments by position, got {len(args)}"
+        yield TargetProblem(f"{key}._args_", message)
+
+
+def _parameters(target: Any) -> Mapping[str, Parameter] | None:
+    # Annotations may be strings (PEP 563); those that do not evaluate are left as strings.
+    for spelled_out in (True, False):
+        try:
+            return inspect.signature(target, eval_str=spelled_out).parameters
+        except Exception:  # compiled functions have none, and evaluating may raise anything
+            continue
+    return None
+
+
+def _bind(
+    node: dict[str, Any],
+    key: str,
+    parameters: Mapping[str, Parameter],
+    provided: set[str],
+    positional: int,
+) -> Iterator[TargetProblem]:
+    target = node["_target_"]
+    filled = provided | set(_by_place(parameters)[:positional])
+    names = [n for n, p in parameters.items() if p.kind in _NAMED and n not in filled]
+    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    given = {k: v for k, v in node.items() if k not in SPECIAL and isinstance(k, str)}
+    for name, value in given.items():
+        if name in filled and name in parameters:
+            message = f"is filled in when {target} is called, leave it out"
+            yield TargetProblem(f"{key}.{name}", message)
+        elif name in names:
+            yield from _type_problems(parameters[name], value, f"{key}.{name}")
+        elif not open_ended:
+            yield _unknown(name, names, key, target)
+    if node.get("_partial_") is not True:
+        yield from _missing(names, parameters, given, key, target)
+
+
+def _unknown(name: str, names: list[str], key: str, target: str) -> TargetProblem:
+    near = get_close_matches(name, names, n=1)
+    takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+    hint = f"did you mean {near[0]!r}?" if near else takes
+    return TargetProblem(f"{key}.{name}", f"{target} has no argument {name!r}", hint)
+
+
+def _missing(
+    names: list[str],
+    parameters: Mapping[str, Parameter],
+    given: Mapping[str, Any],
+    key: str,
+    target: str,
+) -> Iterator[TargetProblem]:
+    for name in names:
+        if parameters[name].default is Parameter.empty and name not in given:
+            yield TargetProblem(f"{key}.{name}", f"missing: {target} needs it")
+
+
+def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[TargetProblem]:
+    annotation = parameter.annotation
+    if value is None and parameter.default is None:
+        return  # `x: int = None` is common, and means what it does
+    if isinstance(value, str) and "${" in value:
+        return  # an interpolation that is filled in later
+    if not may_hold(annotation, value):
+        wanted = _spelled(annotation)
+        yield TargetProblem(key, f"expected {wanted}, got {value!r} ({type(value).__name__})")
+    elif isinstance(value, float) and math.isnan(value):
+        yield TargetProblem(key, "expected a number, got nan")
+
+
+def may_hold(annotation: Any, value: Any) -> bool:
+    """Tell whether a plain config value can be meant for `annotation`; False only if it cannot."""
+    if isinstance(value, dict) or annotation in (Parameter.empty, Any, object):
+        return True  # a dict may be a node, which becomes anything
+    if annotation is None:
+        return value is None
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return any(may_hold(member, value) for member in typing.get_args(annotation))
+    if origin is Literal:
+        return value in typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return may_hold(typing.get_args(annotation)[0], value)
+    return _may_be_instance(annotation if origin is None else origin, value)
+
+
+def _may_be_instance(cls: Any, value: Any) -> bool:
+    if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
+        return True  # a string annotation, a TypeVar, a protocol: not for us to judge
+    if cls is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if cls is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if cls is bool:
+        return value in (True, False, None)
+    if isinstance(value, list):
+        return issubclass(cls, _LISTS) or issubclass(list, cls)
+    return cls.__module__ not in _JUDGED or isinstance(value, cls)
+
+
+_LISTS = (list, tuple, set, frozenset)
+# Classes that no string, number or null can stand for.
+_JUDGED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
+
+
+def _spelled(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")

@@ -1,0 +1,180 @@
+"""Losses: one module of torch's kind, or a named, weighted sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.task import SUM
+from trainer.tasks.penalties import GradientPenalty
+
+_CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def vector(values: Sequence[float]) -> Tensor:
+    """Return numbers as a tensor, for arguments such as `weight` and `pos_weight`."""
+    return torch.tensor(list(values), dtype=torch.float32)
+
+
+class Term(nn.Module):
+    """Weight one loss in a sum of several: `weight * loss(output, target)`."""
+
+    def __init__(self, loss: nn.Module, weight: float = 1.0) -> None:
+        super().__init__()
+        self.loss = loss
+        self.weight = weight
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Compute a loss, or several by name, with the denominators their means are taken by.
+
+    A term's own `reduction` says what it is: a mean over the samples, a sum over them, or one
+    value for each. The mean of torch's cross entropy is one over the labels that count: all but
+    those of `ignore_index`, by their class weights.
+    """
+
+    terms: Mapping[str, Term]  # a loss without a name has the name ""
+    single: nn.Module | None  # a mean over the samples: the path without detours
+    counted: Sequence[str]  # terms whose denominators depend on the labels
+    _last: dict[str, Any] = field(default_factory=dict)  # labels that were counted, and the counts
+
+    @classmethod
+    def of(cls, loss: nn.Module | Mapping[str, nn.Module | None]) -> Losses:
+        """Take one loss module, or several by name (null: dropped), each perhaps in a `Term`."""
+        named = loss if isinstance(loss, Mapping) else {"": loss}
+        given = {name: module for name, module in named.items() if module is not None}
+        terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
+        if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
+            raise ModelError("task.loss has no term but penalties on gradients")
+        counted = [name for name, term in terms.items() if _is_counted(term.loss)]
+        simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
+        simple = simple and _reduction(terms[""].loss) != "sum"
+        return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
+
+    @property
+    def names(self) -> list[str]:
+        """Name what an evaluation gives: penalties on gradients are of training alone."""
+        named = [f"loss_{name}" for name, term in self.terms.items() if name and not _wrt(term)]
+        return ["loss", *named]
+
+    def counting(self, target: Tensor) -> Tensor | None:
+        """Return which labels count, True or False for each; None where all are known to."""
+        losses = (term.loss for term in self.terms.values())
+        loss = next((m for m in losses if isinstance(m, _CROSS_ENTROPIES)), None)
+        if loss is None or target.is_floating_point():
+            return None
+        if any(isinstance(count, int) for count in self.counts(target).values()):
+            return None
+        return target != loss.ignore_index
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The losses by name: `loss`, or `loss.<term>`."""
+        return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
+
+    def counts(self, target: Tensor) -> dict[str, Tensor | int]:
+        """Return the denominators' parts for a batch of labels; asked again, those it found."""
+        if not self.counted:
+            return {}
+        if self._last.get("target") is not target:
+            found = {name: _count(self.terms[name].loss, target) for name in self.counted}
+            self._last.update(target=target, counts=found)
+        return dict(self._last["counts"])
+
+    def watched(self, inputs: Any) -> Any:
+        """Return inputs whose gradient is known afterwards, if a penalty asks for it."""
+        if not torch.is_grad_enabled() or "inputs" not in map(_wrt, self.terms.values()):
+            return inputs
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise ModelError("a gradient penalty on inputs asks for one tensor of real numbers")
+        return inputs.detach().requires_grad_()
+
+    def __call__(
+        self, output: Any, target: Any, inputs: Any = None, model: nn.Module | None = None
+    ) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
+        """Return the loss, or its weighted terms by name, and the denominators.
+
+        `inputs` (from `watched`) and `model` are what penalties on gradients need.
+        """
+        if self.single is not None:
+            return _value(self.single, output, target), {}
+        values = {}
+        for name, term in self.terms.items():
+            wrt = _wrt(term)
+            if not wrt:
+                value = _value(term.loss, output, target)
+                values[name] = value if term.weight == 1 else value * term.weight
+            elif torch.is_grad_enabled():
+                sources = [inputs] if wrt == "inputs" else _trained(model)
+                values[name] = term.loss(output, target, sources) * term.weight
+        counts: dict[str, Any] = self.counts(target)
+        for name in values:
+            if _reduction(self.terms[name].loss) == "sum":
+                counts[name] = SUM
+        return values, counts
+
+
+def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (n, classes, d...) and labels (n, d...) as (places, classes) and (places).
+
+    torch's losses have no deterministic kernel for images of labels, and a slower one.
+    """
+    if output.ndim < 3 or target.is_floating_point():
+        return output, target
+    return output.movedim(1, -1).flatten(0, -2), target.flatten()
+
+
+def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
+    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        value: Tensor = loss(output, target)
+        return value
+    value = loss(*by_place(output, target))
+    return value.view(target.shape) if value.ndim and not target.is_floating_point() else value
+
+
+def _wrt(term: Term) -> str | None:
+    return term.loss.wrt if isinstance(term.loss, GradientPenalty) else None
+
+
+def _trained(model: nn.Module | None) -> list[Tensor]:
+    return [] if model is None else [p for p in model.parameters() if p.requires_grad]
+
+
+def _reduction(loss: nn.Module) -> str:
+    return str(getattr(loss, "reduction", "mean"))
+
+
+def _is_counted(loss: nn.Module) -> bool:
+    """Tell whether torch divides this loss by something else than the number of samples."""
+    return isinstance(loss, _CROSS_ENTROPIES) and loss.reduction == "mean"
+
+
+def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
+    """Return the number of labels that count, by their weights; on the host if it knows."""
+    assert isinstance(loss, _CROSS_ENTROPIES)
+    if target.is_floating_point():  # class probabilities: torch divides by the number of samples
+        return target.numel() // (target.shape[1] if target.ndim > 1 else 1)
+    if (
+        loss.weight is None
+        and target.device.type == "cpu"
+        and _all_count(target, loss.ignore_index)
+    ):
+        return target.numel()
+    valid = target != loss.ignore_index
+    if loss.weight is None:
+        return valid.sum()
+    weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
+    return (weights * valid).sum()
+
+
+def _all_count(target: Tensor, ignored: int) -> bool:
+    # One look for the usual number, which lies below all labels.
+    if ignored < 0 and target.numel() and target.min().item() >= 0:
+        return True
+    return not (target == ignored).any().item()

@@ -1,0 +1,1 @@
+"""One optimizer update: batches, number formats, gradients, and what is not finite."""

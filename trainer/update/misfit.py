@@ -1,0 +1,75 @@
+"""A batch that model, task and loss cannot compute with: whose mistake that is, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ModelError, RunError, SampleError
+
+# What torch's and our modules raise about tensors that do not fit each other.
+MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+# Packages in which such an error is no fault of the user's code.
+_LIBRARIES = ("torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra")
+# Where an error is another process's, or hides the place it comes from.
+_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
+
+
+def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
+    """Return the error to raise where a batch does not fit; None where something else failed.
+
+    A fault in the user's own code stays as it is, to be shown with its traceback; so does one of
+    memory, of a device or of another process. `updates`: those that went well before.
+    """
+    if not is_misfit(error):
+        return None
+    modules = [*_modules(error.__traceback__)]
+    reason = " ".join(str(error).split())[:300]
+    given = spelled(batch)
+    if "trainer.tasks.losses" in modules:
+        if "Long" in reason or "must be Tensor, not" in reason:
+            return SampleError(
+                f"the loss asks for class numbers, which are integers: {reason} (batch: {given})"
+            )
+        return ModelError(
+            f"task.loss does not take the model's output and the targets: {reason} (batch: {given})"
+        )
+    if updates:
+        return SampleError(f"this batch differs from those before: {reason} (batch: {given})")
+    return ModelError(
+        f"model and data do not fit: {reason} (batch: {given}); do model, data (channels, image "
+        "size, classes), transforms and task agree?"
+    )
+
+
+def is_misfit(error: Exception) -> bool:
+    """Tell whether torch's or our modules object to what they were given, and no one else."""
+    modules = [*_modules(error.__traceback__)]
+    if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
+        return False
+    memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    if memory or "CUDA error" in str(error) or modules[-1].startswith(_FOREIGN):
+        return False
+    return all(module.partition(".")[0] in _LIBRARIES for module in modules)
+
+
+def _modules(traceback: TracebackType | None) -> Iterator[str]:
+    while traceback is not None:
+        yield str(traceback.tb_frame.f_globals.get("__name__", ""))
+        traceback = traceback.tb_next
+
+
+def spelled(batch: Any) -> str:
+    """Spell a batch's structure briefly: types, and shapes of tensors."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {spelled(v)}" for key, v in [*batch.items()][:8]) + "}"
+    if isinstance(batch, (list, tuple)):
+        kind = "(" + ", ".join(spelled(child) for child in batch[:4])
+        return kind + (", ...)" if len(batch) > 4 else ")")
+    return type(batch).__name__

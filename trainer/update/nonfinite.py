@@ -1,0 +1,71 @@
+"""Where the NaN of an update came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.nested import first_tensor
+from trainer.state import TrainState
+from trainer.update.batch import MicroBatch
+
+
+def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """Return the first name whose tensor holds a NaN or an infinity."""
+    for name, tensor in named:
+        number = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor is not None and number and not torch.isfinite(tensor).all():
+            return name
+    return None
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Where a NaN was found; the smaller, the closer to its origin."""
+
+    distance: int
+    text: str
+
+
+def explain(
+    model: nn.Module,
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    batches: Sequence[Any],
+    losses: Sequence[Tensor],
+) -> Finding:
+    """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient."""
+    where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
+    advice = (
+        "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
+        "or leave such updates out with trainer.on_nonfinite=skip"
+    )
+    for micro_batch, batch in zip(micro_batches, batches, strict=True):
+        sample = _nonfinite_sample(micro_batch, batch)
+        if sample is not None:
+            return Finding(0, f"sample {sample} holds NaN or infinity, {where}: {advice}")
+    indices = [i for m in micro_batches for i in m.piece.indices]
+    shown = f"; samples {', '.join(map(str, indices[:8]))}{', ...' if len(indices) > 8 else ''}"
+    weights = first_nonfinite(model.named_parameters())
+    if weights:
+        return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
+    gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
+    # A loss that is not finite makes all gradients so.
+    of_loss = gradients is None or first_nonfinite(("", loss) for loss in losses) is not None
+    name = "loss" if of_loss else f"gradient of {gradients}"
+    place = f"{where}{shown if indices else ''}"
+    return Finding(2 if of_loss else 3, f"the {name} is not finite, {place}: {advice}")
+
+
+def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:
+    tensor = first_tensor(batch)
+    if tensor is None or not tensor.is_floating_point() or not tensor.ndim:
+        return None
+    bad = (~torch.isfinite(tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None])).any(1)
+    row = int(bad.int().argmax()) if bad.any() else None
+    indices = micro_batch.piece.indices
+    return None if row is None else indices[row] if row < len(indices) else row

@@ -1,0 +1,93 @@
+"""Number formats of a run: autocast, loss scaling, and what parameters are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.errors import ModelError
+from trainer.nested import in_format
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
+NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
+
+
+class Precision:
+    """Run forward passes in a format and scale losses where the format needs it.
+
+    `fp32`, `tf32` (matrix products on the GPU's TensorFloat units), `bf16` and `fp16` (autocast),
+    `bf16_true` and `fp64` (parameters and inputs in that format).
+    """
+
+    def __init__(
+        self, name: str = "fp32", device_type: str = "cpu", scaler: Mapping[str, Any] | None = None
+    ) -> None:
+        if name not in NAMES:
+            raise ValueError(f"precision {name!r} is none of {', '.join(NAMES)}")
+        self.name = name
+        self.dtype = _PARAMETERS.get(name)  # of parameters and inputs; None: as they are
+        self._autocast = _AUTOCAST.get(name)
+        self._device_type = device_type
+        self.scaler = torch.amp.GradScaler(device_type, enabled=name == "fp16", **(scaler or {}))
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled: an overflow then is an event of every day."""
+        return self.name == "fp16"
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Store the parameters and floating-point buffers in the format; in place.
+
+        Raises ModelError for complex parameters whose gradients cannot be scaled.
+        """
+        if self.scales and any(p.is_complex() for p in model.parameters()):
+            raise ModelError(
+                "trainer.precision=fp16 scales the loss, for which torch has no kernel for complex "
+                "gradients: use fp32, bf16 or fp64"
+            )
+        return model if self.dtype is None else in_format(model, self.dtype)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for a forward pass."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._autocast)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, scaled; those of a loss that is not finite are NaN.
+
+        So every process learns of it with the gradients, and the host asks for nothing but these.
+        """
+        one = loss.detach() * 0 + 1
+        (self.scaler.scale(loss) if self.scales else loss).backward(one)  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients by the scale, looking for infinities on the way."""
+        if self.scales:
+            for optimizer in optimizers:
+                self.scaler.unscale_(optimizer)
+
+    def update_scale(self) -> None:
+        """Halve the scale after an overflow, raise it after many updates without."""
+        if self.scales:
+            self.scaler.update()
+
+    @property
+    def scale(self) -> float:
+        """The factor that losses are scaled by."""
+        return float(self.scaler.get_scale())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; empty without one."""
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a scaler's state; a run that scales starts afresh if there is none."""
+        if self.scales and state:
+            self.scaler.load_state_dict(dict(state))

@@ -1,0 +1,124 @@
+"""Means as sums and counts, kept on the device until a log boundary asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.task import StepOutput
+
+
+class Sums:
+    """Add up sums and counts by name; the mean is taken once, over all devices (I4).
+
+    Sums are float64 where the device has it, so that their order does not show in the result.
+    `over` takes all that is added as well: the sums over a longer time, which others reset.
+    """
+
+    def __init__(self, device: torch.device, over: Sums | None = None) -> None:
+        self._device = device
+        self._over = over
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor | float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def add(self, name: str, total: Tensor, count: Tensor | float, scale: float = 1) -> None:
+        """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
+        if name in self._sums:
+            self._sums[name].add_(total, alpha=scale)
+            self._counts[name] = self._counts[name] + count
+        else:
+            # An offloaded run's norm lies in host memory.
+            self._sums[name] = total.to(self._device, self.dtype, copy=True).mul_(scale)
+            self._counts[name] = count
+        if self._over is not None:
+            self._over.add(name, total, count, scale)
+
+    def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
+        """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""
+        if isinstance(output.loss, Tensor):
+            loss = output.loss.detach()
+            self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples)
+        else:
+            for name, term in output.loss.items():
+                self._add_term(
+                    f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples
+                )
+        real = 1 if samples else 0
+        for name, (total, count) in output.sums.items():
+            self.add(name, total.detach(), count * real, real)
+
+    def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
+        real = 1 if samples else 0
+        if count is None or (isinstance(count, int | float) and count):
+            weight = samples if count is None else count * real
+            self.add(name, term.mean() if term.ndim else term, weight, weight)
+        elif isinstance(count, Tensor | int | float):
+            count = torch.as_tensor(count, device=term.device)
+            total = mean_of(term, count).to(self.dtype) * count
+            self.add(name, total, count * real, real)
+        else:  # a sum over the samples: told as what each of them adds to it, on the average
+            self.add(name, term.sum(), samples, real)
+
+    @property
+    def names(self) -> set[str]:
+        """What has been added to here; a process without samples may have less than others."""
+        return set(self._sums)
+
+    def take_part(self, names: Iterable[str]) -> None:
+        """Begin sums of other processes' names at zero: `means` needs the same ones on all."""
+        for name in set(names) - set(self._sums):
+            self.add(name, torch.zeros((), dtype=self.dtype, device=self._device), 0)
+
+    def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return each mean over all devices: one transfer to the host; a sum where count is 0."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        counts = [
+            torch.as_tensor(self._counts[n], dtype=self.dtype, device=self._device) for n in names
+        ]
+        table = reduce(torch.stack([*(self._sums[n] for n in names), *counts])).tolist()
+        pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
+        return add_up_terms(
+            {name: total / count if count else total for name, total, count in pairs}
+        )
+
+    def reset(self) -> None:
+        """Forget everything added."""
+        self._sums, self._counts = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the partial sums."""
+        return {
+            "sums": dict(self._sums),
+            "counts": {k: torch.as_tensor(v) for k, v in self._counts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over partial sums."""
+        self._sums = {k: v.to(self._device) for k, v in state["sums"].items()}
+        self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+
+
+def mean_of(term: Tensor, count: Tensor) -> Tensor:
+    """Return a term's mean, or 0 where nothing in it counts: torch gives NaN for no labels."""
+    return torch.where(count > 0, term.mean(), 0.0)
+
+
+def add_up_terms(means: Mapping[str, float]) -> dict[str, float]:
+    """Turn `loss:<term>` into `loss_<term>`, and into `loss` their sum; a term may lack a name."""
+    result: dict[str, float] = {}
+    for name, value in means.items():
+        whole, colon, term = name.partition(":")
+        if term or not colon:
+            result[name.replace(":", "_")] = value
+        if colon:
+            result[whole] = result.get(whole, 0.0) + value
+    return result
