@@ -9,7 +9,7 @@ import pytest
 
 from scripts.cli.shadow import ROOT, clashes
 
-GUARD = "from scripts.cli.shadow import refuse_shadows; refuse_shadows(); import data; print(data.__file__)"
+GUARD = "from scripts.cli import shadow; shadow.refuse_shadows(); import data; print(data.__file__)"
 
 
 def guarded(folder: Path, flags: list[str], path: str = "") -> subprocess.CompletedProcess[str]:

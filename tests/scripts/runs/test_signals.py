@@ -19,6 +19,7 @@ from scripts.runs.signals import stop_signals
 from trainer.distributed.group import Group
 from trainer.errors import stopping_signals
 from trainer.state import TrainState
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.regression import Regression
 from trainer.timer import Timer, Waiting
 from trainer.trainer import Trainer
