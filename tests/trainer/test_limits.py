@@ -27,9 +27,8 @@ def read(config: Any, limit: float | None, world_size: int, samples: int | None 
     """Return the samples that all processes together evaluate; none of them twice."""
     seen: list[int] = []
     for rank in range(world_size):
-        strategy: Any = SimpleNamespace(
-            rank=rank, world_size=world_size, device=torch.device("cpu")
-        )
+        group = SimpleNamespace(rank=rank, world_size=world_size)
+        strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
         for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
             seen += micro_batch.batch.tolist()[: micro_batch.piece.count]
     assert len(seen) == len(set(seen))

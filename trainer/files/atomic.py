@@ -58,7 +58,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     The folder is not synced: the caller's next durable write does it.
     """
-    if target.exists() and not target.is_symlink() and target.samefile(source):
+    if _is_name_of(target, source):
         return  # rename() does nothing between two names of one file, and would leave the temporary
     temporary = _temporary(target)
     try:
@@ -71,6 +71,13 @@ def link_or_copy(source: Path, target: Path) -> None:
     except OSError as error:
         _discard(temporary)
         raise storage_error(target, error) from error
+
+
+def _is_name_of(target: Path, source: Path) -> bool:
+    try:
+        return not target.is_symlink() and target.samefile(source)
+    except OSError:  # one of them is not there
+        return False
 
 
 def remove_orphans(folder: Path) -> list[Path]:

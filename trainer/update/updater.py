@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.optimizers.optimizers import needs_closure
 from trainer.task import StepOutput
-from trainer.update.batch import MicroBatch, Piece
+from trainer.update.batch import MicroBatch
 from trainer.update.copies import HeldBuffers
 from trainer.update.gradients import add_noise, clip, largest, total_norm, without_effect
 from trainer.update.guard import Guard, guard_of
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.nonfinite import explain
 from trainer.update.parts import Parts
-from trainer.update.sums import Sums, mean_of
+from trainer.update.shares import Shares, add_up
+from trainer.update.sums import Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Updater:
         device = parts.strategy.device
         self.epoch_sums = Sums(device)
         self.sums = Sums(device, over=self.epoch_sums)  # since the last log
+        self._shares = Shares(parts.task, parts.strategy, self.sums.dtype)
         self._parts = parts
         self._task = parts.task
         self._optimizers = parts.optimizers
@@ -137,14 +138,14 @@ class Updater:
         self, turn: _Turn, micro_batches: Sequence[MicroBatch], batches: list[Any]
     ) -> tuple[list[StepOutput], list[Tensor]]:
         """Return each micro-batch's results and its share of the update's loss."""
-        totals = self._totals(micro_batches, batches)
+        totals = self._shares.totals(micro_batches, batches)
         outputs, shares = [], []
         for micro_batch, batch in zip(micro_batches, batches, strict=True):
             last, counts = micro_batch is micro_batches[-1], micro_batch.piece.count > 0
             with self._strategy.accumulate(self._parts.wrapped, last, counts):
                 with self._precision.autocast():
                     output = self._forward(turn, batch)
-                share = self._share(output, micro_batch.piece, totals)
+                share = self._shares.of(output, micro_batch.piece, totals)
                 # A borrowed sample's loss is not this process's to judge.
                 self._precision.backward(share if counts else share.nan_to_num())
             outputs.append(output)
@@ -175,55 +176,6 @@ class Updater:
                 raise known from error
             raise
 
-    def _totals(
-        self, micro_batches: Sequence[MicroBatch], batches: list[Any]
-    ) -> dict[str, Tensor | float]:
-        """Return the update's denominators that depend on the data, over all devices."""
-        if not self._task.count_names:
-            return {}
-        pairs = zip(micro_batches, batches, strict=True)
-        found = [self._task.counts(batch) for m, batch in pairs if m.piece.count]
-        return {
-            name: self._total([counts[name] for counts in found]) for name in self._task.count_names
-        }
-
-    def _total(self, counts: Sequence[Tensor | float]) -> Tensor | float:
-        # Where no label of the whole update counts, all its parts are 0, and so is their sum.
-        total = sum(counts)
-        if self._group.world_size == 1 and not isinstance(total, Tensor):
-            return total or 1.0
-        dtype, device = self.sums.dtype, self._strategy.device
-        whole = self._group.reduce(torch.as_tensor(total, dtype=dtype, device=device))
-        return torch.where(whole > 0, whole, 1.0)
-
-    def _share(
-        self, output: StepOutput, piece: Piece, totals: Mapping[str, Tensor | float]
-    ) -> Tensor:
-        scale = self._strategy.gradient_scale
-        share = piece.count * scale / piece.total
-        if isinstance(output.loss, Tensor):
-            return _times(_mean(output.loss), share)
-        terms = []
-        for name, term in output.loss.items():
-            count = output.counts.get(name)
-            if not piece.count:  # a borrowed sample: it takes part with weight zero
-                terms.append(term.sum() * 0)
-            elif count is None:
-                terms.append(_times(_mean(term), share))
-            elif isinstance(count, Tensor | int | float):
-                terms.append(self._part(term, count, totals[name]))
-            else:  # SUM
-                terms.append(term.sum() * scale)
-        return _add(terms)
-
-    def _part(self, term: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
-        """Return what a mean over `count` things adds to the one over `total` of them."""
-        scale = self._strategy.gradient_scale
-        if not isinstance(count, Tensor) and not isinstance(total, Tensor) and count:
-            return _times(_mean(term), count * scale / total)
-        count = torch.as_tensor(count, dtype=self.sums.dtype, device=term.device)
-        return mean_of(term, count) * (count * scale / total).to(term.dtype)
-
     def _search(
         self,
         turn: _Turn,
@@ -245,7 +197,7 @@ class Updater:
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
-        return self._group.reduce(_add(shares).detach()) / self._strategy.gradient_scale
+        return self._group.reduce(add_up(shares).detach()) / self._strategy.gradient_scale
 
     def _refuse(
         self, micro_batches: Sequence[MicroBatch], batches: list[Any], shares: Sequence[Tensor]
@@ -336,15 +288,3 @@ def _refuse_what_a_search_leaves_out(parts: Parts) -> None:
             f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
             f"{', trainer.'.join(keys)} cannot reach them: leave that out"
         )
-
-
-def _mean(term: Tensor) -> Tensor:
-    return term.mean() if term.ndim else term
-
-
-def _times(term: Tensor, share: float) -> Tensor:
-    return term if share == 1 else term * share
-
-
-def _add(terms: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)

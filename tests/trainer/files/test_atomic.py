@@ -279,3 +279,11 @@ def test_a_read_only_file_system_is_named(tmp_path):
     paths = [tmp_path / name for name in ("a", "a", ".lock", "new")]
     expected = [f"cannot write {path}: read-only file system" for path in paths]
     assert result.stdout.splitlines() == expected
+
+
+def test_a_source_that_vanished_is_a_storage_error(tmp_path):
+    target = tmp_path / "last.pt"
+    target.write_text("old")
+    with pytest.raises(StorageError, match=r"last\.pt"):
+        link_or_copy(tmp_path / "gone.pt", target)
+    assert target.read_text() == "old"
