@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from trainer.task import StepOutput
 class Sums:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
-    Sums are float64 where the device has it, so that their order does not show in the result.
+    Sums are float64 where the device has it, so that their order does not show in the result. On a
+    CPU, where reading a number costs less than a tensor's addition, they are Python's numbers.
     `over` takes all that is added as well: the sums over a longer time, which others reset.
     """
 
@@ -22,21 +23,28 @@ class Sums:
         self._device = device
         self._over = over
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._sums: dict[str, Tensor] = {}
+        self._on_host = device.type == "cpu"
+        self._sums: dict[str, Tensor | float] = {}
         self._counts: dict[str, Tensor | float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def add(self, name: str, total: Tensor, count: Tensor | float, scale: float = 1) -> None:
+    def add(
+        self, name: str, total: Tensor | float, count: Tensor | float, scale: float = 1
+    ) -> None:
         """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
-        if name in self._sums:
-            self._sums[name].add_(total, alpha=scale)
-            self._counts[name] = self._counts[name] + count
+        known = self._sums.get(name)
+        if self._on_host:
+            total, count = _number(total), _number(count)
+            self._sums[name] = total * scale + (0.0 if known is None else known)
+        elif isinstance(known, Tensor):
+            known.add_(total, alpha=scale)
         else:
             # An offloaded run's norm lies in host memory.
-            self._sums[name] = total.to(self._device, self.dtype, copy=True).mul_(scale)
-            self._counts[name] = count
+            first = torch.as_tensor(total).to(self._device, self.dtype, copy=True)
+            self._sums[name] = first.mul_(scale)
+        self._counts[name] = count if known is None else self._counts[name] + count
         if self._over is not None:
             self._over.add(name, total, count, scale)
 
@@ -81,14 +89,18 @@ class Sums:
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        counts = [
-            torch.as_tensor(self._counts[n], dtype=self.dtype, device=self._device) for n in names
-        ]
-        table = reduce(torch.stack([*(self._sums[n] for n in names), *counts])).tolist()
+        values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
+        table = reduce(self._stacked(values)).tolist()
         pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
         return add_up_terms(
             {name: total / count if count else total for name, total, count in pairs}
         )
+
+    def _stacked(self, values: Sequence[Tensor | float]) -> Tensor:
+        if self._on_host:
+            return torch.tensor(values, dtype=self.dtype)
+        dtype, device = self.dtype, self._device
+        return torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
 
     def reset(self) -> None:
         """Forget everything added."""
@@ -97,14 +109,19 @@ class Sums:
     def state_dict(self) -> dict[str, Any]:
         """Return the partial sums."""
         return {
-            "sums": dict(self._sums),
+            "sums": {k: torch.as_tensor(v, dtype=self.dtype) for k, v in self._sums.items()},
             "counts": {k: torch.as_tensor(v) for k, v in self._counts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over partial sums."""
-        self._sums = {k: v.to(self._device) for k, v in state["sums"].items()}
+        taken = {k: v.to(self._device) for k, v in state["sums"].items()}
+        self._sums = {k: v.item() if self._on_host else v for k, v in taken.items()}
         self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+
+
+def _number(value: Tensor | float) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def mean_of(term: Tensor, count: Tensor) -> Tensor:
