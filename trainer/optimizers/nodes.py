@@ -111,7 +111,13 @@ def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) ->
     complain(problems)
     fused = prefer_fused and _takes_fused(defaults, resolved)
     fused = fused and (not shards or isinstance(probe, SHARDED_FUSED))
-    return _construct(section.target | ({"fused": True} if fused else {}), section.key, resolved)
+    if fused:
+        groups_of_its_own = [dict(group) for group in resolved]
+        built = _construct(section.target | {"fused": True}, section.key, groups_of_its_own)
+        # torch 2.11's fused Adagrad is for CPUs alone, and has not what all kernels for GPUs have.
+        if hasattr(built, "_step_supports_amp_scaling"):
+            return built
+    return _construct(section.target, section.key, resolved)
 
 
 def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:

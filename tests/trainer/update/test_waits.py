@@ -39,7 +39,9 @@ NODES = {name: compose([f"optimizer={name}"]).config["optimizer"] for name in NA
     "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
 }
-ON_DEVICE = {"adagrad", "adam", "adamw", "sgd", "sgd_nesterov", "sgd_plain"}
+ON_DEVICE = {"adam", "adamw", "sgd", "sgd_nesterov", "sgd_plain"}
+if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
+    ON_DEVICE.add("adagrad")  # later than torch 2.11
 # What a number's way to the host is called, whatever the number is for.
 READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 # What starts no kernel.

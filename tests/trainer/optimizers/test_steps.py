@@ -1,5 +1,6 @@
 """Fused SGD begins with zeros: the same to the bit, and for parameters that come late."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -65,3 +66,19 @@ def test_damped_momentum_is_not_fused() -> None:
     for node in (damped, damped_group):
         optimizers = build_optimizers(nn.Linear(4, 3), node, prefer_fused=True)
         assert not any(group.options["fused"] for group in optimizers.groups())
+
+
+def test_where_torch_has_no_fused_kernel_another_is_taken(monkeypatch) -> None:
+    """As torch 2.11 for Adagrad on CUDA, which notices at the first step."""
+    real = torch.optim.Adagrad.__init__
+
+    @functools.wraps(real)
+    def without_kernel(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        vars(self).pop("_step_supports_amp_scaling", None)
+
+    monkeypatch.setattr(torch.optim.Adagrad, "__init__", without_kernel)
+    node = {"_target_": "torch.optim.Adagrad", "lr": 0.1}
+    optimizers = build_optimizers(nn.Linear(2, 2), node, prefer_fused=True)
+    (optimizer,) = optimizers.optimizers.values()
+    assert not optimizer.param_groups[0]["fused"]
