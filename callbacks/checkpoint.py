@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,16 +147,15 @@ class Checkpoint(Callback):
         counters = trainer.state.state_dict()
         if self._store is None or not trainer.state.updates or counters == self._saved:
             return
-        started = time.monotonic()
         before = self._ranking
         self._ranking = self._with_this(trainer) if ranked else before
         try:
-            self._write(trainer, self._store)
+            with trainer.timer.spending("checkpoints"):
+                self._write(trainer, self._store)
         except StorageError:
             self._ranking = before
             raise
         self._saved, self._failures = counters, 0
-        trainer.timer.pause += time.monotonic() - started
 
     def _due(self, trainer: Trainer) -> bool:
         state = trainer.state

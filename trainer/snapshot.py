@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import MicroBatch, map_tensors
 from trainer import rng
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
 from trainer.checkpoints.store import FORMAT_VERSION
-from trainer.nested import map_tensors
 from trainer.trainer import Trainer
-from trainer.update.batch import MicroBatch, updates
 from trainer.update.sums import Sums
 
 
@@ -136,11 +135,11 @@ def _rehearse(trainer: Trainer) -> None:
 
     def compute() -> None:
         if not batches:
-            batches.extend(next(updates(trainer.train_loader.epoch(trainer.state.epoch))))
-        trainer.updater.rehearse(batches)
+            batches.extend(next(trainer.draw(trainer.state.epoch)))
+        trainer.updater.try_out(batches)
 
-    trainer.parts.wrapped.train()
-    trainer.strategy.rehearse(trainer.parts.wrapped, compute)
+    trainer.wrapped.train()
+    trainer.strategy.rehearse(trainer.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:

@@ -7,11 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
+from data.batch import Piece, rebuild
 from data.errors import DataError, reason
 from data.keys import MICRO_BATCH, UPDATE, key, preserved_rng, seed_rng
-from data.loading.collate import rebuild
 from data.transforms import acts_on_batches
-from data.updates import Piece
 
 _MIXES = frozenset({"MixUp", "CutMix"})
 _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})

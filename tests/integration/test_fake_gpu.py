@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
+from data.batch import Piece, to_device
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.on_device import to_device
-from data.updates import Piece
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose

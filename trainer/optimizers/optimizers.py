@@ -58,6 +58,7 @@ class Optimizers:
         self.names = dict(names)
         self.frozen = dict(frozen or {})
         self.lr_schedulers = dict(lr_schedulers or {})
+        self._used: list[Any] = []  # the learning rates of the last update
         self.configured = {
             name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
@@ -103,12 +104,10 @@ class Optimizers:
             for i, options in enumerate(optimizer.param_groups)
         ]
 
-    def rates(self) -> list[Any]:
-        """Return the learning rates of all groups, in their order, without waiting for a device."""
-        groups = (
-            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
-        )
-        return [lr.clone() if isinstance(lr := g["lr"], Tensor) else lr for g in groups]
+    def keep_rates(self) -> None:
+        """Keep the learning rates as those of the last update, without waiting for a device."""
+        rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
+        self._used = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
 
     def _group_name(self, optimizer: str, index: int, options: Mapping[str, Any]) -> str:
         if "name" in options:
@@ -129,13 +128,23 @@ class Optimizers:
         for parameter in self.parameters():
             yield self.names[parameter], parameter
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none)
+    def zero_grad(self) -> None:
+        """Drop the gradients of all parameters.
 
-    def learning_rates(self) -> dict[str, float]:
-        """Return each group's learning rate."""
+        Not by torch's `zero_grad`, whose label for the profiler costs more than the rest of it.
+        """
+        for optimizer in self.optimizers.values():
+            if type(optimizer).zero_grad is not Optimizer.zero_grad:
+                optimizer.zero_grad()  # does something of its own besides
+                continue
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def learning_rates(self, used: bool = False) -> dict[str, float]:
+        """Return each group's learning rate: the next update's, or the one last `used`."""
+        if used and self._used:
+            return {g.name: float(lr) for g, lr in zip(self.groups(), self._used, strict=False)}
         return {group.name: float(group.options["lr"]) for group in self.groups()}
 
     def table(self) -> list[GroupRow]:

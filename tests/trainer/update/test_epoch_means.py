@@ -244,7 +244,7 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
 
     made, lines = run(max_epochs=1)
     norms: list[float] = []
-    apply = made.updater._optimizers.zero_grad
+    apply = made.optimizers.zero_grad
 
     def zero_grad() -> None:
         gradients = [p.grad for p in made.model.parameters() if p.grad is not None]
@@ -252,7 +252,7 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
         apply()
         made.model.zero_grad()
 
-    made.updater._optimizers.zero_grad = zero_grad  # type: ignore[method-assign]
+    made.optimizers.zero_grad = zero_grad  # type: ignore[method-assign]
     made.fit()
     logged = lines.of("train/grad_norm")
     assert logged[1] < norms[0]  # the head's alone
