@@ -144,7 +144,7 @@ def test_what_a_scheduler_raises_is_raised_at_its_step() -> None:
     assert len(tape.changes(40)) == 4  # two rates and two momenta
     for ask in (tape.changes, tape.at, tape.preview):
         for step in (41, 10 * BLOCK):
-            with pytest.raises(ValueError, match="Tried to step 41 times"):
+            with pytest.raises(ValueError, match=r"Tried to step \d+ times"):
                 ask(step)
     assert tape.at(3)
 
