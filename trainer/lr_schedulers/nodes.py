@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
 
 from trainer.lr_schedulers.functions import by_name, functions_of_groups
 from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError, remaining
+from trainer.lr_schedulers.tape import Tape
 from trainer.lr_schedulers.track import Track
 from trainer.lr_schedulers.warmup import Warmup, parse_warmup
 from trainer.targets.instantiate import instantiate, locate
@@ -73,6 +74,7 @@ def inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[st
 def build_track(
     node: Mapping[str, Any],
     optimizer: Optimizer,
+    configured: Sequence[Mapping[str, Any]],
     group_names: Sequence[str],
     all_names: Sequence[str],
     total_steps: int | None,
@@ -81,7 +83,8 @@ def build_track(
 ) -> Track:
     """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`.
 
-    `group_names` are the optimizer's, `all_names` those of all optimizers.
+    `configured` are the hyper-parameters of the optimizer's groups, `group_names` their names,
+    `all_names` those of all optimizers' groups.
     """
     interval: Interval = _interval(node, key)
     problems: list[str] = []
@@ -89,20 +92,28 @@ def build_track(
     if problems:
         raise ScheduleError("\n  ".join(problems))
     horizon = remaining(total_steps, steps_per_epoch, interval, warmup)
-    maker = _Maker(optimizer, group_names, all_names, interval)
-    scheduler = maker.make(node, horizon, key)
-    monitor = _monitor(node, scheduler, key)
+    settings: dict[str, Any] = {}
+
+    def make(over: Optimizer) -> Any:
+        maker = _Maker(over, group_names, all_names, interval)
+        scheduler = maker.make(node, horizon, key)
+        settings.update(maker.settings)
+        return scheduler
+
+    tape = Tape(make, configured, optimizer.defaults)
+    monitor = _monitor(node, tape.scheduler, key)
+    settings |= {**_ramp(warmup), "interval": interval, "monitor": monitor}
+    follows = monitor is not None
     return Track(
         optimizer,
-        scheduler,
+        make(optimizer) if follows else tape.scheduler,
         interval,
-        warmup,
         monitor,
+        warmup,
         group_names,
-        {**maker.settings, **_ramp(warmup), "interval": interval, "monitor": monitor},
-        lambda other: build_track(
-            node, other, group_names, all_names, total_steps, steps_per_epoch, key
-        ),
+        settings,
+        steps_per_epoch,
+        None if follows else tape,
     )
 
 

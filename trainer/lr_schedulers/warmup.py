@@ -35,6 +35,14 @@ class Warmup:
         """Return how many updates the ramp takes."""
         return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
 
+    def epochs(self, steps_per_epoch: int | None) -> int:
+        """Return how many whole epochs the ramp takes."""
+        return (
+            self.ticks
+            if self.every == "epoch"
+            else self.ticks // (steps_per_epoch or self.ticks + 1)
+        )
+
 
 def parse_warmup(
     node: Any, key: str, interval: str, steps_per_epoch: int | None, problems: list[str]
