@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.console import importing, log_to_stderr, logger
 from scripts.cli.request import Request
@@ -39,7 +38,7 @@ def _start(composed: Composed, argv: list[str]) -> int:
         argv,
         list(composed.arguments.allow_targets),
     )
-    try:
+    with composed.locating():
         if _is_group(composed) and "RANK" not in os.environ:
             with importing():
                 from scripts.launching.launch import launch
@@ -49,8 +48,6 @@ def _start(composed: Composed, argv: list[str]) -> int:
             from scripts.runs.run import run
 
         return run(request)
-    except ConfigError as error:  # found in what the keys name: say where they were written
-        raise ConfigError(composed.origins.locate(error.problems)) from error
 
 
 def _is_group(composed: Composed) -> bool:
