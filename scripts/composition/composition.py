@@ -19,6 +19,7 @@ from conf.errors import ConfigError, Problem, did_you_mean
 from conf.interpolation import interpolation_problems
 from scripts.cli.arguments import Arguments
 from scripts.composition.argument_names import argument_problems
+from scripts.composition.leftovers import unread_problems, without_leftovers
 from scripts.composition.origins import Notes, Origins, Placed
 from scripts.composition.overrides import Overrides
 from scripts.composition.sources import ExaminedSource
@@ -26,6 +27,7 @@ from scripts.composition.trees import (
     UNRESOLVED,
     escape_reserved,
     first_lines,
+    keys_below,
     resolution_problems,
     unfinished,
     without,
@@ -84,7 +86,10 @@ class Composition:
             self.stop_if_wrong()
         container = OmegaConf.to_container(cfg, resolve=False)
         assert isinstance(container, dict)
-        return fill_defaults({str(k): v for k, v in container.items()}), choices
+        chosen = [text.lstrip("+").partition("=")[0].replace("/", ".") for text in picked]
+        tree = without_leftovers({str(k): v for k, v in container.items()}, self.origins, chosen)
+        self.problems += unread_problems(tree, self.origins)
+        return fill_defaults(tree), choices
 
     def found(self) -> list[Problem]:
         """Return every mistake so far, with the file of each."""
@@ -149,7 +154,8 @@ class Composition:
             problem = first_lines(error)
         if problem is not None:
             self.overrides.note(key, problem)
-        self.origins.overrides[key] = override.input_line
+        for name in (key, *keys_below(override.value(), key)):
+            self.origins.overrides[name] = override.input_line
 
     def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with its interpolations replaced, or as it was where one cannot be."""
