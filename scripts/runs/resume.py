@@ -135,13 +135,8 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
         return _from_run(folder, config, raw)
     path = Path(config.resume)
     if not path.exists():
-        raise ConfigError(
-            [
-                Problem(
-                    "resume", f"there is no {path}", hint="auto, or a run's or a checkpoint's path"
-                )
-            ]
-        )
+        hint = "auto, or a run's or a checkpoint's path"
+        raise ConfigError(Problem("resume", f"there is no {path}", hint))
     if path.is_dir():
         return _from_run(path, config, raw)
     payload = CheckpointStore(path.parent).load(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.node_kinds import misfit_of
+from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
@@ -66,13 +66,13 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
 
 def _pipeline(config: Config, split: str) -> Pipeline:
     stage = "train" if split == "train" else "eval"
-    nodes = getattr(config.transforms, stage)
-    return Pipeline(
-        {
-            name: instantiate(node, _key_=f"transforms.{stage}.{name}") if node else None
-            for name, node in nodes.items()
-        }
-    )
+    return Pipeline(build_transforms(config, stage, config.data.num_classes))
+
+
+def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
+    """Build the transforms of a stage (train, eval, device) by name; null drops one."""
+    nodes = with_classes(getattr(config.transforms, stage), num_classes)
+    return build_named(nodes, f"transforms.{stage}")
 
 
 def _open(node: dict[str, Any], key: str, pipeline: Pipeline) -> Any:
@@ -95,32 +95,10 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
             continue
         low, high = int(min(targets)), int(max(targets))
         if low < 0 or high >= declared:
-            raise ConfigError(
-                [
-                    Problem(
-                        "data.num_classes",
-                        f"is {declared}, but the labels of data.{split} go from {low} to {high}",
-                        hint=f"set data.num_classes={high + 1}"
-                        if low >= 0
-                        else "labels count from 0",
-                    )
-                ]
-            )
+            message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
+            hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
+            raise ConfigError(Problem("data.num_classes", message, hint))
     return declared
-
-
-def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    """Return `node` with every `num_classes: null` filled with what the data have."""
-    filled: dict[str, Any] = copy.deepcopy(node)
-    pending: list[Any] = [filled]
-    while pending:
-        child = pending.pop()
-        if isinstance(child, dict) and child.get("num_classes", 0) is None:
-            child["num_classes"] = num_classes
-        pending += (
-            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
-        )
-    return filled
 
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
@@ -136,11 +114,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
         rank=strategy.group.rank,
         world_size=strategy.group.world_size,
     )
-    nodes = with_classes(config.transforms.device, data.num_classes)
-    steps = {
-        name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
-        for name, node in nodes.items()
-    }
+    steps = build_transforms(config, "device", data.num_classes)
     loader = _loader(config, dataset, sampler, strategy, "replace")
     return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
 
@@ -207,7 +181,7 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
     made = instantiate(node, _key_=key, **given)
     if (reason := misfit_of(key, made)) is not None:
-        raise TargetError(f"{key}._target_ {reason}")
+        raise TargetError(Problem(f"{key}._target_", reason))
     return made
 
 

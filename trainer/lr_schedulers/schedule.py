@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from conf.errors import Problem
 from trainer.errors import CheckpointError
 from trainer.lr_schedulers.horizon import Interval, ScheduleError
 from trainer.lr_schedulers.nodes import build_track, takes_metric
@@ -83,9 +84,8 @@ class LRSchedule:
             watched = track.watched
             if watched and watched.partition("/")[0] in stages and watched not in metrics:
                 known = ", ".join(metrics)
-                raise ScheduleError(
-                    f"lr_scheduler.monitor={track.monitor}: no such metric; there are: {known}"
-                )
+                message = f"{track.monitor}: no such metric; there are: {known}"
+                raise ScheduleError(Problem("lr_scheduler.monitor", message))
             track.after_validation(metrics)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,20 +197,19 @@ def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: b
                 if not math.isfinite(lr):
                     raise ArithmeticError(f"the learning rate of {group!r} is {lr:g} at {step}")
                 if lr < 0:
-                    raise ScheduleError(
-                        f"{key} makes the learning rate of {group!r} {lr:g} at {step}"
-                    )
+                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
+                    raise ScheduleError(Problem(key, message))
     except (TypeError, ArithmeticError) as error:
-        raise ScheduleError(f"{key}: the schedule cannot be computed: {error}") from error
+        message = f"the schedule cannot be computed: {error}"
+        raise ScheduleError(Problem(key, message)) from error
     except ValueError as error:  # OneCycleLR's, where it is asked for a step beyond its last
         if "Tried to step" not in str(error):
             raise
         if guessed:
             return
-        raise ScheduleError(
-            f"{key}: {error}, but the run has {total_steps} updates in all: leave "
-            "lr_scheduler.total_steps at ${total_steps}"
-        ) from error
+        message = f"{error}, but the run has {total_steps} updates in all"
+        hint = "leave lr_scheduler.total_steps at ${total_steps}"
+        raise ScheduleError(Problem(key, message, hint)) from error
 
 
 def curve(

@@ -522,7 +522,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        pytest.param({"gamma": 1}, "lr_scheduler has no _target_", id="no-target"),
+        pytest.param({"gamma": 1}, "lr_scheduler: has no _target_", id="no-target"),
         pytest.param(broken(step_size=1, interval="day"), "must be step or epoch", id="interval"),
         pytest.param(broken(step_size="a"), "lr_scheduler: the schedule cannot be", id="type"),
         pytest.param(
@@ -535,16 +535,16 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
         pytest.param(
             broken(step_size=1, monitor="val/loss"), "StepLR follows no metric", id="no-metric"
         ),
-        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor must name", id="monitor"),
+        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must name", id="monitor"),
         pytest.param(
             broken(step_size=1, warmup={"step": 3}),
-            "lr_scheduler.warmup.step is unknown",
+            "lr_scheduler.warmup.step: unknown key",
             id="ramp",
         ),
         pytest.param(
             broken(step_size=1, warmup={"steps": 3, "epochs": 1}), "give one of them", id="both"
         ),
-        pytest.param(broken(step_size=1, warmup=3), "warmup must be a dict", id="ramp-type"),
+        pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
         pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
         pytest.param(
             broken(step_size=1, warmup={"steps": -1}), "a number of updates", id="negative"
@@ -577,7 +577,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
                 schedulers=[broken(step_size=1, interval="epoch")],
                 milestones=[],
             ),
-            r"schedulers.0.interval belongs to lr_scheduler",
+            r"schedulers.0.interval: belongs to lr_scheduler",
             id="inner-interval",
         ),
         pytest.param(
@@ -599,9 +599,9 @@ def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], mess
 
 
 def test_a_run_without_a_length_has_no_horizon() -> None:
-    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max follows the length.*max_epochs"):
+    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max: follows the length.*max_epochs"):
         build_lr_schedule(node("cosine"), optimizers(), None, None)
-    with pytest.raises(ScheduleError, match="milestones follows the length of the run"):
+    with pytest.raises(ScheduleError, match="milestones: follows the length of the run"):
         build_lr_schedule(node("multi_step"), optimizers(), None, None)
     warm = broken(step_size=1, warmup={"epochs": 1})
     with pytest.raises(ScheduleError, match="the length of an epoch is not known"):
