@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 from trainer.runs.directory import read_status
 

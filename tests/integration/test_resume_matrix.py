@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from scripts.same_run import differences, metrics_of, repeated_steps
+from same_run import differences, metrics_of, repeated_steps
 
 EVERY_STEP = ["callbacks.checkpoint.every_n_steps=1", "trainer.validate_every_n_steps=6"]
 VARIANTS = {
