@@ -8,7 +8,7 @@ import pytest
 
 from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
-from trainer.runs.directory import read_status
+from trainer.runs.status import read_status
 
 # 0.6 M parameters with their momentum: 5 MB.
 LARGE = ["experiment=resnet18", "model=mlp", "model.hidden=[800,500]", "loader.num_workers=0"]
