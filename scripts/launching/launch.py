@@ -26,7 +26,7 @@ from scripts.launching.notes import Notes, Report
 from trainer.distributed.machine import check_processes
 from trainer.errors import stopping_signals
 from trainer.files.log_format import indented_lines, visible
-from trainer.runs.directory import amend_failure
+from trainer.runs.status import amend_failure
 from trainer.strategies.strategy import count_devices
 
 _PEER = 6  # a process that was lost, or that lost another

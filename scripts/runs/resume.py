@@ -18,13 +18,8 @@ from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import write_text
-from trainer.runs.directory import (
-    RunDirectoryError,
-    find_unfinished,
-    holds_run,
-    name_folder,
-    read_status,
-)
+from trainer.runs.directory import name_folder
+from trainer.runs.status import RunDirectoryError, find_unfinished, holds_run, read_status
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")

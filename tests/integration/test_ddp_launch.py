@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 
 JOB = [

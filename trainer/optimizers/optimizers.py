@@ -18,7 +18,6 @@ from trainer.optimizers.state import Group, hyper_parameters, pack, unpack
 from trainer.optimizers.steps import begin_with_zeros, needs_closure
 
 __all__ = [
-    "Group",
     "GroupRow",
     "Optimizers",
     "build_optimizers",

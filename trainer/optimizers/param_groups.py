@@ -69,21 +69,6 @@ class Division:
     frozen: dict[str, nn.Parameter]
 
 
-def group_parameters(
-    model: nn.Module, rules: Any, key: str = "optimizer.param_groups"
-) -> dict[str, ParamGroup]:
-    """Divide the trainable parameters of `model` by `rules`; freeze those that a rule freezes.
-
-    The groups come in the order of the rules, then `default` with the rest. Raises
-    `ParamGroupError` for rules that make no sense or accept nothing.
-    """
-    problems: list[Problem] = []
-    claim = Claim(key, parse_rules(rules, key, problems))
-    raise_problems(problems, ParamGroupError)
-    division = divide(model, {"": claim})
-    return {group.name: group for group in division.groups[""]}
-
-
 def divide(
     model: nn.Module,
     claims: Mapping[str, Claim],

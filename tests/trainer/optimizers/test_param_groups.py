@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from conf.errors import Problem, raise_problems
 from models.vit import ViT
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.optimizers.param_groups import ParamGroupError, group_parameters
+from trainer.optimizers.param_groups import (
+    Claim,
+    ParamGroup,
+    ParamGroupError,
+    divide,
+    parse_rules,
+)
 from trainer.optimizers.selectors import candidates, is_kind
 
 
@@ -30,8 +37,15 @@ def network() -> nn.Sequential:
     )
 
 
+def groups_of(model: nn.Module, rules: Any) -> dict[str, ParamGroup]:
+    problems: list[Problem] = []
+    claim = Claim("optimizer.param_groups", parse_rules(rules, "optimizer.param_groups", problems))
+    raise_problems(problems, ParamGroupError)
+    return {group.name: group for group in divide(model, {"": claim}).groups[""]}
+
+
 def members(model: nn.Module, rules: Any) -> dict[str, list[str]]:
-    return {name: list(group.parameters) for name, group in group_parameters(model, rules).items()}
+    return {name: list(group.parameters) for name, group in groups_of(model, rules).items()}
 
 
 @pytest.mark.parametrize(
@@ -302,5 +316,5 @@ def test_a_rule_that_makes_no_sense_is_refused(rules: Any, message: str) -> None
 def test_all_mistakes_are_told_at_once() -> None:
     rules = {"a": {"match": "("}, "b": {"kind": "biass"}, "c": {}}
     with pytest.raises(ParamGroupError, match="3 mistakes") as caught:
-        group_parameters(network(), rules)
+        groups_of(network(), rules)
     assert len(str(caught.value).splitlines()) == 4
