@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class ImageFolder:
     """Image files (paths relative to `folder`) and their classes, decoded when asked for."""
 
+    transforms_in_batches = True
+
     def __init__(
         self,
         folder: Path,
