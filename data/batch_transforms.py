@@ -139,12 +139,11 @@ class RandomErasing:
         """Write the boxes only; on a GPU the host would wait for where they are."""
         result = images.clone()
         pixels, fill = result.numpy(), self.value
-        if not isinstance(fill, int | float):
-            fill = fill.beside(images, images.dtype).numpy()
+        written = fill.beside(images, images.dtype).numpy() if isinstance(fill, Constants) else fill
         numbers = zip(*(side.tolist() for side in boxes), strict=True)
         for image, (top, left, tall, wide) in zip(pixels, numbers, strict=True):
             if tall:
-                image[:, top : top + tall, left : left + wide] = fill
+                image[:, top : top + tall, left : left + wide] = written
         return result
 
     def _erased(

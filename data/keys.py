@@ -59,7 +59,8 @@ def counted(words: Words, first: int, numbers: int) -> Words:
 
 def keys(values: npt.ArrayLike, *parts: int) -> Words:
     """Return `key(*parts, value)` for each of many values."""
-    return counted(np.asarray(values, dtype=np.uint64) ^ np.uint64(key(*parts)), 0, 1)[0]
+    words: Words = np.asarray(values, dtype=np.uint64) ^ np.uint64(key(*parts))
+    return counted(words, 0, 1).reshape(words.shape)
 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:

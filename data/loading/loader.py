@@ -146,6 +146,8 @@ class Loader:
         stop = len(self) if stop is None else min(stop, len(self))
         self._source.pieces = self.sampler.walk(epoch, start, stop)
         self._received = 0
+        if callable(fill := getattr(self.dataset, "fill_cache", None)):
+            fill(self._interrupted)  # before the workers start, which then share it
         iterator = self._begin()
         try:
             while (fetched := self._next(iterator)) is not None:

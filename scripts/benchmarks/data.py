@@ -1,11 +1,13 @@
 """What data loading costs: our transforms by name, against torchvision's default for each sample.
 
 Three kinds of images: in memory, small JPEG files, and JPEG files of ImageNet's size. Every loader
-is built from the shipped YAML; its reference is `ImageFolder` (or images in memory, as torchvision's
-`CIFAR10` has them), Pillow, and the transforms of `torchvision.transforms`, sample by sample, by the
-same number of workers. Rates are images a second of whole passes, the first of which is not counted:
-it starts workers, warms the file cache and fills ours. Images are taken from `$DATA_ROOT` where
-`cifar10/train` and `imagenet` are there, and else are made up, with about the same sizes.
+is built from the shipped YAML. Its reference is `ImageFolder` (or images in memory, as torchvision's
+`CIFAR10` has them), Pillow and `torchvision.transforms`, sample by sample, with as many workers.
+
+A rate is that of a whole pass. The first pass is not counted: it starts workers, warms the file
+cache and fills ours. Without workers it is by the CPU's time, which other processes change least;
+with workers by the clock. Images are taken from `$DATA_ROOT` where `cifar10/train` and `imagenet`
+are there; else they are made up, about as large.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Contender:
     name: str
     reference: str
     batches: Callable[[], Iterable[Tensor]]
+    workers: int = 0
 
 
 class InMemory(Dataset[Sample]):
@@ -138,10 +141,10 @@ def _large(folder: Path) -> Iterator[Contender]:
         num_workers=LARGE_WORKERS,
         persistent_workers=True,
     )
-    yield Contender(reference, reference, lambda: _inputs(loader))
+    yield Contender(reference, reference, lambda: _inputs(loader), LARGE_WORKERS)
     words = (f"loader.batch_size={LARGE_BATCH}", f"loader.num_workers={LARGE_WORKERS}")
     ours = _ours(folder, "transforms=imagenet", *words)
-    yield Contender("large JPEG, imagenet", reference, _passes(ours))
+    yield Contender("large JPEG, imagenet", reference, _passes(ours), LARGE_WORKERS)
 
 
 def _default(side: int, channels: int) -> Callable[[Any], Tensor]:
@@ -159,7 +162,9 @@ def _ours(folder: Path, *overrides: str) -> OnDevice:
 
 def _ours_in_memory(images: Tensor, *overrides: str) -> OnDevice:
     channels = images.shape[1]
-    statistics_ = [f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))]
+    statistics_ = [
+        f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))
+    ]
     size = (f"data.image_size={images.shape[-1]}", f"data.channels={channels}")
     config = _config("data=digits", *overrides, *statistics_, *size)
     pipeline = build_pipeline(config, "train")
@@ -195,11 +200,12 @@ def _inputs(loader: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _rate(contender: Contender) -> float:
-    since, images = time.process_time(), 0
+    clock = time.perf_counter if contender.workers else time.process_time
+    since, images = clock(), 0
     for inputs in contender.batches():
         assert inputs.dtype == torch.float32
         images += len(inputs)
-    return images / (time.process_time() - since)
+    return images / (clock() - since)
 
 
 def _row(contender: Contender, rates: dict[str, list[float]]) -> Row:
@@ -210,7 +216,7 @@ def _row(contender: Contender, rates: dict[str, list[float]]) -> Row:
 
 
 def _folder(name: str, scratch: Path, side: int, images: int) -> tuple[Path, bool]:
-    """Return a folder with `train/<class>/*` of so many JPEG files, and whether they are made up."""
+    """Return a folder with `train/<class>/*` of JPEG files, and whether they are made up."""
     tree = scratch / f"pictures{side}"
     place = tree / "train" / "pictures"
     place.mkdir(parents=True)

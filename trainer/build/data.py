@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from data.batch_forms import check_per_sample, defer
+from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
+from data.image_folder import ImageFolder
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -28,6 +32,8 @@ from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate
+
+logger = logging.getLogger("regimen")
 
 SPLITS = ("train", "val", "test")
 
@@ -92,7 +98,19 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
+    if config.data.cache != "none":
+        _set_cache(config, split, dataset)
     return as_dataset(dataset)
+
+
+def _set_cache(config: Config, split: str, dataset: Any) -> None:
+    if not isinstance(dataset, ImageFolder):
+        logger.info("data.cache: data.%s reads no image files, there is nothing to keep", split)
+        return
+    options = config.data
+    folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
+    assert options.cache != "none"
+    dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
 
 
 def _deferred(dataset: Any) -> dict[str, Any]:
