@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from data.batch_forms import check_per_sample, defer
+from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
+from data.image_folder import ImageFolder
+from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
@@ -26,6 +32,8 @@ from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate
+
+logger = logging.getLogger("regimen")
 
 SPLITS = ("train", "val", "test")
 
@@ -55,17 +63,14 @@ class Data:
 def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     """Open the data sets; raises DataError and ConfigError before a model is built."""
     nodes = {split: getattr(config.data, split) for split in splits}
-    sets = {
-        split: _open(node, f"data.{split}", _pipeline(config, split)) if node else None
-        for split, node in nodes.items()
-    }
+    sets = {split: _open(config, split, node) if node else None for split, node in nodes.items()}
     if "train" in splits and sets["train"] is None:
         raise DataError("data.train is null: there is nothing to train on")
     return Data(sets, _num_classes(config, sets))
 
 
-def _pipeline(config: Config, split: str) -> Pipeline:
-    stage = "train" if split == "train" else "eval"
+def build_pipeline(config: Config, stage: str) -> Pipeline:
+    """Build the transforms of `train` or `eval` samples."""
     return Pipeline(build_transforms(config, stage, config.data.num_classes))
 
 
@@ -75,12 +80,43 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
     return build_named(nodes, f"transforms.{stage}")
 
 
-def _open(node: dict[str, Any], key: str, pipeline: Pipeline) -> Any:
+def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
+    """Open a data set, given its transforms.
+
+    Those at their end that treat whole batches are left to the loader, where the data set says that
+    its samples begin with what the transforms return, and nobody else puts them together.
+    """
+    stage = "train" if split == "train" else "eval"
+    pipeline = build_pipeline(config, stage)
     # A data set of the user's own may do without our transforms: it then has no such parameter.
     takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
     given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
-    dataset = instantiate(node, _key_=key, **given)
-    return None if dataset is None else as_dataset(dataset)
+    dataset = instantiate(node, _key_=f"data.{split}", **given)
+    if dataset is None:
+        return None
+    own_collate = config.loader.collate_fn or (stage == "eval" and config.loader.eval.collate_fn)
+    if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
+        defer(pipeline, stage)
+    check_per_sample(pipeline, f"transforms.{stage}")
+    if config.data.cache != "none":
+        _set_cache(config, split, dataset)
+    return as_dataset(dataset)
+
+
+def _set_cache(config: Config, split: str, dataset: Any) -> None:
+    if not isinstance(dataset, ImageFolder):
+        logger.info("data.cache: data.%s reads no image files, there is nothing to keep", split)
+        return
+    options = config.data
+    folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
+    assert options.cache != "none"
+    dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
+
+
+def _deferred(dataset: Any) -> dict[str, Any]:
+    """Return the steps that a data set leaves to the loader, by their keys below `transforms`."""
+    pipeline = getattr(dataset, "transform", None)
+    return pipeline.deferred if isinstance(pipeline, Pipeline) else {}
 
 
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
@@ -116,7 +152,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
     )
     steps = build_transforms(config, "device", data.num_classes)
     loader = _loader(config, dataset, sampler, strategy, "replace")
-    return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
+    return _on_device(config, loader, strategy, steps)
 
 
 def eval_loader(
@@ -141,7 +177,7 @@ def eval_loader(
         world_size=strategy.group.world_size,
     )
     loader = _loader(config, dataset, sampler, strategy, "drop", evaluating=True)
-    return _on_device(config, loader, strategy, None)
+    return _on_device(config, loader, strategy, {})
 
 
 def overfit_samples(config: Config, dataset: Any) -> int | None:
@@ -186,12 +222,12 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
 
 
 def _on_device(
-    config: Config, loader: Loader, strategy: Strategy, transforms: DeviceTransforms | None
+    config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
 ) -> OnDevice:
     return OnDevice(
         loader,
         strategy.device,
-        transforms=transforms,
+        transforms=DeviceTransforms(steps, config.seed, _deferred(loader.dataset)),
         non_blocking=config.loader.non_blocking,
         prefetch=config.loader.prefetch_to_device,
     )
@@ -225,6 +261,8 @@ def _loader(
     for name in ("collate_fn", "worker_init_fn"):
         if values[name]:
             values[name] = instantiate(values[name], _key_=f"loader.{name}")
+    if _deferred(dataset):
+        values["collate_fn"] = collate_ragged
     # Pinning opens a context on a GPU, which a run on the CPU has no part in.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
     check_workers(values["num_workers"])
