@@ -16,7 +16,7 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # Rooms of one line know nothing of each other. A module of a package's top is a room of its own
 # where it is named here.
 ORDER = (
-    ("conf", "models", "data"),
+    ("conf", "data"),
     ("data.loading",),
     ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),
@@ -24,6 +24,7 @@ ORDER = (
     ("trainer.tasks", "trainer.summary"),
     ("trainer.runs",),
     ("trainer.checkpoints",),
+    ("models",),
     ("trainer.optimizers", "trainer.strategies"),
     ("trainer.lr_schedulers",),
     ("trainer.update",),
