@@ -17,7 +17,7 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # where it is named here.
 ORDER = (
     ("conf.errors",),
-    ("conf", "models", "data"),
+    ("conf", "data"),
     ("data.loading",),
     ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed", "trainer.timer"),
@@ -26,6 +26,7 @@ ORDER = (
     ("trainer.tasks", "trainer.summary"),
     ("trainer.runs",),
     ("trainer.checkpoints",),
+    ("models",),
     ("trainer.optimizers", "trainer.strategies"),
     ("trainer.lr_schedulers",),
     ("trainer.update",),

@@ -2,7 +2,8 @@
 
 Three kinds of images: in memory, small JPEG files, and JPEG files of ImageNet's size. Every
 loader is built from the shipped YAML. Its reference is `ImageFolder` (or images in memory, as
-torchvision's `CIFAR10` has them), Pillow and `torchvision.transforms`, sample by sample, with as many workers.
+torchvision's `CIFAR10` has them), Pillow and `torchvision.transforms`, sample by sample, with as
+many workers.
 
 A rate is that of a whole pass. The first pass is not counted: it starts workers, warms the file
 cache and fills ours. Without workers it is by the CPU's time, which other processes change least;

@@ -39,7 +39,7 @@ models.weights.fetch
 models.pretrained.load_weights
 models.pretrained.LoadReport
 callbacks.support.event_file.rewind
-callbacks.support.weights_file.write_weights
+trainer.checkpoints.weights.write_safetensors
 callbacks.swa.measure
 callbacks.checkpoint.CheckpointStore
 callbacks.ema.EMA.load_state_dict
