@@ -32,6 +32,7 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed.attempts import attempt
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
+from trainer.inference.facts import facts_of
 from trainer.rng import tf32_remark
 from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.runs.status import check_run_dir
@@ -163,6 +164,8 @@ def _directory(
                 overrides=request.overrides,
                 facts=facts,
             )
+        if not directory.inference_path.exists():
+            facts_of(config, experiment.data, trainer.task).write(directory.path)
         directory.running(resume=request.resume_command(directory.path))  # also after a kill -9
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
     with logged_to(directory.log_path if directory else None, earlier):

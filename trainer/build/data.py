@@ -64,6 +64,11 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     return Data(sets, _num_classes(config, sets))
 
 
+def evaluation_pipeline(config: Config) -> Pipeline:
+    """Build the transforms of samples that are not trained on."""
+    return _pipeline(config, "val")
+
+
 def _pipeline(config: Config, split: str) -> Pipeline:
     stage = "train" if split == "train" else "eval"
     nodes = getattr(config.transforms, stage)

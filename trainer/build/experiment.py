@@ -133,10 +133,15 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         problem = Problem(f"data.{split}", "the data have no such split", hint=f"try split={other}")
         raise ConfigError([problem])
     loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
+    return build_evaluator(config, data.num_classes, strategy), loader
+
+
+def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:
+    """Build a trainer that evaluates and predicts and has no data of its own."""
     precision = Precision(config.trainer.precision, strategy.device.type)
-    model = build_model(config, data.num_classes, strategy, precision)
+    model = build_model(config, num_classes, strategy, precision)
     averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
-    task = build_task(config, data.num_classes)
+    task = build_task(config, num_classes)
     every = [model, *task.own_modules().values()]
     trainer = Trainer(
         model,
@@ -149,7 +154,7 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
     )
     trainer.setup()
-    return trainer, loader
+    return trainer
 
 
 def build_model(

@@ -18,6 +18,7 @@ from trainer.files.storage import storage_error
 from trainer.runs import manifest
 from trainer.runs.lock import RunLock, is_held, read_holder
 from trainer.runs.status import (
+    INFERENCE,
     MANIFEST,
     STATUS,
     RunDirectoryError,
@@ -126,6 +127,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def inference_path(self) -> Path:
+        """What the run knows of its data, to be used without them."""
+        return self.path / INFERENCE
+
+    @property
     def plan_path(self) -> Path:
         """What a dry run found."""
         return self.path / "plan.txt"
@@ -178,7 +184,7 @@ class RunDirectory:
         """Undo `create`, for a run that was refused before it began; what is not its own stays."""
         self.manifest_path.unlink(missing_ok=True)  # first: from here on it is no run
         own = (self.config_path, self.overrides_path, self.log_path, self.metrics_path)
-        for path in (*own, self.status_path, self._lock.path):
+        for path in (*own, self.inference_path, self.status_path, self._lock.path):
             path.unlink(missing_ok=True)
         for folder in (self.tensorboard, self.checkpoints):
             shutil.rmtree(folder, ignore_errors=True)
