@@ -82,11 +82,11 @@ class Standardize:
     def __init__(self, mean: list[float], std: list[float]) -> None:
         if len(mean) != len(std) or min(std) <= 0:
             raise DataError(f"mean {mean} and std {std} must be as long, std positive")
-        self._mean = Constants(mean, (-1, 1, 1))
-        self._std = Constants(std, (-1, 1, 1))
+        self.mean = Constants(mean, (-1, 1, 1))
+        self.std = Constants(std, (-1, 1, 1))
 
     def __call__(self, image: Tensor) -> Tensor:
-        return (image - self._mean.beside(image)) / self._std.beside(image)
+        return (image - self.mean.beside(image)) / self.std.beside(image)
 
 
 class StackViews:

@@ -11,6 +11,7 @@ COMMANDS = {
     "train": ("scripts.train", "train a model, sweep (-m), or show the plan (dry_run=true)"),
     "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
     "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
+    "export": ("scripts.export", "a trained model as a file for other programs"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }

@@ -33,6 +33,7 @@ ORDER = (
     ("trainer.snapshot",),
     ("trainer.build",),
     ("trainer.inference",),
+    ("trainer.export",),
     ("callbacks.support",),
     ("callbacks",),
     ("scripts.cli",),
@@ -46,7 +47,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # `trainer` and `callbacks` get data sets, models and keys handed in: only `trainer.build`, which
 # turns a configuration into objects, sees both sides.
-BLIND = re.compile(r"(trainer(?!\.(build|inference)\b)|callbacks)\b")
+BLIND = re.compile(r"(trainer(?!\.(build|inference|export)\b)|callbacks)\b")
 UNSEEN = ("conf", "data", "models")
 
 LARGEST_FOLDER = 20

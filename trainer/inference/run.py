@@ -43,9 +43,10 @@ from trainer.trainer import Trainer
 _SPLITS = ("val", "test")
 
 
-def load_run(path: str | Path, allow_targets: Iterable[str] = ()) -> Run:
+def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
     """Open the run in a directory; nothing but its configuration is read yet.
 
+    device: auto (what the machine has), cpu, cuda or mps.
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
     Raises RunDirectoryError where no run is, ConfigError where its configuration is not sound.
     """
@@ -56,7 +57,8 @@ def load_run(path: str | Path, allow_targets: Iterable[str] = ()) -> Run:
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = parse(dict(with_present_targets(plain_values(text, str(folder / "config.yaml")))))
     check_targets(config)
-    return Run(folder, config)
+    strategy: Any = {"name": "single", "accelerator": device}
+    return Run(folder, replace(config, strategy=replace(config.strategy, **strategy)))
 
 
 class Run:
@@ -64,7 +66,7 @@ class Run:
 
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
-        self.config = replace(config, strategy=replace(config.strategy, name="single"))
+        self.config = config
         self._trainers: dict[str, Trainer] = {}
 
     def __repr__(self) -> str:
@@ -89,8 +91,7 @@ class Run:
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
-        trainer = self._trainer(checkpoint)
-        return _with_judged_weights(trainer)
+        return _with_judged_weights(self.trainer(checkpoint))
 
     def predict(
         self,
@@ -107,7 +108,7 @@ class Run:
         the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for what is no picture.
         """
-        trainer = self._trainer(checkpoint)
+        trainer = self.trainer(checkpoint)
         loader = self.config.loader
         size = batch_size or loader.eval_batch_size or loader.batch_size
         rows = Rows(self.facts, top_k, str)
@@ -131,7 +132,8 @@ class Run:
             _, loader = build_evaluation(self.config, strategy, split)
         return (micro.batch for micro in loader.epoch(0))
 
-    def _trainer(self, checkpoint: str) -> Trainer:
+    def trainer(self, checkpoint: str = "best") -> Trainer:
+        """Return what evaluates and predicts: the model on its device, and its task."""
         if checkpoint not in self._trainers:
             strategy = build_strategy(self.config)
             strategy.setup()
