@@ -56,6 +56,10 @@ class ImageFolder:
         """Return the file of a sample."""
         return os.path.join(self._prefix, os.fsdecode(self.names[index]))
 
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms: any size will do."""
+        return {"kind": "picture", "channels": self.channels, "size": None}
+
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self._image(index), int(self.targets[index])
 

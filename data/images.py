@@ -41,6 +41,10 @@ class ImageTensors:
             image = self.transform(image)
         return image, int(self.targets[index])
 
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms."""
+        return picture_form(self.images)
+
     def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
         """Return a whole batch at once, or None where the transform takes single images."""
         if self.transform is not None and not acts_on_batches(self.transform):
@@ -52,12 +56,24 @@ class ImageTensors:
         return images, self.targets.index_select(0, rows)
 
 
-def resized(images: Tensor, size: int | None) -> Tensor:
-    """Return uint8 images (n, C, H, W) at size x size, bilinear: once, not at every access."""
-    if size is None or images.shape[-2:] == (size, size):
+def picture_form(images: Tensor) -> dict[str, Any]:
+    """Return the form of pictures of one size (n, C, H, W): channels, height and width."""
+    channels, height, width = images.shape[1:]
+    if images.dtype != torch.uint8 or channels not in (1, 3):
+        return {"kind": "array"}
+    return {"kind": "picture", "channels": channels, "size": [height, width]}
+
+
+def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
+    """Return uint8 images (n, C, H, W) at `size` (a side, or height and width), bilinear.
+
+    Data sets in memory do it once, not at every access.
+    """
+    shape = [size, size] if isinstance(size, int) else size
+    if shape is None or list(images.shape[-2:]) == list(shape):
         return images
     chunks = [
-        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True)
+        F.interpolate(chunk.float(), list(shape), mode="bilinear", antialias=True)
         for chunk in torch.split(images, 1024)
     ]
     return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])

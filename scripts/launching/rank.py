@@ -42,9 +42,11 @@ def main() -> None:
 
 def _work(request: Request, notes: Notes) -> int:
     with importing():
+        from scripts.prediction.work import answer
         from scripts.runs.run import run
 
-    code = run(request, notes.run_dir)
+    predicts = request.prediction is not None
+    code = answer(request) if predicts else run(request, notes.run_dir)
     if os.environ["RANK"] == "0":
         notes.finish()
     return code

@@ -16,6 +16,7 @@ from scripts.runs.log import Backlog, logged_to
 from scripts.runs.resume import Resume
 from trainer.build.experiment import Experiment
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
+from trainer.inference.facts import facts_of
 from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
 from trainer.trainer import Trainer
 
@@ -48,6 +49,8 @@ def held_directory(
                 overrides=request.overrides,
                 facts=facts,
             )
+        if not directory.inference_path.exists():
+            facts_of(config, experiment.data, trainer.task).write(directory.path)
         directory.running(resume=request.resume_command(directory.path))  # also after a kill -9
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
     with logged_to(directory.log_path if directory else None, earlier):

@@ -26,6 +26,7 @@ PRELOADED = [
     "scripts.evaluate",
     "scripts.testing",
     "scripts.runs.run",
+    "scripts.prediction.work",
     "torchvision.transforms.v2",
     "sklearn.datasets",
     "torch._dynamo",
@@ -45,7 +46,7 @@ AS_ON_A_GPU = {"TRAIN_AS_ON_A_GPU": "1"}  # in the environment of one run
 
 
 def run_command(command, arguments, folder, output, environment, tmpfs):
-    """Be the command `train` or `evaluate` in a process of its own session."""
+    """Be a command such as `train` in a process of its own session."""
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as where the command is typed
     for number, name in ((1, "out"), (2, "err")):
@@ -55,6 +56,8 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     if tmpfs is not None:
         mount(*tmpfs)
     sys.argv = [command, *arguments]
+    if names := environment.get("STANDARD_INPUT"):
+        sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
     module = importlib.import_module(f"scripts.{command}")
 
     if AS_ON_A_GPU.items() <= environment.items():

@@ -115,8 +115,13 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         hint = f"try split={other}"
         raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
     loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
+    return build_evaluator(config, data.num_classes, strategy), loader
+
+
+def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:
+    """Build a trainer that evaluates and predicts and has no data of its own."""
     precision = Precision(config.trainer.precision, strategy.device.type)
-    parts = Assembly(config, Known(data.num_classes), strategy, precision)
+    parts = Assembly(config, Known(num_classes), strategy, precision)
     every = [parts.model, *parts.task.own_modules().values()]
     trainer = Trainer(
         parts.model,
@@ -129,7 +134,7 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
     )
     trainer.setup()
-    return trainer, loader
+    return trainer
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:

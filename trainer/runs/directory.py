@@ -17,6 +17,7 @@ from trainer.files.storage import storage_error
 from trainer.runs import manifest
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder
 from trainer.runs.status import (
+    INFERENCE,
     MANIFEST,
     STATUS,
     RunDirectoryError,
@@ -80,6 +81,11 @@ class RunDirectory:
         """What the run said."""
         return self.path / LOG
 
+    @property
+    def inference_path(self) -> Path:
+        """What the run knows of its data, to be used without them."""
+        return self.path / INFERENCE
+
     def manifest(self) -> dict[str, Any]:
         """Read the manifest; an unreadable one is a RunDirectoryError."""
         return read_json(self.path / MANIFEST)
@@ -113,7 +119,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Undo `create`, for a run that was refused before it began; what is not its own stays."""
         (self.path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no run
-        for name in (CONFIG, OVERRIDES, LOG, METRICS, STATUS, LOCK_FILE):
+        for name in (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
         for name in (TENSORBOARD, CHECKPOINTS):
             shutil.rmtree(self.path / name, ignore_errors=True)

@@ -11,6 +11,7 @@ from trainer.files.storage import storage_error
 from trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
+INFERENCE = "inference.json"
 STATUS = "status.json"
 
 
