@@ -11,7 +11,7 @@ from conf.check import parse
 from data.transforms import Pipeline, Standardize, ToFloat
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.experiment import build_model
+from trainer.build.assembly import Assembly, Known
 from trainer.errors import ModelError
 from trainer.export import artefact
 from trainer.export.artefact import export_run, how_to_load
@@ -178,7 +178,8 @@ def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
     composed = compose(parse_arguments(["experiment=resnet18", f"model={model}", *more]))
     config = parse(composed.config)
     classes = config.data.num_classes
-    built = build_model(config, classes, Strategy(torch.device("cpu")), Precision("fp32", "cpu"))
+    on_cpu = Strategy(torch.device("cpu"))
+    built = Assembly(config, Known(classes), on_cpu, Precision("fp32", "cpu")).model
     network = Network(built, Task(), nn.Sequential(), interprets=False).eval()
     program = exported_program(network, x).module()
     for inputs in (x, x[:1], torch.cat([x, x])):
