@@ -25,7 +25,7 @@ from trainer.build.data import (
     train_loader,
     with_classes,
 )
-from trainer.callback import Callback
+from trainer.callback import Average, Callback, Saver
 from trainer.errors import ModelError
 from trainer.lr_schedulers.schedule import build_lr_schedule, warn_of_long_warmups
 from trainer.optimizers.optimizers import build_optimizers
@@ -135,7 +135,9 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
     loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
     precision = Precision(config.trainer.precision, strategy.device.type)
     model = build_model(config, data.num_classes, strategy, precision)
-    averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
+    averages = {
+        n: c for n, c in build_callbacks(config.callbacks).items() if isinstance(c, Average)
+    }
     task = build_task(config, data.num_classes)
     every = [model, *task.own_modules().values()]
     trainer = Trainer(
@@ -198,7 +200,7 @@ def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callba
     `callbacks=[default,ema]` names it before others, whose state must be up to date by then.
     """
     built = {n: instantiate(node, _key_=f"callbacks.{n}") for n, node in nodes.items() if node}
-    return dict(sorted(built.items(), key=lambda pair: hasattr(pair[1], "save_now")))
+    return dict(sorted(built.items(), key=lambda pair: isinstance(pair[1], Saver)))
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
