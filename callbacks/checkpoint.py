@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from trainer import snapshot
-from trainer.callback import Callback
+from trainer.callback import Saver
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
@@ -30,7 +30,7 @@ class Saved(NamedTuple):
     value: float
 
 
-class Checkpoint(Callback):
+class Checkpoint(Saver):
     """Save between two updates: every so often, and at the end, whatever ended the run.
 
     `every_n_epochs`, `every_n_steps`: either, both or, with None, neither. `monitor` and `mode`
@@ -45,8 +45,6 @@ class Checkpoint(Callback):
     A save that fails is a warning, tried again when values are next logged; at the end it is an
     error. Earlier checkpoints stay as they are.
     """
-
-    of_run = True
 
     def __init__(
         self,
@@ -85,6 +83,12 @@ class Checkpoint(Callback):
     def best(self) -> Saved | None:
         """The best checkpoint; None if there is none, or nothing to judge it by."""
         return self._ranking[0] if self._ranking and self.monitor else None
+
+    def best_result(self) -> tuple[str, float, int] | None:
+        """Return metric, value and step of the best checkpoint, if one was chosen."""
+        if self.monitor is None or self.best is None:
+            return None
+        return self.monitor, self.best.value, self.best.step
 
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from callbacks.support.averaging import WeightAverage
 from callbacks.support.errors import CallbackError
 from trainer import rng
-from trainer.callback import Callback
+from trainer.callback import Average
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class SWA(Callback):
+class SWA(Average):
     """Average the weights after every epoch from `start_epoch` on, each with the same weight.
 
     `start_epoch`: epochs trained before the first one that counts (an int), or a share of

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch, to_device
-from trainer.callback import Callback, Hooks, judged_average
+from trainer.callback import Callback, Hooks, evaluated_average
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.errors import SampleError
@@ -77,7 +77,7 @@ class Trainer:
         self.callbacks = dict(callbacks or {})
         for name, callback in self.callbacks.items():
             callback.name = name
-        self.average = judged_average(self.callbacks)
+        self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = run_dir
         self.config_text = config_text  # kept in every checkpoint
@@ -299,9 +299,8 @@ class Trainer:
             return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model has the weights to evaluate (an average's)."""
-        average: Any = self.average
-        return nullcontext() if average is None else average.swap(self)
+        """Return the context in which the model has the weights to evaluate, or an average's."""
+        return nullcontext() if self.average is None else self.average.swap(self)
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""

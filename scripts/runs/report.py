@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scripts.runs.account import Account
+from trainer.callback import saver_of
 from trainer.metric_names import epoch_metric
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, fl
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     """Return (metric, value, step) of the best checkpoint, if one was chosen."""
-    callback: Any = experiment.trainer.callbacks.get("checkpoint")
-    best = getattr(callback, "best", None)
-    return None if best is None else (callback.monitor, best.value, best.step)
+    saver = saver_of(experiment.trainer.callbacks)
+    return None if saver is None else saver.best_result()
 
 
 def final_block(

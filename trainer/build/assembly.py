@@ -14,7 +14,7 @@ from conf.errors import Problem
 from conf.reserved import fill
 from conf.schema import Config
 from trainer.build.nodes import build_named, build_node, with_classes
-from trainer.callback import Callback
+from trainer.callback import Callback, Saver
 from trainer.errors import ModelError
 from trainer.lr_schedulers.schedule import LRSchedule, build_lr_schedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -123,7 +123,7 @@ class Assembly:
         """
         built = build_named(fill(self.config.callbacks, self.known.lengths), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
-        return dict(sorted(kept.items(), key=lambda pair: hasattr(pair[1], "save_now")))
+        return dict(sorted(kept.items(), key=lambda pair: isinstance(pair[1], Saver)))
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from trainer.build.data import (
     overfit_samples,
     train_loader,
 )
-from trainer.callback import Callback
+from trainer.callback import Average, Callback
 from trainer.lr_schedulers.schedule import warn_of_long_warmups
 from trainer.options import Clipping, GradientNoise, TrainerOptions, horizon
 from trainer.rng import seed_everything, set_switches
@@ -130,7 +130,7 @@ def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy)
         [],
         strategy=strategy,
         precision=precision,
-        callbacks={n: c for n, c in parts.callbacks.items() if hasattr(c, "swap")},
+        callbacks={n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
     )
     trainer.setup()
