@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
-from callbacks.support.weights_file import write_weights
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
 from trainer.strategies.strategy import describe_device
 
@@ -148,16 +147,15 @@ class Checkpoint(Callback):
         counters = trainer.state.state_dict()
         if self._store is None or not trainer.state.updates or counters == self._saved:
             return
-        started = time.monotonic()
         before = self._ranking
         self._ranking = self._with_this(trainer) if ranked else before
         try:
-            self._write(trainer, self._store)
+            with trainer.timer.spending("checkpoints"):
+                self._write(trainer, self._store)
         except StorageError:
             self._ranking = before
             raise
         self._saved, self._failures = counters, 0
-        trainer.timer.pause += time.monotonic() - started
 
     def _due(self, trainer: Trainer) -> bool:
         state = trainer.state
@@ -204,7 +202,7 @@ class Checkpoint(Callback):
             weights = trainer.strategy.model_state(trainer.model)
             if trainer.is_main:
                 try:
-                    write_weights(folder / "best.safetensors", weights)
+                    write_safetensors(folder / "best.safetensors", weights)
                 except StorageError as error:
                     _log.warning("%s", error)
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import MicroBatch, map_tensors
 from trainer import rng
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
 from trainer.checkpoints.store import FORMAT_VERSION
-from trainer.nested import map_tensors
+from trainer.errors import CheckpointError
 from trainer.trainer import Trainer
-from trainer.update.batch import MicroBatch, updates
 from trainer.update.sums import Sums
 
 
@@ -136,11 +136,11 @@ def _rehearse(trainer: Trainer) -> None:
 
     def compute() -> None:
         if not batches:
-            batches.extend(next(updates(trainer.train_loader.epoch(trainer.state.epoch))))
-        trainer.updater.rehearse(batches)
+            batches.extend(next(trainer.draw(trainer.state.epoch)))
+        trainer.updater.try_out(batches)
 
-    trainer.parts.wrapped.train()
-    trainer.strategy.rehearse(trainer.parts.wrapped, compute)
+    trainer.wrapped.train()
+    trainer.strategy.rehearse(trainer.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
@@ -167,9 +167,14 @@ def step_of(payload: Mapping[str, Any]) -> int:
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Return which samples this process left out; a plain loader leaves out none."""
+    """Return which samples this process left out, and the version of its random draws.
+
+    A plain loader has neither.
+    """
     loader: Any = trainer.train_loader
-    return {"skipped": loader.skipped_state()} if hasattr(loader, "skipped_state") else {}
+    if not hasattr(loader, "skipped_state"):
+        return {}
+    return {"skipped": loader.skipped_state(), "draws": getattr(loader, "draws", None)}
 
 
 def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
@@ -177,9 +182,21 @@ def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> Non
     loader: Any = trainer.train_loader
     if not hasattr(loader, "skipped_state"):
         return
+    _check_draws(getattr(loader, "draws", None), states)
     rank, count = trainer.group.rank, trainer.group.world_size
     own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
     loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
+
+
+def _check_draws(now: int | None, states: list[Mapping[str, Any]]) -> None:
+    """Refuse a run whose random transforms drew in another way; None: nothing is drawn."""
+    then = states[0].get("draws", 1) if states else 1  # version 1 did not write it down
+    if None not in (now, then) and now != then:
+        raise CheckpointError(
+            f"resume: the random transforms of this run were drawn by version {then} of the draws, "
+            f"and this Regimen has version {now}, which augments each sample in another way: go on "
+            "with the Regimen that the run began with, or begin a new run"
+        )
 
 
 def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:

@@ -1,30 +1,18 @@
 """Stack samples into a batch, keeping the types that hold them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
-
-def is_namedtuple(value: object) -> bool:
-    """Tell a namedtuple from a plain tuple: it is rebuilt from its fields, not from a list."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+from data.batch import rebuild
 
 
-def rebuild(like: Any, items: list[Any]) -> Any:
-    """Return a tuple, list or namedtuple of the type of `like` with new items."""
-    if is_namedtuple(like):
-        return type(like)(*items)
-    return tuple(items) if isinstance(like, tuple) else items
+class Ragged(NamedTuple):
+    """Images of different sizes, which a step for whole batches is to bring to one."""
 
-
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every leaf of nested dicts, lists, tuples and namedtuples."""
-    if isinstance(batch, Mapping):
-        return {name: map_leaves(function, value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return rebuild(batch, [map_leaves(function, value) for value in batch])
-    return function(batch)
+    images: list[Tensor]
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -41,3 +29,14 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return rebuild(first, [collate(column) for column in zip(*samples, strict=True)])
     return default_collate(list(samples))
+
+
+def collate_ragged(samples: Sequence[Any]) -> Any:
+    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
+    first = samples[0]
+    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
+    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
+        return collate(samples)
+    if not isinstance(first, tuple):
+        return Ragged(inputs)
+    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from data.batch import MicroBatch, Piece
 from data.errors import DataError, WorkerError
 from data.keys import LOADER, key
 from data.loading.collate import collate
@@ -30,20 +30,12 @@ from data.loading.workers import (
 )
 from data.samplers import own_samples
 from data.streams import Stream, as_dataset
-from data.updates import Piece, UpdateSampler
+from data.updates import UpdateSampler
 
 logger = logging.getLogger(__name__)
 
 # Seconds between looks at the workers: so soon is a dead one found, whatever loader.timeout is.
 _LOOK = 1.0
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """A collated batch of one rank and what it is within its update."""
-
-    batch: Any
-    piece: Piece
 
 
 class _Source:
@@ -131,8 +123,8 @@ class Loader:
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": persistent_workers and num_workers > 0,
         }
-        self._loader = self._torch_loader()
         if num_workers:
+            self._loader = self._torch_loader()
             kill_at_exit(self)
 
     def __len__(self) -> int:
@@ -146,6 +138,8 @@ class Loader:
         stop = len(self) if stop is None else min(stop, len(self))
         self._source.pieces = self.sampler.walk(epoch, start, stop)
         self._received = 0
+        if callable(fill := getattr(self.dataset, "fill_cache", None)):
+            fill(self._interrupted)  # before the workers start, which then share it
         iterator = self._begin()
         try:
             while (fetched := self._next(iterator)) is not None:
@@ -185,7 +179,7 @@ class Loader:
 
     def _begin(self) -> Iterator[Fetched]:
         if self._options["num_workers"] == 0:
-            return iter(self._loader)
+            return map(self._fetch_here, self._source.pieces)
         if self._workers:
             # Workers that are busy, or hang, after an epoch that was left early: take new ones.
             with contextlib.suppress(RuntimeError):
@@ -193,6 +187,11 @@ class Loader:
                 return self._iterator
             self.close(patient=False)
         return self._start_workers()
+
+    def _fetch_here(self, piece: Piece) -> Fetched:
+        """Fetch without workers: torch's DataLoader around it would take as long as the batch."""
+        fetched = self._fetcher.__getitems__(piece)
+        return fetched.pin_memory() if self._options["pin_memory"] else fetched
 
     def _start_workers(self) -> Iterator[Fetched]:
         try:

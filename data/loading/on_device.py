@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data.loading.collate import map_leaves
+from data.batch import MicroBatch, map_leaves, to_device
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.fetch import Skipped
-from data.loading.loader import Loader, MicroBatch
+from data.loading.loader import Loader
 
 
 class OnDevice:
@@ -58,6 +58,11 @@ class OnDevice:
         """Take over what was left out."""
         self.loader.load_skipped_state(state)
 
+    @property
+    def draws(self) -> int | None:
+        """The version of the draws that are made for each sample of a batch; None = none are."""
+        return self.transforms.draws if self.transforms else None
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -77,7 +82,7 @@ class OnDevice:
         self.loader.close()
 
     def _moved(self, micro: MicroBatch) -> MicroBatch:
-        batch = to_device(micro.batch, self.device, self.non_blocking)
+        batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
             batch = self.transforms(batch, micro.piece)
         return MicroBatch(batch, micro.piece)
@@ -150,15 +155,6 @@ def one_ahead(
         if launched is None:
             return
         waiting = launched
-
-
-def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
-    """Move the tensors of a nested batch; other leaves stay."""
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(moved, batch)
 
 
 def _lent(leaf: Any, stream: torch.cuda.Stream) -> Any:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -39,17 +39,25 @@ class StoppedEarlyError(BaseException):
         super().__init__(f"stopped by {name} before the first update: there was nothing to save")
 
 
-def guarded(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
-    outlive_readers()
-    end_on_signals()
-    try:
-        code = command()
-    except BaseException as error:
-        code = report(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+class Command:
+    """The context of a whole command: it ends the process with `code`, or by what was raised.
+
+    A failure ends in one `error:` line.
+    """
+
+    code = 0
+
+    def __enter__(self) -> Command:
+        outlive_readers()
+        end_on_signals()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> NoReturn:
+        if error is not None:
+            self.code = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.exit(self.code)
 
 
 def report(error: BaseException) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.runs.account import Account
 from trainer.metric_names import epoch_metric
 
 if TYPE_CHECKING:
@@ -42,14 +43,19 @@ def final_block(
     experiment: Experiment,
     run_dir: Path,
     results: dict[str, float],
-    seconds: float,
+    account: Account,
 ) -> str:
     """Return the block that closes a run: where it went, what came out, what to do next."""
     state, best = experiment.trainer.state, best_of(experiment)
     ended = f", ended by {state.stop_reason}" if state.stop_reason else ""
     lines = [
         ("run", str(run_dir)),
-        ("trained", f"{state.epoch} epochs, {state.global_step} updates, {seconds:.1f} s{ended}"),
+        (
+            "trained",
+            f"{state.epoch} epochs, {state.global_step} updates, {account.seconds:.1f} s{ended}",
+        ),
+        ("time", account.text()),
+        ("hint", account.hint(request.config, request.choices)),
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))
