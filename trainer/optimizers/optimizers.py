@@ -14,7 +14,7 @@ from conf.errors import Problem, raise_problems
 from trainer.optimizers.nodes import SINGLE, build, claims, sections
 from trainer.optimizers.param_groups import DEFAULT, ParamGroupError, divide, some
 from trainer.optimizers.selectors import Candidate, candidates
-from trainer.optimizers.state import Group, hyper_parameters, pack, unpack
+from trainer.optimizers.state import TorchGroup, hyper_parameters, pack, unpack
 from trainer.optimizers.steps import begin_with_zeros, needs_closure
 
 __all__ = [
@@ -96,10 +96,10 @@ class Optimizers:
         """Return the names and the torch optimizers."""
         return self.optimizers.items()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TorchGroup]:
         """Return all parameter groups; their names are unique."""
         return [
-            Group(self._group_name(name, i, options), name, options)
+            TorchGroup(self._group_name(name, i, options), name, options)
             for name, optimizer in self.optimizers.items()
             for i, options in enumerate(optimizer.param_groups)
         ]

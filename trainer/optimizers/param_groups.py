@@ -46,9 +46,10 @@ class Claim:
     """Which parameters an optimizer takes, and the rules that divide them."""
 
     key: str
-    rules: Sequence[Rule]
+    rules: Sequence[GroupRule]
     selector: Selector | None = None
-    only: Sequence[Rule] = ()  # without a selector: what these accept, instead of all that is left
+    # Without a selector: what these accept, instead of all that is left.
+    only: Sequence[GroupRule] = ()
 
     def takes(self, candidate: Candidate) -> bool:
         """Tell whether the optimizer is to train a parameter."""
@@ -56,7 +57,7 @@ class Claim:
             return self.selector.accepts(candidate)
         return not self.only or any(rule.selector.accepts(candidate) for rule in self.only)
 
-    def rule_of(self, candidate: Candidate) -> Rule | None:
+    def rule_of(self, candidate: Candidate) -> GroupRule | None:
         """Return the first rule that accepts a parameter."""
         return next((rule for rule in self.rules if rule.selector.accepts(candidate)), None)
 
@@ -120,7 +121,7 @@ class _Slot(NamedTuple):
 
 
 def _slot(
-    owner: str, claim: Claim, rule: Rule | None, candidate: Candidate, layers: Layers
+    owner: str, claim: Claim, rule: GroupRule | None, candidate: Candidate, layers: Layers
 ) -> _Slot:
     if rule is None:
         return _Slot(owner, len(claim.rules), 0)
@@ -130,7 +131,7 @@ def _slot(
 
 
 def _new_group(
-    prefix: str, claim: Claim, rule: Rule | None, slot: _Slot, layers: Layers
+    prefix: str, claim: Claim, rule: GroupRule | None, slot: _Slot, layers: Layers
 ) -> ParamGroup:
     if rule is None:
         return ParamGroup(prefix or DEFAULT, claim.key, {})
@@ -187,7 +188,7 @@ _OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GroupRule:
     """A named selector, and what its parameters get: hyper-parameters, or no training at all."""
 
     name: str
@@ -199,7 +200,7 @@ class Rule:
     layers: tuple[re.Pattern[str], ...] = ()
 
 
-def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[Rule]:
+def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:
     """Read a named dict (a null entry is dropped) or a list of rules; note what is wrong."""
     parsed = []
     for name, node in _named(rules, key, problems):
@@ -234,14 +235,14 @@ def _named(rules: Any, key: str, problems: list[Problem]) -> list[tuple[str, Any
     return []
 
 
-def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Problem]) -> Rule:
+def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Problem]) -> GroupRule:
     if not any(word in node for word in SELECTORS):
         hint = f"give it {', '.join(SELECTORS[:-1])} or except"
         problems.append(Problem(key, "selects nothing", hint))
     frozen = node.get("frozen", False)
     if not isinstance(frozen, bool):
         problems.append(Problem(f"{key}.frozen", f"must be true or false, not {frozen!r}"))
-    return Rule(
+    return GroupRule(
         name,
         key,
         parse_selector({word: node[word] for word in SELECTORS if word in node}, key, problems),
