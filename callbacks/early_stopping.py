@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a verdict that was saved but not carried out any more."""
-        self._judge(trainer)
+        self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Look at a validation."""
@@ -89,9 +89,9 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        self._judge(trainer)
+        self._stop_if_due(trainer)
 
-    def _judge(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if self._patience is None or self.waited < self._patience:
             return
         if trainer.state.epoch >= self._min_epochs:

@@ -77,7 +77,7 @@ class Evaluator:
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                sums.add_output(self._judged(batch), count)
+                sums.add_output(self._evaluation_step(batch), count)
             elif self._parts.strategy.evaluates_in_step:
                 # The others wait for this process's part of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
@@ -98,7 +98,7 @@ class Evaluator:
                     stack.enter_context(strategy.evaluating(module))
             yield
 
-    def _judged(self, batch: Any) -> StepOutput:
+    def _evaluation_step(self, batch: Any) -> StepOutput:
         try:
             return self._parts.task.evaluation_step(self._module, batch)
         except MISFITS as error:
