@@ -92,7 +92,7 @@ def test_goes_on_after_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any
 
 def test_a_share_needs_a_number_of_epochs(make_trainer: Any) -> None:
     trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
-    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a share"):
+    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a fraction"):
         trainer.fit()
 
 

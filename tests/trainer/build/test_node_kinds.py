@@ -47,7 +47,7 @@ from trainer.build.node_kinds import kind_of
             "model={_target_: data.transforms.ToFloat}", "model", "no torch.nn.Module", id="model"
         ),
         pytest.param(
-            "optimizer._target_=torch.nn.Identity", "optimizer", "not a torch.optim", id="optimizer"
+            "optimizer._target_=torch.nn.Identity", "optimizer", "no torch.optim", id="optimizer"
         ),
         pytest.param(
             "data.test={_target_: torch.nn.ReLU}", "data.test", "makes no data set", id="data"

@@ -202,7 +202,7 @@ def test_a_term_that_is_null_is_dropped() -> None:
         pytest.param(lambda: Losses.of(GradientPenalty()), "only gradient penalties", id="alone"),
         pytest.param(
             lambda: Losses.of(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
-            "real numbers",
+            "floating-point tensor",
             id="tokens",
         ),
     ],
