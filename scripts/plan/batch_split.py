@@ -28,7 +28,7 @@ class BatchSplit:
         """Describe the split of an update, and what happens to the last samples of an epoch."""
         if self.samples is not None and self.samples < self.batch_size:
             few = describe(self.samples, self.devices, self.micro_batches)
-            return [f"{few} (loader.batch_size={self.batch_size} exceeds the number of samples)"]
+            return [f"{few} (loader.batch_size={self.batch_size} exceeds the samples)"]
         lines = [describe(self.batch_size, self.devices, self.micro_batches)]
         if not self.remainder:
             return lines

@@ -195,7 +195,7 @@ def test_fewer_samples_than_a_batch() -> None:
     split = BatchSplit(512, 1, 2, samples=100)
     assert split.largest == 50
     assert split.lines() == [
-        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the number of samples)"
+        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
     ]
 
 

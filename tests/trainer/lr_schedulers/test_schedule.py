@@ -542,7 +542,9 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
             id="ramp",
         ),
         pytest.param(
-            broken(step_size=1, warmup={"steps": 3, "epochs": 1}), "give one of them", id="both"
+            broken(step_size=1, warmup={"steps": 3, "epochs": 1}),
+            "remove one of the two",
+            id="both",
         ),
         pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
         pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
@@ -556,7 +558,9 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
             broken(step_size=1, warmup={"steps": 1, "start_factor": 2}), "start_factor", id="start"
         ),
         pytest.param(
-            broken("LambdaLR", functions={"heed": "1"}), "no parameter group is called", id="group"
+            broken("LambdaLR", functions={"heed": "1"}),
+            "there is no parameter group of this name",
+            id="group",
         ),
         pytest.param(
             broken("LambdaLR", functions={"first": "1"}), "none for group|no function", id="nobody"
