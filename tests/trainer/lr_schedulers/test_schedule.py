@@ -533,9 +533,13 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
         pytest.param(broken(step_size=1.5), "between 0 and 1", id="fraction"),
         pytest.param(broken("MultiStepLR", milestones=["a"]), "neither a step", id="milestone"),
         pytest.param(
-            broken(step_size=1, monitor="val/loss"), "StepLR follows no metric", id="no-metric"
+            broken(step_size=1, monitor="val/loss"),
+            "StepLR does not monitor a metric",
+            id="no-metric",
         ),
-        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must name", id="monitor"),
+        pytest.param(
+            broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must be the metric", id="monitor"
+        ),
         pytest.param(
             broken(step_size=1, warmup={"step": 3}),
             "lr_scheduler.warmup.step: unknown key",
@@ -581,7 +585,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
                 schedulers=[broken(step_size=1, interval="epoch")],
                 milestones=[],
             ),
-            r"schedulers.0.interval: belongs to lr_scheduler",
+            r"schedulers.0.interval: must be set in lr_scheduler",
             id="inner-interval",
         ),
         pytest.param(
@@ -603,9 +607,11 @@ def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], mess
 
 
 def test_a_run_without_a_length_has_no_horizon() -> None:
-    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max: follows the length.*max_epochs"):
+    with pytest.raises(
+        ScheduleError, match=r"lr_scheduler.T_max: depends on the length.*max_epochs"
+    ):
         build_lr_schedule(node("cosine"), optimizers(), None, None)
-    with pytest.raises(ScheduleError, match="milestones: follows the length of the run"):
+    with pytest.raises(ScheduleError, match="milestones: depends on the length of the run"):
         build_lr_schedule(node("multi_step"), optimizers(), None, None)
     warm = broken(step_size=1, warmup={"epochs": 1})
     with pytest.raises(ScheduleError, match="the length of an epoch is not known"):
