@@ -123,6 +123,8 @@ class Loader:
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": persistent_workers and num_workers > 0,
         }
+        device = torch.accelerator.current_accelerator()
+        self._pins = self._options["pin_memory"] and device is not None and device.type != "mps"
         self._loader = self._torch_loader()
         if num_workers:
             kill_at_exit(self)
@@ -177,7 +179,7 @@ class Loader:
 
     def _begin(self) -> Iterator[Fetched]:
         if self._options["num_workers"] == 0:
-            return iter(self._loader)
+            return self._fetched_here()
         if self._workers:
             # Workers that are busy, or hang, after an epoch that was left early: take new ones.
             with contextlib.suppress(RuntimeError):
@@ -185,6 +187,12 @@ class Loader:
                 return self._iterator
             self.close(patient=False)
         return self._start_workers()
+
+    def _fetched_here(self) -> Iterator[Fetched]:
+        """Fetch in this process: torch's loop around it costs more than a small batch."""
+        for piece in self._source.pieces:
+            fetched = self._fetcher.__getitems__(piece)
+            yield fetched.pin_memory() if self._pins else fetched
 
     def _start_workers(self) -> Iterator[Fetched]:
         try:
