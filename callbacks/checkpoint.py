@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
-from callbacks.support.weights_file import write_weights
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
 from trainer.strategies.strategy import describe_device
 
@@ -202,7 +202,7 @@ class Checkpoint(Callback):
             weights = trainer.strategy.model_state(trainer.model)
             if trainer.is_main:
                 try:
-                    write_weights(folder / "best.safetensors", weights)
+                    write_safetensors(folder / "best.safetensors", weights)
                 except StorageError as error:
                     _log.warning("%s", error)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from conf.errors import Problem
 from conf.fields import option, plain_path
 
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
@@ -26,6 +27,15 @@ class DataConfig:
     val: Node | None = option(None, "validation set; null = none", node=True)
     test: Node | None = option(None, "test set; null = none", node=True)
     predict: Node | None = option(None, "samples without labels; null = none", node=True)
+    cache: Literal["none", "ram", "disk"] = option(
+        "none", "where images of files are kept once they are decoded"
+    )
+    cache_bytes: int = option(
+        4_000_000_000, "most bytes of a data set that are kept, and of cache_dir", at_least=1
+    )
+    cache_dir: str | None = option(
+        None, "folder for cache=disk; null = .cache in data.root", check=plain_path
+    )
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = option(100, "unreadable samples that `skip` puts up with", at_least=0)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -35,8 +45,8 @@ class DataConfig:
 class TransformsConfig:
     """Named transforms, applied in the order in which they stand; null drops one."""
 
-    train: Named = option({}, "of each training sample, in the workers")
-    eval: Named = option({}, "of each sample of the other sets")
+    train: Named = option({}, "of training samples; the last ones, where they can, of batches")
+    eval: Named = option({}, "of samples of the other sets, in the same way")
     device: Named = option({}, "of whole training batches, on the device")
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -92,9 +102,9 @@ class LoaderConfig:
     )
     eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
+    def conflicts(self) -> Iterator[Problem]:
         """Name the keys that exclude each other."""
         if self.batch_sampler is not None and self.sampler is not None:
-            yield "batch_sampler", "excludes sampler: it chooses the samples itself"
+            yield Problem("batch_sampler", "excludes sampler: it chooses the samples itself")
         if self.batch_sampler is not None and self.drop_last:
-            yield "batch_sampler", "excludes drop_last=true: it makes the batches itself"
+            yield Problem("batch_sampler", "excludes drop_last=true: it makes the batches itself")

@@ -3,23 +3,28 @@
 import logging
 import os
 import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from data.cache import ImageCache
 from data.decode import read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
 from data.splits import cut
+from data.transforms import acts_on_batches
 
 logger = logging.getLogger(__name__)
 
 
 class ImageFolder:
     """Image files (paths relative to `folder`) and their classes, decoded when asked for."""
+
+    transforms_in_batches = True
 
     def __init__(
         self,
@@ -37,19 +42,40 @@ class ImageFolder:
         self.classes = classes
         self.channels = channels
         self.transform = transform
+        self.cache: ImageCache | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def fill_cache(self, interrupted: Callable[[], bool]) -> None:
+        """Decode all images into the cache, if there is one; called before the first batch."""
+        if self.cache is not None:
+            self.cache.fill(self, interrupted)
 
     def path(self, index: int) -> str:
         """Return the file of a sample."""
         return os.path.join(self._prefix, os.fsdecode(self.names[index]))
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        image = read_image(self.path(index), self.channels)
-        if self.transform is not None:
-            image = self.transform(image)
-        return image, int(self.targets[index])
+        return self._image(index), int(self.targets[index])
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return a whole batch from the cache; None where images have to be seen one by one."""
+        images = self._batch(indices)
+        if images is None:
+            return None
+        return images, self.targets.index_select(0, torch.tensor(indices))
+
+    def _image(self, index: int) -> Any:
+        image = None if self.cache is None else self.cache.image(index)
+        if image is None:
+            image = read_image(self.path(index), self.channels)
+        return image if self.transform is None else self.transform(image)
+
+    def _batch(self, indices: Sequence[int]) -> Any:
+        whole = self.transform is None or acts_on_batches(self.transform)
+        images = self.cache.batch(indices) if self.cache is not None and whole else None
+        return images if images is None or self.transform is None else self.transform(images)
 
 
 class ImageFiles(ImageFolder):
@@ -63,8 +89,11 @@ class ImageFiles(ImageFolder):
         super().__init__(Path(folder).expanduser(), paths, [], [], channels, transform)
 
     def __getitem__(self, index: int) -> Any:
-        image = read_image(self.path(index), self.channels)
-        return image if self.transform is None else self.transform(image)
+        return self._image(index)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return a whole batch from the cache; None where images have to be seen one by one."""
+        return self._batch(indices)
 
 
 def image_folder(

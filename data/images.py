@@ -15,9 +15,10 @@ Transform = Callable[[Any], Any]
 class ImageTensors:
     """A data set of images (n, C, H, W) and class numbers (n,).
 
-    A transform without randomness that treats a batch as it treats an image (conversion,
-    normalisation) is applied to whole batches; any other is called image by image.
+    Whole batches are taken at once, unless the transform has to see each image by itself.
     """
+
+    transforms_in_batches = True
 
     def __init__(
         self,
@@ -30,7 +31,6 @@ class ImageTensors:
         self.targets = targets
         self.classes = list(classes)
         self.transform = transform
-        self._whole = transform is None or acts_on_batches(transform)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -42,12 +42,14 @@ class ImageTensors:
         return image, int(self.targets[index])
 
     def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
-        """Return a whole batch at once, or None where images need a random draw each."""
-        if not self._whole:
+        """Return a whole batch at once, or None where the transform takes single images."""
+        if self.transform is not None and not acts_on_batches(self.transform):
             return None
         rows = torch.tensor(indices)
-        images = self.images[rows]
-        return images if self.transform is None else self.transform(images), self.targets[rows]
+        images = self.images.index_select(0, rows)  # of bytes, many times as fast as images[rows]
+        if self.transform is not None:
+            images = self.transform(images)
+        return images, self.targets.index_select(0, rows)
 
 
 def resized(images: Tensor, size: int | None) -> Tensor:

@@ -15,6 +15,8 @@ class WithNoise:
     is the same however its batch is split.
     """
 
+    transforms_in_batches = True
+
     def __init__(self, dataset: Any, latent_dim: int, transform: Transform | None = None) -> None:
         self.dataset = dataset
         self.latent_dim = latent_dim

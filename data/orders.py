@@ -7,13 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.keys import ORDER, key, random_state
+from data.keys import ORDER, Words, key, random_state, scrambled
 from data.splits import cut
 from data.updates import Indices, Order
 
 _ROUNDS = 8
-_C1, _C2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
@@ -45,15 +43,8 @@ class Permutation:
     def _network(self, words: Words) -> Words:
         left, right = words >> self._shift, words & self._mask
         for round_key in self._keys:
-            left, right = right, left ^ (_scrambled(right ^ round_key) & self._mask)
+            left, right = right, left ^ (scrambled(right ^ round_key) & self._mask)
         return (left << self._shift) | right
-
-
-def _scrambled(words: Words) -> Words:
-    """Mix 64 bits (splitmix64); unsigned numpy arithmetic wraps around, as it should."""
-    words = (words ^ (words >> np.uint64(30))) * _C1
-    words = (words ^ (words >> np.uint64(27))) * _C2
-    return words ^ (words >> np.uint64(31))
 
 
 class Permuted:

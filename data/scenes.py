@@ -24,6 +24,8 @@ class DigitScenes:
     that are neither; "present" gives [10] floats, 1 for each digit that is shown.
     """
 
+    transforms_in_batches = True
+
     def __init__(
         self,
         split: Split,

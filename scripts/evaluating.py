@@ -34,9 +34,10 @@ def evaluate(argv: Sequence[str]) -> int:
     composed = compose(_of_run(arguments, run_dir, overrides))
     from scripts.testing import test_again
 
-    metrics = test_again(
-        composed.config, run_dir, own["checkpoint"], own["split"], arguments.allow_targets
-    )
+    with composed.locating():
+        metrics = test_again(
+            composed.config, run_dir, own["checkpoint"], own["split"], arguments.allow_targets
+        )
     _show(run_dir, own, metrics)
     return 0
 

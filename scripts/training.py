@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.console import importing, log_to_stderr, logger
 from scripts.cli.request import Request
@@ -36,10 +35,8 @@ def train(argv: Sequence[str]) -> int:
     )
     with importing():
         start = _starter(composed)
-    try:
+    with composed.locating():
         return start(request)
-    except ConfigError as error:  # found in what the keys name: say where they were written
-        raise ConfigError(composed.origins.locate(error.problems)) from error
 
 
 def _starter(composed: Composed) -> Callable[[Request], int]:

@@ -16,7 +16,8 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # Rooms of one line know nothing of each other. A module of a package's top is a room of its own
 # where it is named here.
 ORDER = (
-    ("conf", "models", "data"),
+    ("conf.errors",),
+    ("conf", "data"),
     ("data.loading",),
     ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed", "trainer.timer"),
@@ -25,6 +26,7 @@ ORDER = (
     ("trainer.tasks", "trainer.summary"),
     ("trainer.runs",),
     ("trainer.checkpoints",),
+    ("models",),
     ("trainer.optimizers", "trainer.strategies"),
     ("trainer.lr_schedulers",),
     ("trainer.update",),
@@ -44,13 +46,14 @@ ORDER = (
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # `trainer` and `callbacks` get data sets, models and keys handed in: only `trainer.build`, which
-# turns a configuration into objects, sees both sides. What a batch is, both name alike.
+# turns a configuration into objects, sees both sides. What a batch is, both name alike; what a
+# mistake is, everybody knows.
 BLIND = re.compile(r"(trainer(?!\.build\b)|callbacks)\b")
 UNSEEN = ("conf", "data", "models")
-BATCH = "data.batch"
+KNOWN_TO_ALL = ("conf.errors", "data.batch")
 
 LARGEST_FOLDER = 20
-HYDRA_DOORS = {"scripts/composition/compose.py", "trainer/targets/instantiate.py"}
+HYDRA_DOORS = ("scripts/composition/", "trainer/targets/instantiate.py")
 
 # Importing these must not import torch: help and config errors answer in a second.
 LIGHT = (
@@ -162,7 +165,7 @@ def test_the_loop_and_callbacks_see_no_config_no_data_and_no_model() -> None:
         for path in modules()
         if BLIND.match(module_of(path))
         for module, line in imports(path)
-        if module.split(".")[0] in UNSEEN and module != BATCH
+        if module.split(".")[0] in UNSEEN and module not in KNOWN_TO_ALL
     ]
     assert seen == []
 
@@ -192,7 +195,7 @@ def test_hydra_has_two_doors() -> None:
         for module, _ in imports(path)
         if module.split(".")[0] in ("hydra", "omegaconf")
     }
-    assert users <= HYDRA_DOORS
+    assert {name for name in users if not name.startswith(HYDRA_DOORS)} == set()
 
 
 def test_no_import_of_ours_hides_in_a_function() -> None:

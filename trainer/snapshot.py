@@ -14,6 +14,7 @@ from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
 from trainer.checkpoints.store import FORMAT_VERSION
+from trainer.errors import CheckpointError
 from trainer.trainer import Trainer
 from trainer.update.sums import Sums
 
@@ -166,9 +167,14 @@ def step_of(payload: Mapping[str, Any]) -> int:
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Return which samples this process left out; a plain loader leaves out none."""
+    """Return which samples this process left out, and the version of its random draws.
+
+    A plain loader has neither.
+    """
     loader: Any = trainer.train_loader
-    return {"skipped": loader.skipped_state()} if hasattr(loader, "skipped_state") else {}
+    if not hasattr(loader, "skipped_state"):
+        return {}
+    return {"skipped": loader.skipped_state(), "draws": getattr(loader, "draws", None)}
 
 
 def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
@@ -176,9 +182,21 @@ def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> Non
     loader: Any = trainer.train_loader
     if not hasattr(loader, "skipped_state"):
         return
+    _check_draws(getattr(loader, "draws", None), states)
     rank, count = trainer.group.rank, trainer.group.world_size
     own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
     loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
+
+
+def _check_draws(now: int | None, states: list[Mapping[str, Any]]) -> None:
+    """Refuse a run whose random transforms drew in another way; None: nothing is drawn."""
+    then = states[0].get("draws", 1) if states else 1  # version 1 did not write it down
+    if None not in (now, then) and now != then:
+        raise CheckpointError(
+            f"resume: the random transforms of this run were drawn by version {then} of the draws, "
+            f"and this Regimen has version {now}, which augments each sample in another way: go on "
+            "with the Regimen that the run began with, or begin a new run"
+        )
 
 
 def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:

@@ -1,11 +1,18 @@
 """Stack samples into a batch, keeping the types that hold them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from data.batch import rebuild
+
+
+class Ragged(NamedTuple):
+    """Images of different sizes, which a step for whole batches is to bring to one."""
+
+    images: list[Tensor]
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -22,3 +29,14 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return rebuild(first, [collate(column) for column in zip(*samples, strict=True)])
     return default_collate(list(samples))
+
+
+def collate_ragged(samples: Sequence[Any]) -> Any:
+    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
+    first = samples[0]
+    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
+    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
+        return collate(samples)
+    if not isinstance(first, tuple):
+        return Ragged(inputs)
+    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])

@@ -1,16 +1,20 @@
 """Transforms of whole batches, on the device, whose draws do not depend on how a batch is split."""
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from data.batch import Piece, rebuild
+from data.draws import VERSION, Draws
 from data.errors import DataError, reason
-from data.keys import MICRO_BATCH, UPDATE, key, preserved_rng, seed_rng
-from data.transforms import acts_on_batches
+from data.keys import MICRO_BATCH, SAMPLE, Words, key, keys, preserved_rng, seed_rng
+from data.loading.collate import Ragged
+from data.transforms import Standardize, ToFloat, acts_on_batches
 
 _MIXES = frozenset({"MixUp", "CutMix"})
 _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})
@@ -19,58 +23,93 @@ _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})
 class BatchTransform(Protocol):
     """What `data.batch_transforms` holds, and what users may write."""
 
-    def draw(self, samples: int, height: int, width: int, generator: Generator) -> Any:
-        """Return a tuple of tensors with a row for each of `samples` images, on the CPU."""
+    def draw(self, draws: Draws, height: int, width: int) -> Any:
+        """Return a tuple of tensors with a row for each of `len(draws)` images, on the CPU."""
 
-    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, *rows: Tensor) -> Tensor:
         """Apply rows of draws to as many images (n, C, H, W)."""
 
 
-Step = Callable[[Any, Any, Piece, int], tuple[Any, Any]]
+class _Place:
+    """Where a batch is: its piece, and the keys of its samples, which the steps share."""
+
+    def __init__(self, piece: Piece, seed: int) -> None:
+        self.piece = piece
+        self.seed = seed
+
+    @functools.cached_property
+    def keys(self) -> Words:
+        return keys(self.piece.indices, self.seed, SAMPLE, self.piece.epoch)
+
+
+Step = Callable[[Any, Any, _Place], tuple[Any, Any]]
 
 
 class DeviceTransforms:
     """Apply named steps to the inputs of a batch, in order; null steps are dropped.
 
     A step is one of:
-    - a `BatchTransform`: its draws are made for the whole global batch, keyed by (seed, epoch,
-      update, name), and the rows of the piece at hand are applied;
+    - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name);
     - torchvision's MixUp or CutMix, or what says `mixes_samples = True`: called with inputs and
       targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples within one;
     - any function of the inputs that draws nothing.
 
+    deferred: steps that come first, by their keys below `transforms` (`train.crop`).
     A batch is a tuple or list (inputs, targets, ...), a dict of these in that order, or inputs.
     """
 
-    def __init__(self, steps: Mapping[str, Any], seed: int) -> None:
+    def __init__(
+        self, steps: Mapping[str, Any], seed: int, deferred: Mapping[str, Any] | None = None
+    ) -> None:
         self.seed = seed
-        self.steps = {name: _step(name, step) for name, step in steps.items() if step is not None}
+        named = {**(deferred or {}), **{f"device.{name}": step for name, step in steps.items()}}
+        present = {name: step for name, step in named.items() if step is not None}
+        self.steps = {name: _step(name, step) for name, step in _fused(present).items()}
+        # The version of the draws, or None where nothing is drawn for each sample.
+        self.draws = VERSION if any(hasattr(step, "draw") for step in present.values()) else None
 
     def __bool__(self) -> bool:
         return bool(self.steps)
 
     def __call__(self, batch: Any, piece: Piece) -> Any:
         inputs, targets = _taken(batch)
+        place = _Place(piece, self.seed)
         for name, step in self.steps.items():
             try:
-                inputs, targets = step(inputs, targets, piece, self.seed)
+                inputs, targets = step(inputs, targets, place)
             except DataError as error:
-                raise DataError(f"transforms.device.{name}: {error}") from error
+                raise DataError(f"transforms.{name}: {error}") from error
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                raise DataError(f"transforms.device.{name} failed: {reason(error)}") from error
+                raise DataError(f"transforms.{name} failed: {reason(error)}") from error
+        if isinstance(inputs, Ragged):
+            raise DataError(
+                "samples cannot be put into a batch, their images differ in size "
+                f"({_sizes(inputs)}): see transforms, which may crop or resize them to one"
+            )
         return _put(batch, inputs, targets)
+
+
+def _fused(steps: dict[str, Any]) -> dict[str, Any]:
+    """Make one step of each conversion to floats that is followed by a standardization."""
+    result: dict[str, Any] = {}
+    for name, step in steps.items():
+        last = next(reversed(result), None)
+        if type(step) is Standardize and last is not None and type(result[last]) is ToFloat:
+            step = step.after(result.pop(last))
+        result[name] = step
+    return result
 
 
 def _step(name: str, step: Any) -> Step:
     if hasattr(step, "draw"):
         return _drawn(step, zlib.crc32(name.encode()))
     if mixes_samples(step):
-        return _mixed(step, zlib.crc32(name.encode()))
+        return _mixed(step, zlib.crc32(name.removeprefix("device.").encode()))
     if type(step).__module__.startswith("torchvision.") and not acts_on_batches(step):
         raise DataError(
-            f"transforms.device.{name}: {type(step).__name__} would draw once for a whole batch: "
+            f"transforms.{name}: {type(step).__name__} would draw once for a whole batch: "
             "use its form in data.batch_transforms, or move it to transforms.train"
         )
     return _fixed(step)
@@ -88,23 +127,48 @@ def mixes_samples(step: Any) -> bool:
 
 
 def _drawn(transform: Any, name: int) -> Step:
-    def apply(inputs: Any, targets: Any, piece: Piece, seed: int) -> tuple[Any, Any]:
-        generator = Generator().manual_seed(key(seed, UPDATE, piece.epoch, piece.update, name))
-        draws = transform.draw(piece.total, *inputs.shape[-2:], generator)
-        rows = slice(piece.start, piece.start + len(inputs))
-        own = [_sent(draw[rows], inputs.device) for draw in draws]
-        if getattr(transform, "masks", False):
-            targets = transform.on_masks(targets, *own)
-        return transform(inputs, *own), targets
+    masks = getattr(transform, "masks", False)
+
+    def one_size(images: Tensor, targets: Any, own: Words) -> tuple[Tensor, Any]:
+        draws = transform.draw(Draws(own), *images.shape[-2:])
+        rows = [_sent(draw, images.device) for draw in draws]
+        if masks:
+            targets = transform.on_masks(targets, *rows)
+        return transform(images, *rows), targets
+
+    def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
+        own = place.keys ^ np.uint64(name)
+        if not isinstance(inputs, Ragged):
+            return one_size(inputs, targets, own)
+        if masks:
+            raise DataError(f"images differ in size ({_sizes(inputs)}), and have masks")
+        each = enumerate(inputs.images)
+        return _joined(
+            [one_size(image[None], None, own[i : i + 1])[0] for i, image in each]
+        ), targets
 
     return apply
 
 
+def _joined(batches: list[Tensor]) -> Tensor | Ragged:
+    """Return batches of one image as one batch, if they have come to one size."""
+    if len({batch.shape for batch in batches}) == 1:
+        return torch.cat(batches)
+    return Ragged([batch[0] for batch in batches])
+
+
+def _sizes(ragged: Ragged, most: int = 3) -> str:
+    sizes = sorted({tuple(image.shape[-2:]) for image in ragged.images})
+    listed = ", ".join(f"{height} x {width}" for height, width in sizes[:most])
+    return listed if len(sizes) <= most else f"{listed}, ..."
+
+
 def _mixed(transform: Any, name: int) -> Step:
-    def apply(inputs: Any, targets: Any, piece: Piece, seed: int) -> tuple[Any, Any]:
-        place = (piece.epoch, piece.update, piece.micro_batch, piece.start)
+    def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
+        piece = place.piece
+        numbers = (piece.epoch, piece.update, piece.micro_batch, piece.start, name)
         with preserved_rng():
-            seed_rng(key(seed, MICRO_BATCH, *place, name))
+            seed_rng(key(place.seed, MICRO_BATCH, *numbers))
             mixed_inputs, mixed_targets = transform(inputs, targets)
         return mixed_inputs, mixed_targets
 
@@ -112,7 +176,9 @@ def _mixed(transform: Any, name: int) -> Step:
 
 
 def _fixed(transform: Callable[[Any], Any]) -> Step:
-    def apply(inputs: Any, targets: Any, piece: Piece, seed: int) -> tuple[Any, Any]:
+    def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
+        if isinstance(inputs, Ragged):
+            return _joined([transform(image[None]) for image in inputs.images]), targets
         return transform(inputs), targets
 
     return apply
@@ -126,16 +192,20 @@ def _sent(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def _taken(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Ragged):
+        return batch, None
     if isinstance(batch, Mapping):
         parts = list(batch.values())
     else:
         parts = list(batch) if isinstance(batch, list | tuple) else [batch]
-    if not parts or not isinstance(parts[0], Tensor):
-        raise DataError("transforms.device: a batch must begin with a tensor of inputs")
+    if not parts or not isinstance(parts[0], Tensor | Ragged):
+        raise DataError("transforms: a batch must begin with a tensor of inputs")
     return parts[0], parts[1] if len(parts) > 1 else None
 
 
 def _put(batch: Any, inputs: Any, targets: Any) -> Any:
+    if isinstance(batch, Ragged):
+        return inputs
     if isinstance(batch, Mapping):
         return dict(batch) | dict(zip(batch, (inputs, targets), strict=False))
     if isinstance(batch, list | tuple):

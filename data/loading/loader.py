@@ -123,10 +123,8 @@ class Loader:
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": persistent_workers and num_workers > 0,
         }
-        device = torch.accelerator.current_accelerator()
-        self._pins = self._options["pin_memory"] and device is not None and device.type != "mps"
-        self._loader = self._torch_loader()
         if num_workers:
+            self._loader = self._torch_loader()
             kill_at_exit(self)
 
     def __len__(self) -> int:
@@ -140,6 +138,8 @@ class Loader:
         stop = len(self) if stop is None else min(stop, len(self))
         self._source.pieces = self.sampler.walk(epoch, start, stop)
         self._received = 0
+        if callable(fill := getattr(self.dataset, "fill_cache", None)):
+            fill(self._interrupted)  # before the workers start, which then share it
         iterator = self._begin()
         try:
             while (fetched := self._next(iterator)) is not None:
@@ -179,7 +179,7 @@ class Loader:
 
     def _begin(self) -> Iterator[Fetched]:
         if self._options["num_workers"] == 0:
-            return self._fetched_here()
+            return map(self._fetch_here, self._source.pieces)
         if self._workers:
             # Workers that are busy, or hang, after an epoch that was left early: take new ones.
             with contextlib.suppress(RuntimeError):
@@ -188,11 +188,10 @@ class Loader:
             self.close(patient=False)
         return self._start_workers()
 
-    def _fetched_here(self) -> Iterator[Fetched]:
-        """Fetch in this process: torch's loop around it costs more than a small batch."""
-        for piece in self._source.pieces:
-            fetched = self._fetcher.__getitems__(piece)
-            yield fetched.pin_memory() if self._pins else fetched
+    def _fetch_here(self, piece: Piece) -> Fetched:
+        """Fetch without workers: torch's DataLoader around it would take as long as the batch."""
+        fetched = self._fetcher.__getitems__(piece)
+        return fetched.pin_memory() if self._options["pin_memory"] else fetched
 
     def _start_workers(self) -> Iterator[Fetched]:
         try:

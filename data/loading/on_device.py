@@ -58,6 +58,11 @@ class OnDevice:
         """Take over what was left out."""
         self.loader.load_skipped_state(state)
 
+    @property
+    def draws(self) -> int | None:
+        """The version of the draws that are made for each sample of a batch; None = none are."""
+        return self.transforms.draws if self.transforms else None
+
     def __len__(self) -> int:
         return len(self.loader)
 

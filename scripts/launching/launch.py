@@ -26,7 +26,7 @@ from scripts.launching.notes import Notes, Report
 from trainer.distributed.machine import check_processes
 from trainer.errors import stopping_signals
 from trainer.files.log_format import indented_lines, visible
-from trainer.runs.directory import amend_failure
+from trainer.runs.status import amend_failure
 from trainer.strategies.strategy import count_devices
 
 _PEER = 6  # a process that was lost, or that lost another
@@ -115,15 +115,15 @@ def _end_all(notes: Notes) -> None:
 def _answer(error: BaseException | None, processes: int, request: Request, notes: Notes) -> int:
     """Say once what went wrong first, and return its code. Raises ConfigError if it was that."""
     first = _first(error, processes, notes)
+    if notes.run_dir.exists():
+        run_dir = Path(notes.run_dir.read_text())
+        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
     if first.problems:
-        raise ConfigError([Problem(**fields) for fields in first.problems])
+        raise ConfigError(Problem(**fields) for fields in first.problems)
     if first.code == 1:
         print(visible(first.traceback), file=sys.stderr)
     line, *rest = indented_lines(first.text)
     print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
-    if notes.run_dir.exists():
-        run_dir = Path(notes.run_dir.read_text())
-        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
     return first.code
 
 
@@ -138,11 +138,11 @@ def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
     lost = _killed(error)
     gone = set(range(processes)) - {report.rank for report in reports}
     if lost is None and notes.stopping():
-        return Report(0, 143, "stopped before the processes had started", 0.0, "", False)
-    if lost is None and reports and ("did not answer" in reports[0].text or not gone):
+        return Report(0, 143, "stopped before the processes had started", 0.0, "")
+    if lost is None and reports and (reports[0].unanswered or not gone):
         return reports[0]
     text = lost or f"process {min(gone, default=0)} left before the run was over"
-    return Report(0, _PEER, text, 0.0, "", True)
+    return Report(0, _PEER, text, 0.0, "", by_peer=True)
 
 
 def _killed(error: BaseException | None) -> str | None:

@@ -23,7 +23,8 @@ class Report:
     text: str
     time: float
     traceback: str
-    by_peer: bool  # another process's failure was the cause
+    by_peer: bool = False  # another process's failure was the cause
+    unanswered: bool = False  # another process did not answer
     problems: Sequence[Mapping[str, Any]] = ()  # the fields of each, of a mistaken configuration
 
     @classmethod

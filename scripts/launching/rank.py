@@ -52,7 +52,7 @@ def _work(request: Request, notes: Notes) -> int:
 
 def _fail(error: BaseException, rank: int, notes: Notes) -> int:
     """Report an exception, and return 0 where the launcher shall not start all over again."""
-    from trainer.errors import PeerError
+    from trainer.errors import PeerError, SilentPeerError
 
     code = exit_code(error)
     notes.report(
@@ -63,6 +63,7 @@ def _fail(error: BaseException, rank: int, notes: Notes) -> int:
             text=describe(error),
             time=time.time(),
             by_peer=isinstance(error, PeerError),
+            unanswered=isinstance(error, SilentPeerError),
         )
     )
     restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"

@@ -52,7 +52,7 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         autocast=trainer.precision.autocast,
     )
     total, steps = trainer.total_steps, trainer.steps_per_epoch
-    curves = curve(config.lr_scheduler, trainer.optimizers, total, steps) if total else {}
+    curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
     return Plan(
         name=config.name,
         picks=request.choices,

@@ -10,6 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from data import batch_transforms as batched
+from data.draws import Draws
 from data.errors import DataError
 
 N = 1500
@@ -30,7 +31,7 @@ def _coordinates() -> Tensor:
 
 
 def _draw(transform: Any, samples: int, seed: int = 0) -> Any:
-    return transform.draw(samples, HEIGHT, WIDTH, Generator().manual_seed(seed))
+    return transform.draw(Draws.seeded(samples, seed), HEIGHT, WIDTH)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
@@ -170,7 +170,7 @@ def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, f
     assert run.code == 2
     assert run.err.strip() == (
         "error: optimizer.nesterof: torch.optim.SGD has no argument 'nesterof'; did you mean "
-        "'nesterov'? [command line: optimizer.nesterof=true]"
+        "nesterov? [command line: optimizer.nesterof=true]"
     )
     assert not (folder / "run").exists()
 

@@ -21,7 +21,7 @@ from data.loading.device_transforms import DeviceTransforms
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.data import with_classes
+from trainer.build.nodes import with_classes
 from trainer.snapshot import on_host
 from trainer.targets.instantiate import instantiate
 from trainer.task import Task

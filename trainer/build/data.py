@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from data.batch_forms import check_per_sample, defer
+from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
+from data.image_folder import ImageFolder
+from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
@@ -22,10 +27,13 @@ from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.node_kinds import misfit_of
+from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate
+
+logger = logging.getLogger("regimen")
 
 SPLITS = ("train", "val", "test")
 
@@ -55,32 +63,60 @@ class Data:
 def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     """Open the data sets; raises DataError and ConfigError before a model is built."""
     nodes = {split: getattr(config.data, split) for split in splits}
-    sets = {
-        split: _open(node, f"data.{split}", _pipeline(config, split)) if node else None
-        for split, node in nodes.items()
-    }
+    sets = {split: _open(config, split, node) if node else None for split, node in nodes.items()}
     if "train" in splits and sets["train"] is None:
         raise DataError("data.train is null: there is nothing to train on")
     return Data(sets, _num_classes(config, sets))
 
 
-def _pipeline(config: Config, split: str) -> Pipeline:
+def build_pipeline(config: Config, stage: str) -> Pipeline:
+    """Build the transforms of `train` or `eval` samples."""
+    return Pipeline(build_transforms(config, stage, config.data.num_classes))
+
+
+def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
+    """Build the transforms of a stage (train, eval, device) by name; null drops one."""
+    nodes = with_classes(getattr(config.transforms, stage), num_classes)
+    return build_named(nodes, f"transforms.{stage}")
+
+
+def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
+    """Open a data set, given its transforms.
+
+    Those at their end that treat whole batches are left to the loader, where the data set says that
+    its samples begin with what the transforms return, and nobody else puts them together.
+    """
     stage = "train" if split == "train" else "eval"
-    nodes = getattr(config.transforms, stage)
-    return Pipeline(
-        {
-            name: instantiate(node, _key_=f"transforms.{stage}.{name}") if node else None
-            for name, node in nodes.items()
-        }
-    )
-
-
-def _open(node: dict[str, Any], key: str, pipeline: Pipeline) -> Any:
+    pipeline = build_pipeline(config, stage)
     # A data set of the user's own may do without our transforms: it then has no such parameter.
     takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
     given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
-    dataset = instantiate(node, _key_=key, **given)
-    return None if dataset is None else as_dataset(dataset)
+    dataset = instantiate(node, _key_=f"data.{split}", **given)
+    if dataset is None:
+        return None
+    own_collate = config.loader.collate_fn or (stage == "eval" and config.loader.eval.collate_fn)
+    if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
+        defer(pipeline, stage)
+    check_per_sample(pipeline, f"transforms.{stage}")
+    if config.data.cache != "none":
+        _set_cache(config, split, dataset)
+    return as_dataset(dataset)
+
+
+def _set_cache(config: Config, split: str, dataset: Any) -> None:
+    if not isinstance(dataset, ImageFolder):
+        logger.info("data.cache: data.%s reads no image files, there is nothing to keep", split)
+        return
+    options = config.data
+    folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
+    assert options.cache != "none"
+    dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
+
+
+def _deferred(dataset: Any) -> dict[str, Any]:
+    """Return the steps that a data set leaves to the loader, by their keys below `transforms`."""
+    pipeline = getattr(dataset, "transform", None)
+    return pipeline.deferred if isinstance(pipeline, Pipeline) else {}
 
 
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
@@ -95,32 +131,10 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
             continue
         low, high = int(min(targets)), int(max(targets))
         if low < 0 or high >= declared:
-            raise ConfigError(
-                [
-                    Problem(
-                        "data.num_classes",
-                        f"is {declared}, but the labels of data.{split} go from {low} to {high}",
-                        hint=f"set data.num_classes={high + 1}"
-                        if low >= 0
-                        else "labels count from 0",
-                    )
-                ]
-            )
+            message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
+            hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
+            raise ConfigError(Problem("data.num_classes", message, hint))
     return declared
-
-
-def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    """Return `node` with every `num_classes: null` filled with what the data have."""
-    filled: dict[str, Any] = copy.deepcopy(node)
-    pending: list[Any] = [filled]
-    while pending:
-        child = pending.pop()
-        if isinstance(child, dict) and child.get("num_classes", 0) is None:
-            child["num_classes"] = num_classes
-        pending += (
-            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
-        )
-    return filled
 
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
@@ -136,13 +150,9 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
         rank=strategy.group.rank,
         world_size=strategy.group.world_size,
     )
-    nodes = with_classes(config.transforms.device, data.num_classes)
-    steps = {
-        name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
-        for name, node in nodes.items()
-    }
+    steps = build_transforms(config, "device", data.num_classes)
     loader = _loader(config, dataset, sampler, strategy, "replace")
-    return _on_device(config, loader, strategy, DeviceTransforms(steps, config.seed))
+    return _on_device(config, loader, strategy, steps)
 
 
 def eval_loader(
@@ -167,7 +177,7 @@ def eval_loader(
         world_size=strategy.group.world_size,
     )
     loader = _loader(config, dataset, sampler, strategy, "drop", evaluating=True)
-    return _on_device(config, loader, strategy, None)
+    return _on_device(config, loader, strategy, {})
 
 
 def overfit_samples(config: Config, dataset: Any) -> int | None:
@@ -207,17 +217,17 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
     made = instantiate(node, _key_=key, **given)
     if (reason := misfit_of(key, made)) is not None:
-        raise TargetError(f"{key}._target_ {reason}")
+        raise TargetError(Problem(f"{key}._target_", reason))
     return made
 
 
 def _on_device(
-    config: Config, loader: Loader, strategy: Strategy, transforms: DeviceTransforms | None
+    config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
 ) -> OnDevice:
     return OnDevice(
         loader,
         strategy.device,
-        transforms=transforms,
+        transforms=DeviceTransforms(steps, config.seed, _deferred(loader.dataset)),
         non_blocking=config.loader.non_blocking,
         prefetch=config.loader.prefetch_to_device,
     )
@@ -251,6 +261,8 @@ def _loader(
     for name in ("collate_fn", "worker_init_fn"):
         if values[name]:
             values[name] = instantiate(values[name], _key_=f"loader.{name}")
+    if _deferred(dataset):
+        values["collate_fn"] = collate_ragged
     # Pinning opens a context on a GPU, which a run on the CPU has no part in.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
     check_workers(values["num_workers"])

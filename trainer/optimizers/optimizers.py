@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from conf.errors import Problem, raise_problems
 from trainer.optimizers.nodes import SINGLE, build, claims, sections
-from trainer.optimizers.param_groups import DEFAULT, complain, divide, some
+from trainer.optimizers.param_groups import DEFAULT, ParamGroupError, divide, some
 from trainer.optimizers.selectors import Candidate, candidates
 from trainer.optimizers.state import Group, hyper_parameters, pack, unpack
 from trainer.optimizers.steps import begin_with_zeros, needs_closure
 
 __all__ = [
-    "Group",
     "GroupRow",
     "Optimizers",
     "build_optimizers",
@@ -83,11 +83,11 @@ class Optimizers:
         if isinstance(optimizer, Optimizers):
             apart = {p for module in (others or {}).values() for p in module.parameters()}
             forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
-            complain(_membership_problems(forgotten, []))
+            raise_problems(_membership_problems(forgotten, []), ParamGroupError)
             return optimizer
         optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
         taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
-        complain(_membership_problems(found, taken))
+        raise_problems(_membership_problems(found, taken), ParamGroupError)
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
         members = set(taken)
         return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
@@ -191,7 +191,7 @@ class Optimizers:
         )
 
 
-def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[str]:
+def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[Problem]:
     """Compare the parameters of a model with those that plain optimizers have (I8)."""
     names: dict[Tensor, str] = {c.tensor: c.name for c in found}
     counts = Counter(taken)
@@ -199,13 +199,12 @@ def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) ->
     double = [names[p] for p, count in counts.items() if count > 1 and p in names]
     problems = []
     if any(p not in names for p in counts):
-        problems.append("the optimizer has parameters that are not the model's")
+        problems.append(Problem("", "the optimizer has parameters that are not the model's"))
     if missing:
-        problems.append(
-            f"no optimizer has {some(missing)}: add them, or freeze them with requires_grad_(False)"
-        )
+        hint = "add them, or freeze them with requires_grad_(False)"
+        problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
     if double:
-        problems.append(f"two groups have {some(double)}")
+        problems.append(Problem("", f"two groups have {some(double)}"))
     return problems
 
 
@@ -225,10 +224,10 @@ def build_optimizers(
     Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
     the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     found = sections(node, key, problems)
     claimed = claims(found, node, key, problems)
-    complain(problems)
+    raise_problems(problems, ParamGroupError)
     division = divide(model, claimed, others)
     return Optimizers(
         {s.name: build(s, division.groups[s.name], prefer_fused) for s in found},

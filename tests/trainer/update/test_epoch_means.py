@@ -17,7 +17,8 @@ from data.orders import Shuffled
 from data.updates import UpdateSampler
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError
+from trainer.lr_schedulers.horizon import ScheduleError
+from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer

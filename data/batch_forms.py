@@ -1,0 +1,85 @@
+"""Which transforms treat whole batches: those that say so, and torchvision's with a batched form.
+
+It follows from the transforms alone. The steps at the end of a pipeline that all treat batches are
+taken from the data set and applied by the loader, once for a batch and on its device; what comes
+before them is applied to each sample.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torchvision.transforms import v2
+
+from data import batch_transforms as batched
+from data.errors import DataError
+from data.transforms import Pipeline, acts_on_batches
+
+
+def defer(pipeline: Pipeline, stage: str) -> None:
+    """Take the last steps that treat whole batches from a pipeline and leave them in `deferred`.
+
+    There their names begin with that of the stage, as `train.crop`.
+    """
+    forms = {name: batch_form(step) for name, step in pipeline.steps.items()}
+    for name in reversed(forms):
+        if forms[name] is None:
+            break
+        pipeline.deferred = {f"{stage}.{name}": forms[name], **pipeline.deferred}
+        del pipeline.steps[name]
+
+
+def check_per_sample(pipeline: Pipeline, key: str) -> None:
+    """Refuse a step that draws for a batch where samples come one by one. Raises DataError."""
+    for name, step in pipeline.steps.items():
+        if hasattr(step, "draw"):
+            raise DataError(
+                f"{key}.{name}: {type(step).__name__} treats whole batches, and what follows, the "
+                "data set or loader.collate_fn takes single samples: use torchvision's form of it, "
+                "or move it to the end or to transforms.device"
+            )
+
+
+def batch_form(step: Any) -> Any:
+    """Return what does to a batch what `step` does to each image, with equal chances; or None."""
+    if hasattr(step, "draw") or acts_on_batches(step):
+        return step
+    form = _FORMS.get(type(step))
+    return None if form is None else form(step)
+
+
+def _flip(kind: Callable[[float], Any]) -> Callable[[Any], Any]:
+    return lambda step: kind(step.p)
+
+
+def _crop(step: Any) -> Any:
+    padding = step.padding or [0]
+    plain = isinstance(step.fill, int | float) and not step.pad_if_needed
+    if not plain or len(set(padding)) > 1:
+        return None
+    return batched.RandomCrop(step.size, padding[0], step.fill, step.padding_mode)
+
+
+def _erasing(step: Any) -> Any:
+    if step.value is None:  # noise
+        return None
+    value = step.value if len(step.value) > 1 else step.value[0]
+    return batched.RandomErasing(step.p, step.scale, step.ratio, value)
+
+
+def _affine(step: Any) -> Any:
+    symmetric = step.degrees[0] == -step.degrees[1]
+    mode = str(getattr(step.interpolation, "value", step.interpolation))
+    plain = step.shear is None and step.center is None and step.fill == 0
+    if not (symmetric and plain and mode in ("nearest", "bilinear")):
+        return None
+    shift, scale = step.translate or (0.0, 0.0), step.scale or (1.0, 1.0)
+    return batched.RandomAffine(step.degrees[1], shift, scale, mode)
+
+
+_FORMS: dict[type, Callable[[Any], Any]] = {
+    v2.RandomHorizontalFlip: _flip(batched.RandomHorizontalFlip),
+    v2.RandomVerticalFlip: _flip(batched.RandomVerticalFlip),
+    v2.RandomCrop: _crop,
+    v2.RandomErasing: _erasing,
+    v2.RandomAffine: _affine,
+}
