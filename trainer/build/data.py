@@ -13,11 +13,11 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from data.batch_forms import check_per_sample, defer
 from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
+from data.loading.batch_forms import check_per_sample, defer, quick_form
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -74,8 +74,9 @@ def build_pipeline(config: Config, stage: str) -> Pipeline:
     nodes = getattr(config.transforms, stage)
     return Pipeline(
         {
-            name: instantiate(node, _key_=f"transforms.{stage}.{name}") if node else None
+            name: quick_form(instantiate(node, _key_=f"transforms.{stage}.{name}"))
             for name, node in nodes.items()
+            if node
         }
     )
 
