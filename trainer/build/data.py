@@ -99,7 +99,7 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
-    if config.data.cache != "none":
+    if config.data.cache != "none" and not config.dry_run:
         _set_cache(config, split, dataset)
     return as_dataset(dataset)
 
