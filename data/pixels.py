@@ -10,6 +10,8 @@ from torch.nn.functional import grid_sample
 
 Affine = tuple[Tensor, Tensor, Tensor]
 
+_LARGE = 32768  # bytes of an image: from here on new memory for a batch costs more than a loop
+
 
 def column(values: Tensor, images: Tensor) -> Tensor:
     """Return values (n,) in a shape that goes with images (n, ...)."""
@@ -26,6 +28,16 @@ def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
         words = torch.where(column(which, one), one.view(torch.int64), other.view(torch.int64))
         return words.view(one.dtype)
     return torch.where(column(which, one), one, other)
+
+
+def flipped(images: Tensor, which: Tensor, axis: int) -> Tensor:
+    """Mirror those images (n, ...) of which `which` (n,) says so along an axis."""
+    if images.device.type != "cpu" or images[0].nbytes < _LARGE:
+        return chosen(which, images.flip(axis), images)
+    result = images.clone()
+    for row in which.nonzero()[:, 0].tolist():
+        result[row] = images[row].flip(axis)
+    return result
 
 
 def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:

@@ -6,6 +6,7 @@ a ratio is taken within a turn: the machine's speed may change from turn to turn
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ BENCHMARKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that is named and return the exit code."""
     arguments = _parser().parse_args(argv)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
     benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     report = benchmark.measure(arguments.rounds)
     print(report.text())
