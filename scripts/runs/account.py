@@ -9,6 +9,7 @@ from typing import Any
 from trainer.timer import Kind
 
 _WORTH_A_HINT = 0.2  # of the run's time
+_LONG = 10.0  # seconds: what a shorter run spends says little of a longer one
 _SHOWN = 0.005
 
 
@@ -37,7 +38,7 @@ class Account:
         avoidable: list[Kind] = ["data", "evaluation", "checkpoints", "callbacks"]
         kind = max(avoidable, key=lambda k: shares.get(k, 0.0))
         advice = _advice(kind, config, choices)
-        if shares.get(kind, 0.0) < _WORTH_A_HINT or not advice:
+        if self.seconds < _LONG or shares.get(kind, 0.0) < _WORTH_A_HINT or not advice:
             return ""
         return f"{shares[kind]:.0%} {_NAMES[kind]}: {' or '.join(advice)}"
 

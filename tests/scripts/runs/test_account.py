@@ -52,6 +52,7 @@ def test_the_same_augmentation_of_whole_batches_is_offered_where_there_is_one() 
 
 def test_a_small_part_and_the_computation_itself_get_none() -> None:
     assert account(forward_and_backward=9.0, data=1.0).hint(CONFIG, {}) == ""
+    assert account(forward_and_backward=1.0, data=8.0).hint(CONFIG, {}) == ""  # a short run
     assert account().hint(CONFIG, {}) == ""
     assert account().text() == ""
 
