@@ -12,6 +12,7 @@ from pathlib import Path
 
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
+    "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
     "ddp": "throughput of one and two processes, and their start, against the same by hand",
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Apply `function` to every tensor in nested dicts, lists, tuples and namedtuples."""
+    """Apply `function` to every tensor in nested containers; the containers are new ones."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -19,7 +19,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return type(batch)(*(map_tensors(function, value) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
+    return set(batch) if isinstance(batch, set) else batch
 
 
 def first_tensor(batch: Any) -> Tensor | None:
