@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
-from callbacks.support.weights_file import write_weights
 from trainer import snapshot
-from trainer.callback import Callback
+from trainer.callback import Saver
 from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
 from trainer.strategies.strategy import describe_device
 
@@ -31,7 +30,7 @@ class Saved(NamedTuple):
     value: float
 
 
-class Checkpoint(Callback):
+class Checkpoint(Saver):
     """Save between two updates: every so often, and at the end, whatever ended the run.
 
     `every_n_epochs`, `every_n_steps`: either, both or, with None, neither. `monitor` and `mode`
@@ -46,8 +45,6 @@ class Checkpoint(Callback):
     A save that fails is a warning, tried again when values are next logged; at the end it is an
     error. Earlier checkpoints stay as they are.
     """
-
-    of_run = True
 
     def __init__(
         self,
@@ -86,6 +83,12 @@ class Checkpoint(Callback):
     def best(self) -> Saved | None:
         """The best checkpoint; None if there is none, or nothing to judge it by."""
         return self._ranking[0] if self._ranking and self.monitor else None
+
+    def best_result(self) -> tuple[str, float, int] | None:
+        """Return metric, value and step of the best checkpoint, if one was chosen."""
+        if self.monitor is None or self.best is None:
+            return None
+        return self.monitor, self.best.value, self.best.step
 
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
@@ -148,16 +151,15 @@ class Checkpoint(Callback):
         counters = trainer.state.state_dict()
         if self._store is None or not trainer.state.updates or counters == self._saved:
             return
-        started = time.monotonic()
         before = self._ranking
         self._ranking = self._with_this(trainer) if ranked else before
         try:
-            self._write(trainer, self._store)
+            with trainer.timer.spending("checkpoints"):
+                self._write(trainer, self._store)
         except StorageError:
             self._ranking = before
             raise
         self._saved, self._failures = counters, 0
-        trainer.timer.pause += time.monotonic() - started
 
     def _due(self, trainer: Trainer) -> bool:
         state = trainer.state
@@ -204,7 +206,7 @@ class Checkpoint(Callback):
             weights = trainer.strategy.model_state(trainer.model)
             if trainer.is_main:
                 try:
-                    write_weights(folder / "best.safetensors", weights)
+                    write_safetensors(folder / "best.safetensors", weights)
                 except StorageError as error:
                     _log.warning("%s", error)
 

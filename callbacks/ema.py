@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.support.averaging import WeightAverage
 from callbacks.support.errors import CallbackError
-from trainer.callback import Callback
+from trainer.callback import Average
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class EMA(Callback):
+class EMA(Average):
     """Keep `average = decay * average + (1 - decay) * weights`, after every applied update.
 
     `warmup`: the decay of step n is at most (1 + n) / (10 + n), so that a short run is not judged

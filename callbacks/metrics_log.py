@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Callback
-from trainer.files.atomic import AppendLog
+from trainer.files.append_log import AppendLog
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from data.batch import map_tensors
 from trainer import rng
 from trainer.callback import Callback
-from trainer.nested import map_tensors
 from trainer.summary.model import render, summarize
 
 if TYPE_CHECKING:
@@ -46,11 +46,10 @@ class ModelSummary(Callback):
 def example(trainer: Trainer) -> Any:
     """Return a training batch of two samples."""
     state = rng.capture()
-    micro_batch = next(iter(trainer.train_loader.epoch(trainer.state.epoch)))
+    micro_batch = next(trainer.draw(trainer.state.epoch))[0]
     trainer.train_loader.close()
     rng.restore(state)
-    two = map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)
-    return trainer.to_device(two)
+    return map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)
 
 
 def _predict(trainer: Trainer, model: nn.Module, batch: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -16,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from callbacks.support.averaging import WeightAverage
 from callbacks.support.errors import CallbackError
 from trainer import rng
-from trainer.callback import Callback
-from trainer.update.batch import updates
+from trainer.callback import Average
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class SWA(Callback):
+class SWA(Average):
     """Average the weights after every epoch from `start_epoch` on, each with the same weight.
 
     `start_epoch`: epochs trained before the first one that counts (an int), or a share of
@@ -123,7 +121,8 @@ def measure(trainer: Trainer, batches: int | None) -> None:
         module.momentum = None  # a mean over the batches instead of a moving one
         module.train()
     try:
-        _run(trainer, batches)
+        with trainer.timer.spending("evaluation"):
+            _run(trainer, batches)
         _mean_over_processes(trainer, modules)
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
@@ -134,17 +133,13 @@ def measure(trainer: Trainer, batches: int | None) -> None:
 
 
 def _run(trainer: Trainer, batches: int | None) -> None:
-    started = time.monotonic()
     limits = [n for n in (batches, trainer.options.limit_train_batches) if n is not None]
     trainer.train_loader.close()  # of the workers of the epoch that has just ended
-    stream = updates(trainer.train_loader.epoch(trainer.state.epoch))
-    for micro_batches in islice(stream, min(limits, default=None)):
+    for micro_batches in islice(trainer.draw(trainer.state.epoch), min(limits, default=None)):
         for micro_batch in micro_batches:
-            batch = trainer.to_device(micro_batch.batch)
             with trainer.precision.autocast():
-                trainer.task.prediction_step(trainer.model, batch)
+                trainer.task.prediction_step(trainer.model, micro_batch.batch)
     trainer.train_loader.close()
-    trainer.timer.pause += time.monotonic() - started
 
 
 def _mean_over_processes(trainer: Trainer, modules: list[_BatchNorm]) -> None:

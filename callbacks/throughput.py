@@ -15,7 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class Throughput(Callback):
-    """Add `time/samples_per_second`, `time/step_seconds` and `time/data_share` to log lines.
+    """Add samples a second, seconds an update, and the part of these spent waiting for data.
+
+    They are `time/samples_per_second`, `time/step_seconds`, `time/data_wait` and `time/data_share`.
 
     Evaluations and checkpoints are not counted. `hint_share`: share of the time spent waiting for
     data from which on it is worth a hint, given once; 1 gives none.
@@ -44,6 +46,7 @@ class Throughput(Callback):
         return {
             "time/samples_per_second": samples / seconds,
             "time/step_seconds": seconds / updates,
+            "time/data_wait": waited / updates,
             "time/data_share": waited / seconds,
         }
 

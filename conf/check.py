@@ -4,11 +4,10 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, did_you_mean, nearest
 from conf.fields import REQUIRED, Rule, declared, default_of, is_open, rule_of
 from conf.schema import Config
 
@@ -51,8 +50,8 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
             inner += _value(raw[name], hints[name], rule_of(one), here)
     yield from inner
     if not inner and hasattr(schema, "conflicts"):
-        for name, message in _build(schema, raw).conflicts():
-            yield Problem(_join(key, name), message)
+        for problem in _build(schema, raw).conflicts():
+            yield dataclasses.replace(problem, key=_join(key, problem.key))
 
 
 def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
@@ -169,8 +168,7 @@ def _type_hint(annotation: Any, value: Any) -> str | None:
         choices = [
             c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m)
         ]
-        near = nearest(value, [str(choice) for choice in choices])
-        return f"did you mean {near}?" if near else None
+        return did_you_mean(value, [str(choice) for choice in choices])
     return None
 
 
@@ -207,12 +205,6 @@ def _built(annotation: Any, value: Any) -> Any:
 
 def _join(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that a misspelt one was most likely meant for."""
-    # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
-    return next(iter(get_close_matches(name[:100], list(names), n=1)), None)
 
 
 def shown(value: Any) -> str:

@@ -1,17 +1,24 @@
-"""A mistake in the configuration, and the error that carries all of them."""
+"""A mistake in the configuration as a value, and the error that carries all of them.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+Every room may import this module: a mistake stays a `Problem` from where it arises to where it is
+printed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: the key, what is wrong with it, where it was written, the way out."""
+    """One mistake: the key, what is wrong with it, the way out, and where it was written."""
 
     key: str
     message: str
-    file: str | None = None
     hint: str | None = None
+    file: str | None = None
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file else ""
@@ -26,14 +33,49 @@ class ConfigError(Exception):
 
     exit_code = 2
 
-    def __init__(self, problems: Iterable[Problem] | str) -> None:
-        found = [Problem("", problems)] if isinstance(problems, str) else list(problems)
+    def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
+        if isinstance(problems, str):
+            problems = Problem("", problems)
+        found = [problems] if isinstance(problems, Problem) else problems
         self.problems: list[Problem] = list(dict.fromkeys(found))
         super().__init__(_text(self.problems))
 
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[Problem]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:
         # Exceptions are rebuilt from `args`, which holds the text: it would lose the problems.
         return type(self), (self.problems,)
+
+    def change(self, change: Callable[[Problem], Problem]) -> None:
+        """Change each problem in place: type, cause and traceback stay."""
+        self.problems = [change(problem) for problem in self.problems]
+        self.args = (_text(self.problems),)
+
+
+@contextmanager
+def problems_at(key: str) -> Iterator[None]:
+    """Give a key to the problems of a ConfigError that have none: who raised it knew no key."""
+    try:
+        yield
+    except ConfigError as error:
+        error.change(lambda problem: problem if problem.key else replace(problem, key=key))
+        raise
+
+
+def raise_problems(found: Iterable[Problem], kind: type[ConfigError] = ConfigError) -> None:
+    """Raise all problems as one error, if there are any."""
+    if problems := list(found):
+        raise kind(problems)
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that a misspelt one was most likely meant for."""
+    # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
+    return next(iter(get_close_matches(name[:100], list(names), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """Return a hint with the nearest of some names; None where none is near."""
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else None
 
 
 def one_line(text: str) -> str:

@@ -7,10 +7,9 @@ chain, and a loop only ends when Python's stack does. Both are found here in lin
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from conf.errors import Problem
+from conf.errors import Problem, nearest
 from conf.reserved import RESERVED
 
 MAX_SIZE = 200_000  # characters and values, once everything is written out
@@ -28,6 +27,17 @@ def interpolation_problems(raw: dict[str, Any]) -> list[Problem]:
         message = f"its interpolations write out to more than {MAX_SIZE} characters"
         tracer.problems.append(Problem(tracer.largest(), message))
     return tracer.problems
+
+
+def references(raw: dict[str, Any]) -> set[str]:
+    """Return the keys that the interpolations of unresolved containers refer to."""
+    tracer = _Tracer(raw)
+    return {
+        target
+        for key, text in _texts(raw, "")
+        for body in _bodies(text)
+        if (target := tracer.target(body, key)) is not None
+    }
 
 
 @dataclass(slots=True)
@@ -67,7 +77,7 @@ class _Tracer:
                 yield self._follow(body, key)
 
     def _follow(self, body: str, key: str) -> int:
-        target = self._target(body, key)
+        target = self.target(body, key)
         if target is None:
             return 0
         found, node = _select(self.root, target)
@@ -76,7 +86,7 @@ class _Tracer:
             return 0
         return self.size(node, target)
 
-    def _target(self, body: str, key: str) -> str | None:
+    def target(self, body: str, key: str) -> str | None:
         """Return the key that an interpolation refers to; None if it refers to none."""
         resolver = _RESOLVER.match(body)
         if resolver is None:
@@ -110,8 +120,8 @@ class _Tracer:
         return ".".join([*parents, rest]) if rest else ".".join(parents) or None
 
     def _dead_end(self, body: str, target: str, key: str) -> None:
-        near = get_close_matches(target, list(_keys(self.root, "")), n=1)
-        hint = f"did you mean ${{{near[0]}}}?" if near else None
+        near = nearest(target, _keys(self.root, ""))
+        hint = f"did you mean ${{{near}}}?" if near else None
         self.problems.append(Problem(key, f"${{{body}}} refers to nothing", hint=hint))
 
     def largest(self) -> str:
@@ -128,6 +138,14 @@ def _bodies(text: str) -> Iterator[str]:
             if depth == 0:
                 yield text[match.end() : end]
                 break
+
+
+def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, str):
+        yield key, node
+    elif isinstance(node, dict | list):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _texts(child, f"{key}.{name}" if key else str(name))
 
 
 def _select(root: Any, key: str) -> tuple[bool, Any]:

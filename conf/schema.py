@@ -61,7 +61,7 @@ class LrSchedulerWords:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A search by Optuna (`train -m sweep=optuna`), judged as checkpoints are."""
+    """A search by Optuna (`train -m sweep=optuna`), ranked by the metric that ranks checkpoints."""
 
     n_trials: int = option(20, "jobs", at_least=1)
     sampler: Literal["tpe", "random"] = option("tpe", "how the next values are chosen")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from conf.errors import Problem
 from conf.fields import option, plain_path
 
 MAX_WORKERS = 1024  # more than any machine has use for: starting them would take its memory
@@ -101,9 +102,9 @@ class LoaderConfig:
     )
     eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
+    def conflicts(self) -> Iterator[Problem]:
         """Name the keys that exclude each other."""
         if self.batch_sampler is not None and self.sampler is not None:
-            yield "batch_sampler", "excludes sampler: it chooses the samples itself"
+            yield Problem("batch_sampler", "excludes sampler: it chooses the samples itself")
         if self.batch_sampler is not None and self.drop_last:
-            yield "batch_sampler", "excludes drop_last=true: it makes the batches itself"
+            yield Problem("batch_sampler", "excludes drop_last=true: it makes the batches itself")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from conf.errors import Problem
 from conf.fields import default_of, option, rule_of
 
 _GROUP = ("ddp", "fsdp")
@@ -69,22 +70,27 @@ class StrategyConfig:
     )
     cpu_offload: bool = option(False, "keep shards in host memory", strategies=("fsdp",))
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
+    def conflicts(self) -> Iterator[Problem]:
         """Name what the chosen strategy would pass over in silence."""
         if isinstance(self.devices, list) and (not self.devices or min(self.devices) < 0):
-            yield "devices", "expected a list of device numbers"
+            yield Problem("devices", "expected a list of device numbers")
         for name in ("devices", "device_ids"):
             numbers = getattr(self, name)
             if isinstance(numbers, list) and len(set(numbers)) < len(numbers):
-                yield name, f"names a device twice: {numbers}"
+                yield Problem(name, f"names a device twice: {numbers}")
         count = len(self.devices) if isinstance(self.devices, list) else self.devices
         if self.name == "single" and count not in (0, 1, "auto"):
-            yield "devices", f"{count} devices need strategy=ddp, fsdp or dp: single has one"
+            yield Problem(
+                "devices", f"{count} devices need strategy=ddp, fsdp or dp: single has one"
+            )
         if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
-            yield "backend", f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
+            yield Problem(
+                "backend", f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
+            )
         for declared in fields(self):
             users = rule_of(declared).strategies
             changed = getattr(self, declared.name) != default_of(declared)
             if users and self.name not in users and changed:
                 choices = " or ".join(f"strategy={user}" for user in users)
-                yield declared.name, f"has no effect with strategy={self.name}, only with {choices}"
+                message = f"has no effect with strategy={self.name}, only with {choices}"
+                yield Problem(declared.name, message)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from conf.compile_options import compile_problems
+from conf.errors import Problem
 from conf.fields import duration, option, share
 
 
@@ -83,14 +84,16 @@ class TrainerConfig:
         None, "train and validate on these few batches, unshuffled", at_least=0, check=share
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
+    def conflicts(self) -> Iterator[Problem]:
         """Name what cannot be meant."""
         if self.max_epochs is None and self.max_steps is None and self.max_time is None:
-            yield "max_epochs", "null, as are max_steps and max_time: nothing would end the run"
+            yield Problem(
+                "max_epochs", "null, as are max_steps and max_time: nothing would end the run"
+            )
         if isinstance(self.compile, dict):
             yield from compile_problems(self.compile)
         for key in ("limit_train_batches", "overfit_batches"):
             if getattr(self, key) == 0:
-                yield key, "0 leaves nothing to train on; null = no limit"
+                yield Problem(key, "0 leaves nothing to train on; null = no limit")
         if self.clip_grad_per_group and self.clip_grad_norm is None:
-            yield "clip_grad_per_group", "has no effect without clip_grad_norm"
+            yield Problem("clip_grad_per_group", "has no effect without clip_grad_norm")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -96,7 +96,7 @@ class _TooMuchError(Exception):
 
 
 def _unreadable(message: str, where: str) -> Document:
-    return Document(problems=[Problem("", message, where)], readable=False)
+    return Document(problems=[Problem("", message, file=where)], readable=False)
 
 
 def _syntax(error: yaml.YAMLError, text: str, name: str) -> tuple[str, str]:
@@ -127,13 +127,13 @@ def _walk(root: yaml.Node, name: str) -> Document:
     if _size(root, {}, set()) > MAX_NODES:
         raise _TooMuchError(f"its aliases write out to more than {MAX_NODES} values")
     document = Document()
-    for key, node, problem in _entries(root, ""):
+    for key, node, problem, readable in _entries(root, ""):
+        line = node.start_mark.line + 1
         if problem is not None:
-            where = f"{name}:{node.start_mark.line + 1}"
-            document.problems.append(Problem(key, problem, where))
-            document.readable &= not problem.startswith(("repeated", "tag", "a key must"))
+            document.problems.append(Problem(key, problem, file=f"{name}:{line}"))
+            document.readable &= readable
         else:
-            document.lines.setdefault(key, node.start_mark.line + 1)
+            document.lines.setdefault(key, line)
     return document
 
 
@@ -155,36 +155,44 @@ def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
     return known[id(node)]
 
 
-def _entries(node: yaml.Node, key: str) -> Iterator[tuple[str, yaml.Node, str | None]]:
-    """Yield every key with the node that holds its line, and what is wrong there."""
+class _Entry(NamedTuple):
+    """A key, the node that holds its line, what is wrong there, and whether it can be read."""
+
+    key: str
+    node: yaml.Node
+    problem: str | None = None
+    readable: bool = True
+
+
+def _entries(node: yaml.Node, key: str) -> Iterator[_Entry]:
     if node.tag.removeprefix(_PREFIX) not in _TAGS:
-        yield key, node, f"tag {node.tag!r} is not allowed"
+        yield _Entry(key, node, f"tag {node.tag!r} is not allowed", readable=False)
     elif isinstance(node, yaml.MappingNode):
         yield from _mapping(node, key)
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             here = f"{key}.{index}"
-            yield here, child, None
+            yield _Entry(here, child)
             yield from _entries(child, here)
     elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)) is not None:
-        yield key, node, trap
+        yield _Entry(key, node, trap)
 
 
-def _mapping(node: yaml.MappingNode, key: str) -> Iterator[tuple[str, yaml.Node, str | None]]:
+def _mapping(node: yaml.MappingNode, key: str) -> Iterator[_Entry]:
     seen: set[str] = set()
     for name, child in node.value:
         here = f"{key}.{name.value}" if key else str(name.value)
         if not isinstance(name, yaml.ScalarNode):
-            yield key, name, "a key must be a word"
+            yield _Entry(key, name, "a key must be a word", readable=False)
             continue
         if (trap := _trap(name)) is not None:
-            yield here, name, f"the key {trap}"
+            yield _Entry(here, name, f"the key {trap}")
         if name.value in seen:
-            yield here, name, "repeated key"
+            yield _Entry(here, name, "repeated key", readable=False)
         if ":" in name.value and not name.style and _is_empty(child):
-            yield here, name, f"a blank is missing after the colon of {name.value!r}"
+            yield _Entry(here, name, f"a blank is missing after the colon of {name.value!r}")
         seen.add(name.value)
-        yield here, name, None
+        yield _Entry(here, name)
         yield from _entries(child, here)
 
 

@@ -1,4 +1,8 @@
-"""Images and targets held in memory as two tensors."""
+"""Images in memory: a data set of them, and windows, mirrors and grids read from batches.
+
+What is read from a batch is computed element by element: a sum or a matrix product may round
+otherwise in a batch of another size, and a sample must be the same in every batch, to the bit.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +14,9 @@ from torch.nn import functional as F
 from data.transforms import acts_on_batches
 
 Transform = Callable[[Any], Any]
+Affine = tuple[Tensor, Tensor, Tensor]
+
+_LARGE = 32768  # bytes of an image: from here on new memory for a batch costs more than a loop
 
 
 class ImageTensors:
@@ -41,6 +48,10 @@ class ImageTensors:
             image = self.transform(image)
         return image, int(self.targets[index])
 
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms."""
+        return picture_form(self.images)
+
     def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
         """Return a whole batch at once, or None where the transform takes single images."""
         if self.transform is not None and not acts_on_batches(self.transform):
@@ -52,12 +63,99 @@ class ImageTensors:
         return images, self.targets.index_select(0, rows)
 
 
-def resized(images: Tensor, size: int | None) -> Tensor:
-    """Return uint8 images (n, C, H, W) at size x size, bilinear: once, not at every access."""
-    if size is None or images.shape[-2:] == (size, size):
+def picture_form(images: Tensor) -> dict[str, Any]:
+    """Return the form of pictures of one size (n, C, H, W): channels, height and width."""
+    channels, height, width = images.shape[1:]
+    if images.dtype != torch.uint8 or channels not in (1, 3):
+        return {"kind": "array"}
+    return {"kind": "picture", "channels": channels, "size": [height, width]}
+
+
+def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
+    """Return uint8 images (n, C, H, W) at `size` (a side, or height and width), bilinear.
+
+    Data sets in memory do it once, not at every access.
+    """
+    shape = [size, size] if isinstance(size, int) else size
+    if shape is None or list(images.shape[-2:]) == list(shape):
         return images
     chunks = [
-        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True)
+        F.interpolate(chunk.float(), list(shape), mode="bilinear", antialias=True)
         for chunk in torch.split(images, 1024)
     ]
     return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
+
+
+def column(values: Tensor, images: Tensor) -> Tensor:
+    """Return values (n,) in a shape that goes with images (n, ...)."""
+    return values.view(-1, *[1] * (images.ndim - 1))
+
+
+def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return the images (n, ...) of `one` where `which` (n,) says so, of `other` elsewhere.
+
+    Bytes are taken eight at a time: `torch.where` is no faster with small numbers than with large.
+    """
+    fits = one.element_size() == 1 and one.shape[-1] % 8 == 0
+    if fits and one.is_contiguous() and other.is_contiguous():
+        words = torch.where(column(which, one), one.view(torch.int64), other.view(torch.int64))
+        return words.view(one.dtype)
+    return torch.where(column(which, one), one, other)
+
+
+def flipped(images: Tensor, which: Tensor, axis: int) -> Tensor:
+    """Mirror those images (n, ...) of which `which` (n,) says so along an axis."""
+    if images.device.type != "cpu" or images[0].nbytes < _LARGE:
+        return chosen(which, images.flip(axis), images)
+    result = images.clone()
+    for row in which.nonzero()[:, 0].tolist():
+        result[row] = images[row].flip(axis)
+    return result
+
+
+def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:
+    """Cut a window (n, C, *size) from each image, whole rows at a time."""
+    images = images.contiguous()
+    samples, channels, height, width = images.shape
+    planes = torch.arange(samples * channels, device=images.device).view(samples, channels, 1)
+    rows = planes * height + top[:, None, None] + torch.arange(size[0], device=images.device)
+    starts = rows * width + left[:, None, None]
+    every = images.view(-1).as_strided((images.numel() - size[1] + 1, size[1]), (1, 1))
+    return every.index_select(0, starts.view(-1)).view(samples, channels, *size)
+
+
+def within(first: Tensor, length: Tensor, side: int) -> Tensor:
+    """Tell which of `side` positions lie in each interval (n, side)."""
+    positions = torch.arange(side, device=first.device)
+    return (positions >= first[:, None]) & (positions < (first + length)[:, None])
+
+
+def sampled(
+    images: Tensor, x: Affine, y: Affine, size: tuple[int, int], mode: str, outside: str
+) -> Tensor:
+    """Read images where affine functions say; integer images are rounded back.
+
+    x, y: (a, b, c), each (n,): an output pixel at (u, v) is read at a u + b v + c. Coordinates run
+    from -1 to 1 over the whole image. mode and outside: as `grid_sample`'s.
+    """
+    values = images if images.is_floating_point() else images.to(torch.float32)
+    v, u = (_centres(side, values) for side in size)
+    grid = torch.stack([_affine(x, u, v), _affine(y, u, v)], -1)
+    read = F.grid_sample(values, grid.to(values.dtype), mode, outside, align_corners=False)
+    return read if images.is_floating_point() else read.round_().to(images.dtype)
+
+
+def _centres(side: int, like: Tensor) -> Tensor:
+    """Return the coordinates of the centres of `side` pixels."""
+    return torch.linspace(1 / side - 1, 1 - 1 / side, side, device=like.device)
+
+
+def _affine(function: Affine, u: Tensor, v: Tensor) -> Tensor:
+    a, b, c = (number[:, None, None] for number in function)
+    return (a * u) + (b * v[:, None] + c)
+
+
+def means(values: Tensor, unit: int) -> Tensor:
+    """Return the mean of each image (n, 1, 1, 1): an exact sum of multiples of 1 / unit."""
+    whole = (values * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
+    return whole.to(values.dtype) / (unit * values[0].numel())

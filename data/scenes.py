@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.images import Transform
+from data.images import Transform, picture_form
 from data.keys import SPLIT, random_state
 from data.sources import Digits, Split
 
@@ -68,6 +68,10 @@ class DigitScenes:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms."""
+        return picture_form(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         image = self.images[index]

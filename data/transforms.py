@@ -90,18 +90,18 @@ class Standardize:
     def __init__(self, mean: list[float], std: list[float]) -> None:
         if len(mean) != len(std) or min(std) <= 0:
             raise DataError(f"mean {mean} and std {std} must be as long, std positive")
-        self._mean = Constants(mean, (-1, 1, 1))
-        self._std = Constants(std, (-1, 1, 1))
+        self.mean = Constants(mean, (-1, 1, 1))
+        self.std = Constants(std, (-1, 1, 1))
 
     def __call__(self, image: Tensor) -> Tensor:
-        return (image - self._mean.beside(image)).div_(self._std.beside(image))
+        return (image - self.mean.beside(image)).div_(self.std.beside(image))
 
     def after(self, to_float: ToFloat) -> Callable[[Tensor], Tensor]:
         """Return this step after `ToFloat` as one, which needs half the memory; the same bits."""
 
         def both(image: Tensor) -> Tensor:
             values = to_float(image)
-            mean, std = self._mean.beside(image), self._std.beside(image)
+            mean, std = self.mean.beside(image), self.std.beside(image)
             if values is image or values.shape[-3] != len(mean):
                 return self(values)
             return values.sub_(mean).div_(std)

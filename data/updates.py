@@ -1,12 +1,12 @@
 """Which samples make update t, and how they are cut for ranks and micro-batches (I1, I3)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from data.batch import Piece
 from data.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -37,24 +37,6 @@ class Updates(Protocol):
 
     def samples(self, epoch: int, update: int) -> Indices:
         """Return the sample indices of one update over all ranks and micro-batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One micro-batch of one rank: a slice of an update's samples.
-
-    A piece without samples of its own borrows the update's first one with `count` 0, so that its
-    rank takes part in every collective with weight zero.
-    """
-
-    indices: tuple[int, ...]  # never empty
-    count: int  # samples that count here
-    start: int  # position of the first one in the global batch
-    total: int  # samples of the global batch: all ranks and micro-batches
-    micro_batch: int
-    micro_batches: int
-    epoch: int
-    update: int
 
 
 class OrderedUpdates:

@@ -1,13 +1,13 @@
 """What can be wrong with a model that was asked for; the text names the key and the way out."""
 
+from conf.errors import ConfigError
 
-class ModelError(ValueError):
+
+class ModelError(ConfigError, ValueError):
     """A model that cannot be built as it was described."""
 
-    exit_code = 2
 
-
-class WeightsError(ModelError):
+class WeightsError(ValueError):
     """Initial weights that cannot be read or do not fit."""
 
     exit_code = 4

@@ -24,7 +24,7 @@ class Attention(nn.Module):
         """Map (N, T, dim) to (N, T, dim)."""
         n, t, dim = x.shape
         qkv = self.qkv(x).view(n, t, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # unpacking cannot be scripted
         dropout = self.dropout if self.training else 0.0
         out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
         out = out.transpose(1, 2).reshape(n, t, dim)

@@ -55,6 +55,6 @@ class ViT(nn.Module):
             wanted = "x".join(map(str, self.image_size))
             raise ModelError(f"images of {given} reach a ViT whose model.image_size is {wanted}")
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1)
+        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
         tokens = self.blocks(self.dropout(tokens + self.pos_embed))
         return self.head(self.norm(tokens[:, 0]))  # type: ignore[no-any-return]

@@ -1,14 +1,10 @@
 """Read trained weights: from a file, a run directory or torchvision. Nothing in them is run."""
 
-import importlib
 import logging
-import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -16,6 +12,8 @@ import torchvision
 from torch import Tensor
 
 from models.errors import ModelError, WeightsError
+from trainer.checkpoints.reader import read_weights as read_file
+from trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 _wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
@@ -94,7 +92,10 @@ def _locate(path: Path, checkpoint: str) -> Path:
 
 
 def _from_file(path: Path, average: bool) -> Mapping[str, Any]:
-    loaded = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    try:
+        loaded = read_file(path)
+    except CheckpointError as error:
+        raise WeightsError(str(error)) from error
     averaged = _average(loaded)
     if average and averaged is not None:
         log.info("%s: taking the average of the weights, not the trained ones", path)
@@ -117,39 +118,3 @@ def _average(checkpoint: Any) -> Mapping[str, Any] | None:
             found: Mapping[str, Any] = state["model"]
             return found
     return None
-
-
-def _torch_file(path: Path) -> Any:
-    try:
-        damaged = _damaged_member(path)
-        loaded = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        # torch's own text advises to switch the check off.
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"refused: it contains code ({code[1]})" if code else "not a file of weights"
-        raise WeightsError(f"{path}: {reason}") from None
-    except (RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
-        reason = str(error).partition("\n")[0] or "it ends too early"
-        raise WeightsError(f"{path} cannot be read: {reason}") from error
-    if damaged:
-        raise WeightsError(f"{path} is damaged: the checksum of {damaged} does not match")
-    return loaded
-
-
-def _damaged_member(path: Path) -> str | None:
-    """Check the archive's CRCs: torch does not, and a flipped bit would load in silence."""
-    if not zipfile.is_zipfile(path):
-        return None
-    with zipfile.ZipFile(path) as archive:
-        return archive.testzip()
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        safetensors = importlib.import_module("safetensors.torch")
-    except ImportError:
-        raise ModelError(f"reading {path} takes the package safetensors: install it") from None
-    try:
-        return safetensors.load_file(path)
-    except Exception as error:  # its error type is its own, and the package is optional
-        raise WeightsError(f"{path} cannot be read: {error}") from error

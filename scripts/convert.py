@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Run the command line and leave with its exit code."""
-    from scripts.cli.console import guarded, log_to_stderr
+    from scripts.cli.console import Command, log_to_stderr
 
     arguments = _parser().parse_args()
     log_to_stderr(verbose=True)
-    guarded(lambda: convert(arguments.checkpoint, arguments.target))
+    with Command() as command:
+        command.code = convert(arguments.checkpoint, arguments.target)
 
 
 def convert(source: Path, target: Path) -> int:

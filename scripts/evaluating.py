@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem, one_line
-from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.arguments import Arguments, of_run, parse_arguments
 from scripts.cli.console import log_to_stderr
 from scripts.composition.compose import compose
 
@@ -31,12 +31,13 @@ def evaluate(argv: Sequence[str]) -> int:
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments)
     run_dir = Path(own["run"])
-    composed = compose(_of_run(arguments, run_dir, overrides))
+    composed = compose(of_run(arguments, own["run"], overrides))
     from scripts.testing import test_again
 
-    metrics = test_again(
-        composed.config, run_dir, own["checkpoint"], own["split"], arguments.allow_targets
-    )
+    with composed.locating():
+        metrics = test_again(
+            composed.config, run_dir, own["checkpoint"], own["split"], arguments.allow_targets
+        )
     _show(run_dir, own, metrics)
     return 0
 
@@ -60,16 +61,6 @@ def _taken_apart(arguments: Arguments) -> tuple[dict[str, str], list[str]]:
     if problems:
         raise ConfigError(problems)
     return own, overrides
-
-
-def _of_run(arguments: Arguments, run_dir: Path, overrides: list[str]) -> Arguments:
-    """Return the command line that composes the run's own configuration."""
-    return Arguments(
-        overrides=tuple(overrides),
-        config_name="config",
-        config_dirs=(str(run_dir),),
-        allow_targets=arguments.allow_targets,
-    )
 
 
 def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None:

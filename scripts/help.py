@@ -8,7 +8,8 @@ from pathlib import Path
 
 from conf.errors import ConfigError
 from scripts.cli.arguments import Arguments, parser
-from scripts.composition.compose import CONF, answer_by_hydra, config_text
+from scripts.composition.compose import answer_by_hydra, config_text
+from scripts.composition.sources import CONF
 
 _WIDTH = 96
 _USAGE = """\

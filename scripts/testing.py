@@ -38,9 +38,7 @@ def test_again(
     if getattr(config.data, split) is None:
         others = [s for s in ("test", "val") if getattr(config.data, s) is not None]
         hint = f"choose split={others[0]}" if others else None
-        raise ConfigError(
-            [Problem(f"data.{split}", "is null: there is nothing to test", hint=hint)]
-        )
+        raise ConfigError(Problem(f"data.{split}", "is null: there is nothing to test", hint))
     strategy = build_strategy(config)
     strategy.setup()
     with no_initial_weights():  # the checkpoint brings its own

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.console import importing, log_to_stderr, logger
 from scripts.cli.request import Request
@@ -27,32 +26,27 @@ def train(argv: Sequence[str]) -> int:
     composed = compose(arguments)
     for clash in clashes():
         logger.warning("warning: %s", clash)
-    return _start(composed, list(argv))
-
-
-def _start(composed: Composed, argv: list[str]) -> int:
-    """Train in this process, or in as many as the strategy asks for."""
     request = Request(
         composed.config,
         composed.overrides,
         {name: str(choice) for name, choice in composed.choices.items()},
-        argv,
+        list(argv),
         list(composed.arguments.allow_targets),
     )
-    try:
-        if _is_group(composed) and "RANK" not in os.environ:
-            with importing():
-                from scripts.launching.launch import launch
-
-            return launch(request)
-        with importing():
-            from scripts.runs.run import run
-
-        return run(request)
-    except ConfigError as error:  # found in what the keys name: say where they were written
-        raise ConfigError(composed.origins.locate(error.problems)) from error
+    with importing():
+        start = _starter(composed)
+    with composed.locating():
+        return start(request)
 
 
-def _is_group(composed: Composed) -> bool:
+def _starter(composed: Composed) -> Callable[[Request], int]:
+    """Import what trains in this process, or in as many as the strategy asks for."""
     strategy = composed.config["strategy"]["name"]
-    return strategy in ("ddp", "fsdp") and not composed.config["dry_run"]
+    several = strategy in ("ddp", "fsdp") and not composed.config["dry_run"]
+    if several and "RANK" not in os.environ:
+        from scripts.launching.launch import launch
+
+        return launch
+    from scripts.runs.run import run
+
+    return run

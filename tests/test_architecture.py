@@ -16,27 +16,31 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # Rooms of one line know nothing of each other. A module of a package's top is a room of its own
 # where it is named here.
 ORDER = (
-    ("conf", "models", "data"),
+    ("conf.errors",),
+    ("conf", "data"),
     ("data.loading",),
     ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
-    ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),
+    ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed", "trainer.timer"),
+    ("trainer.pace",),
     ("trainer.task", "trainer.callback", "trainer.gradients"),
     ("trainer.tasks", "trainer.summary"),
     ("trainer.runs",),
     ("trainer.checkpoints",),
+    ("models",),
     ("trainer.optimizers", "trainer.strategies"),
     ("trainer.lr_schedulers",),
     ("trainer.update",),
-    ("trainer.timer",),
     ("trainer.evaluation",),
     ("trainer.trainer",),
     ("trainer.snapshot",),
     ("trainer.build",),
+    ("trainer.inference",),
+    ("trainer.export",),
     ("callbacks.support",),
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
-    ("scripts.runs",),
+    ("scripts.runs", "scripts.prediction"),
     ("scripts.launching", "scripts.sweeps"),
     ("scripts",),
     ("scripts.benchmarks",),
@@ -44,12 +48,14 @@ ORDER = (
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # `trainer` and `callbacks` get data sets, models and keys handed in: only `trainer.build`, which
-# turns a configuration into objects, sees both sides.
-BLIND = re.compile(r"(trainer(?!\.build\b)|callbacks)\b")
+# turns a configuration into objects, sees both sides, and what stands on it. What a batch is, both
+# name alike; what a mistake is, everybody knows.
+BLIND = re.compile(r"(trainer(?!\.(build|inference|export)\b)|callbacks)\b")
 UNSEEN = ("conf", "data", "models")
+KNOWN_TO_ALL = ("conf.errors", "data.batch")
 
 LARGEST_FOLDER = 20
-HYDRA_DOORS = {"scripts/composition/compose.py", "trainer/targets/instantiate.py"}
+HYDRA_DOORS = ("scripts/composition/", "trainer/targets/instantiate.py")
 
 # Importing these must not import torch: help and config errors answer in a second.
 LIGHT = (
@@ -161,7 +167,7 @@ def test_the_loop_and_callbacks_see_no_config_no_data_and_no_model() -> None:
         for path in modules()
         if BLIND.match(module_of(path))
         for module, line in imports(path)
-        if module.split(".")[0] in UNSEEN
+        if module.split(".")[0] in UNSEEN and module not in KNOWN_TO_ALL
     ]
     assert seen == []
 
@@ -191,13 +197,13 @@ def test_hydra_has_two_doors() -> None:
         for module, _ in imports(path)
         if module.split(".")[0] in ("hydra", "omegaconf")
     }
-    assert users <= HYDRA_DOORS
+    assert {name for name in users if not name.startswith(HYDRA_DOORS)} == set()
 
 
 def test_no_import_of_ours_hides_in_a_function() -> None:
     hidden = []
     for path in sources():
-        if named(path).startswith("scripts/"):
+        if named(path).startswith("scripts/") or named(path) == "trainer/__init__.py":
             continue  # the command line imports torch only once the config is known to be sound
         for function in ast.walk(tree(path)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -208,8 +214,10 @@ def test_no_import_of_ours_hides_in_a_function() -> None:
 
 
 def test_package_files_hold_a_docstring_only() -> None:
+    lazy = ROOT / "trainer" / "__init__.py"  # of `from trainer import load_run`
+    assert {type(node) for node in tree(lazy).body} == {ast.Expr, ast.ImportFrom, ast.FunctionDef}
     for path in sources():
-        if path.name == "__init__.py":
+        if path.name == "__init__.py" and path != lazy:
             body = tree(path).body
             assert len(body) <= 1, named(path)
             assert all(

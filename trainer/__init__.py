@@ -1,1 +1,12 @@
 """The loop, its moments, what a step computes; a room for each group of the configuration."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return `load_run`, imported when it is asked for: `trainer.files` needs no torch."""
+    if name == "load_run":
+        from trainer.inference.run import load_run
+
+        return load_run
+    raise AttributeError(f"module 'trainer' has no attribute {name!r}")

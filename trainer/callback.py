@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ModelError
@@ -69,6 +70,33 @@ class Callback:
         """Take over what `state_dict` returned."""
 
 
+class Average(Callback):
+    """A callback that keeps an average of the weights, under any name.
+
+    One of a run is evaluated instead of the weights; others say so by `used_for_evaluation`.
+    """
+
+    used_for_evaluation: bool = True
+
+    def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
+        """Return the context in which the model has the average's weights."""
+        raise NotImplementedError
+
+
+class Saver(Callback):
+    """A callback that writes checkpoints, under any name: called last, when all others are done.
+
+    Its state may hold a `ranking`, pairs of step and value with the best first: of these
+    checkpoints, the ones that a run keeps when it goes back to an earlier step.
+    """
+
+    of_run = True
+
+    def best_result(self) -> tuple[str, float, int] | None:
+        """Return metric, value and step of the best checkpoint, if one was chosen."""
+        return None
+
+
 class Hooks:
     """Call each hook on the callbacks that override it, in the order of the config."""
 
@@ -95,21 +123,18 @@ class Hooks:
         return self._listeners[hook]
 
 
-def judged_average(callbacks: Mapping[str, Callback]) -> Callback | None:
-    """Return the callback whose average of the weights is evaluated instead of the weights.
-
-    Such a callback has a method `swap`, a context in which the model has the average, and may say
-    by `used_for_evaluation` that it only keeps one. Raises ModelError if there are two.
-    """
-    found = [
-        callback
-        for callback in callbacks.values()
-        if hasattr(callback, "swap") and getattr(callback, "used_for_evaluation", True)
-    ]
-    if len(found) > 1:
-        names = " and ".join(f"callbacks.{callback.name}" for callback in found)
+def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:
+    """Return the average that is evaluated instead of the weights. ModelError if there are two."""
+    averages = [c for c in callbacks.values() if isinstance(c, Average) and c.used_for_evaluation]
+    if len(averages) > 1:
+        names = " and ".join(f"callbacks.{callback.name}" for callback in averages)
         raise ModelError(
             f"{names} each keep an average of the weights that would be evaluated: set "
             "use_for_evaluation=false for all but one"
         )
-    return found[0] if found else None
+    return averages[0] if averages else None
+
+
+def saver_of(callbacks: Mapping[str, Callback]) -> Saver | None:
+    """Return the callback that writes checkpoints; the first if there are several."""
+    return next((c for c in callbacks.values() if isinstance(c, Saver)), None)

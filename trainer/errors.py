@@ -5,6 +5,8 @@ import os
 import signal
 from typing import Self
 
+from conf.errors import ConfigError
+
 # What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
 # a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
@@ -39,9 +41,13 @@ class PeerError(RunError):
 
     exit_code = 6
 
+
+class SilentPeerError(PeerError):
+    """Another process of the group did not answer in time."""
+
     @classmethod
-    def silent(cls, seconds: float) -> Self:
-        """Say that another process did not answer in time."""
+    def after(cls, seconds: float) -> Self:
+        """Say how long this process waited."""
         return cls(f"another process did not answer within {seconds:g} s (strategy.timeout)")
 
 
@@ -65,10 +71,8 @@ class Interrupted(RunError):  # noqa: N818 (nothing went wrong)
         self.exit_code = exit_code
 
 
-class ModelError(RunError):
+class ModelError(ConfigError, RunError):
     """A model that does not fit its task or its data."""
-
-    exit_code = 2
 
 
 class SampleError(RunError):

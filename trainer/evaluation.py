@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.batch import MicroBatch
 from trainer import rng
 from trainer.errors import ModelError
 from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, StepOutput
-from trainer.timer import Waiting
-from trainer.update.batch import MicroBatch, as_source
+from trainer.update.batch import as_source
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
 from trainer.update.sums import Sums
+from trainer.update.waiting import Waiting
 
 
 class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
@@ -56,7 +57,7 @@ class Evaluator:
             metric.reset()
         stream = self._waiting.attend(as_source(loader, 1)).epoch(0, 0, limit)
         with self._own_generators(step), self._evaluating(), weights, self._alike():
-            while (micro_batch := self._waiting.next(stream, measured=False)) is not None:
+            while (micro_batch := self._waiting.next(stream)) is not None:
                 self._add(micro_batch, sums)
                 self._parts.strategy.group.agree(self._parts.state, at_once=False)
                 if self._parts.state.stop_code:

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import MicroBatch, map_tensors
 from trainer import rng
+from trainer.callback import Average, saver_of
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
 from trainer.checkpoints.store import FORMAT_VERSION
 from trainer.errors import CheckpointError
-from trainer.nested import map_tensors
 from trainer.trainer import Trainer
-from trainer.update.batch import MicroBatch, updates
 from trainer.update.sums import Sums
+
+_OLD_ROLES = {"average": "ema", "saver": "checkpoint"}
 
 
 def take(trainer: Trainer) -> dict[str, Any]:
@@ -29,12 +31,13 @@ def take(trainer: Trainer) -> dict[str, Any]:
     callbacks = strategy.to_save(
         {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
     )
+    average, saver = trainer.average, saver_of(trainer.callbacks)
     payload = {
         "model": strategy.to_save(dict(trainer.model.state_dict())),
         "optimizer": strategy.to_save(trainer.optimizers.state_dict()),
         "lr_scheduler": trainer.lr_schedule.state_dict(),
         "scaler": trainer.precision.state_dict(),
-        "ema": callbacks.pop("ema", {}),
+        "ema": callbacks.pop(average.name, {}) if average else {},
         "callbacks": callbacks,
         "state": {
             "counters": trainer.state.state_dict(),
@@ -44,6 +47,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
             "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
             "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
+            "roles": {"average": average and average.name, "saver": saver and saver.name},
             "world_size": strategy.group.world_size,
             "torch": str(torch.__version__),
         },
@@ -103,7 +107,7 @@ def _take_over(
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
-    saved = {**payload["callbacks"], "ema": payload["ema"]}
+    saved = _saved_callbacks(payload, name_of("average", payload))
     saved = trainer.strategy.split_like(saved, parameters)
     for name, callback in trainer.callbacks.items():
         if saved.get(name) and (same_run or not callback.of_run):
@@ -137,11 +141,11 @@ def _rehearse(trainer: Trainer) -> None:
 
     def compute() -> None:
         if not batches:
-            batches.extend(next(updates(trainer.train_loader.epoch(trainer.state.epoch))))
-        trainer.updater.rehearse(batches)
+            batches.extend(next(trainer.draw(trainer.state.epoch)))
+        trainer.updater.try_out(batches)
 
-    trainer.parts.wrapped.train()
-    trainer.strategy.rehearse(trainer.parts.wrapped, compute)
+    trainer.wrapped.train()
+    trainer.strategy.rehearse(trainer.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
@@ -149,17 +153,28 @@ def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
     compare_names(payload, trainer.model.state_dict())
     parameters = dict(trainer.model.named_parameters())
     others = payload.get("state", {}).get("unsaved")
+    average = name_of("average", payload)
     needed = {k: v for k, v in payload.items() if k in ("model", "callbacks", "ema", "shards")}
     payload = checkpoint_shards.read(needed, parameters)
     with taking_over("the weights"):
         trainer.strategy.load_model_state(trainer.model, payload["model"])
         if others:
             trainer.unsaved.load_state_dict(others[0])
-        saved = {**payload["callbacks"], "ema": payload["ema"]}
-        saved = trainer.strategy.split_like(saved, parameters)
+        saved = trainer.strategy.split_like(_saved_callbacks(payload, average), parameters)
         for name, callback in trainer.callbacks.items():
-            if hasattr(callback, "swap") and saved.get(name):  # what it judges the model by
+            if isinstance(callback, Average) and saved.get(name):
                 callback.load_state_dict(saved[name])
+
+
+def _saved_callbacks(payload: Mapping[str, Any], average: str | None) -> dict[str, Any]:
+    """Return the states of callbacks by name, that of the average that was evaluated included."""
+    return {**payload["callbacks"], **({average: payload["ema"]} if average else {})}
+
+
+def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
+    """Return how the callback with a role was called; older checkpoints knew it by its name."""
+    roles: Mapping[str, str | None] = payload.get("state", {}).get("roles", _OLD_ROLES)
+    return roles.get(role)
 
 
 def step_of(payload: Mapping[str, Any]) -> int:

@@ -35,6 +35,16 @@ class TrainState:
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
 
+    def count(self, micro_batches: int, samples: int, applied: bool) -> None:
+        """Count an update; `Updater.count_skipped` counts those that were not applied."""
+        self.updates += 1
+        self.position += 1
+        self.micro_batches += micro_batches
+        self.samples += samples
+        if applied:
+            self.global_step += 1
+            self.skipped_in_a_row = 0
+
     @property
     def interrupted(self) -> bool:
         """Whether the run was ended from outside, by a signal or the clock: another goes on."""

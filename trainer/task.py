@@ -65,6 +65,10 @@ class Task:
     turns: Sequence[str] = ()
     # Loss terms whose denominators depend on the data: `counts` gives them.
     count_names: Sequence[str] = ()
+    # What `interpret` returns, for who shows predictions: "classes" (probabilities [n, classes]),
+    # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class numbers
+    # [n, H, W]), or "array", of which nothing is known.
+    output_kind: str = "array"
 
     def metric_names(self) -> Sequence[str]:
         """Name the metrics that an evaluation gives, without the stage: `loss`, `accuracy`."""
@@ -121,6 +125,10 @@ class Task:
         """Return the model's answer for a batch."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return model(inputs)
+
+    def interpret(self, output: Any) -> Any:
+        """Turn what `prediction_step` returned into what `output_kind` says."""
+        return output
 
 
 def named_modules(task: Task) -> dict[str, nn.Module]:

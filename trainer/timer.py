@@ -1,69 +1,62 @@
-"""Where the time of a training interval goes."""
+"""Where the time of a run goes, by the host's clock."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from typing import TypeVar
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Literal
 
-from trainer.state import TrainState
-from trainer.update.batch import BatchSource
+Kind = Literal["data", "forward + backward", "optimizer", "evaluation", "checkpoints", "callbacks"]
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints")  # of training
 
 
 class Timer:
-    """Split the wall time since the last `take` into waiting for data, evaluating and the rest."""
+    """Split the seconds of a run by kind: each moment counts once.
+
+    Nothing is synchronized for it: what a GPU computes counts where the host waits for it.
+    """
 
     def __init__(self) -> None:
+        self.spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self._kind: Kind = "callbacks"  # of what no `lap` claims
+        self.start()
+
+    def start(self) -> None:
+        """Begin: the time before does not count."""
+        self._last = perf_counter()
         self.reset()
 
+    def lap(self, kind: Kind) -> None:
+        """Count the time since the last call for `kind`."""
+        now = perf_counter()
+        self.spent[kind] += now - self._last
+        self._last = now
+
+    @contextmanager
+    def spending(self, kind: Kind) -> Iterator[None]:
+        """Count the time of a context for `kind`, but for contexts of other kinds within."""
+        outer = self._kind
+        self.lap(outer)
+        self._kind = kind
+        try:
+            yield
+        finally:
+            self.lap(kind)
+            self._kind = outer
+
     def reset(self) -> None:
-        """Begin a new interval."""
-        self._since = time.monotonic()
-        self.data = 0.0  # seconds spent waiting for the next batch
-        self.pause = 0.0  # seconds spent on what is not training: evaluation, checkpoints
+        """Begin an interval, of which `total` and `data` tell."""
+        self._before = dict(self.spent)
 
     @property
     def total(self) -> float:
         """Seconds of training in the interval, waiting for data included."""
-        return time.monotonic() - self._since - self.pause
+        self.lap(self._kind)
+        return sum(self.spent[k] - self._before[k] for k in KINDS if k not in _PAUSES)
 
-
-T = TypeVar("T")
-
-
-class Waiting:
-    """Draw from streams until a signal asks for a stop.
-
-    Its handler raises nothing, or it would do so in the middle of whatever loads the data: sources
-    ask `is_over` between two samples and while they wait for a worker. Only a process that is
-    `alone` breaks off: several agree at a boundary.
-    """
-
-    def __init__(self, timer: Timer, state: TrainState, alone: bool) -> None:
-        self._timer, self._state, self._alone = timer, state, alone
-        self._active = False
-
-    def is_over(self) -> bool:
-        """Tell whether a signal ends the wait that is under way; false while there is none."""
-        return self._active and self._alone and self._state.signal is not None
-
-    def attend(self, source: BatchSource) -> BatchSource:
-        """Let a source ask, if it can, whether its wait is over; return it."""
-        heed = getattr(source, "heed", None)
-        if heed is not None:
-            heed(self.is_over)
-        return source
-
-    def next(self, stream: Iterator[T], measured: bool = True) -> T | None:
-        """Return the stream's next item; None at its end, or when a signal ends the wait."""
-        started, self._active = time.monotonic(), True
-        try:
-            item = None if self.is_over() else next(stream, None)
-            if not self.is_over():
-                return item
-            self._state.settle()  # what has come meanwhile is drawn again by the run that goes on
-            return None
-        finally:
-            self._active = False
-            if measured:  # evaluation is a pause in the training that the timer splits
-                self._timer.data += time.monotonic() - started
+    @property
+    def data(self) -> float:
+        """Seconds of the interval spent waiting for the next batch."""
+        return self.spent["data"] - self._before["data"]

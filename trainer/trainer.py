@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, Hooks, judged_average
+from data.batch import MicroBatch, to_device
+from trainer.callback import Callback, Hooks, evaluated_average
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.errors import SampleError
@@ -20,14 +21,15 @@ from trainer.lr_schedulers.horizon import refuse_to_wait
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
+from trainer.pace import is_done, log_is_due, validation_is_due
 from trainer.state import MAX_TIME, TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task, named_modules
-from trainer.timer import Timer, Waiting
-from trainer.update.batch import BatchSource, MicroBatch, as_source, repeatable, updates
-from trainer.update.parts import Parts
+from trainer.timer import Timer
+from trainer.update.batch import BatchSource, as_source, repeatable, updates
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
+from trainer.update.waiting import Waiting
 
 
 class Trainer:
@@ -60,6 +62,8 @@ class Trainer:
             Precision(precision, device.type) if isinstance(precision, str) else precision
         )
         self.model = model if strategy else self.precision.convert(model).to(device)
+        self.compiled = self.model if compiled is None else compiled
+        self.wrapped = self.strategy.wrap(self.compiled)
         self.task = task
         task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
@@ -67,14 +71,13 @@ class Trainer:
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         steps = self.options.gradient_accumulation_steps
         self.train_loader: BatchSource = as_source(repeatable(train_loader, "train_loader"), steps)
-        held_out = val_loader is not None  # its truth would be its length, which it may lack
-        self.val_loader: BatchSource | None = (
-            as_source(repeatable(val_loader, "val_loader"), 1) if held_out else None
-        )
+        self.val_loader: BatchSource | None = None
+        if val_loader is not None:
+            self.val_loader = as_source(repeatable(val_loader, "val_loader"), 1)
         self.callbacks = dict(callbacks or {})
         for name, callback in self.callbacks.items():
             callback.name = name
-        self.average = judged_average(self.callbacks)
+        self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = run_dir
         self.config_text = config_text  # kept in every checkpoint
@@ -83,30 +86,14 @@ class Trainer:
         self.timer = Timer()
         self.resumed = False
         self._is_set_up = False
-        self.waiting = Waiting(self.timer, self.state, alone=self.group.world_size == 1)
+        self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
-        self.parts = self._assembled(compiled)
-        self.updater = Updater(self.parts)
+        self.updater = Updater(self)
         self.unsaved = Unsaved(model, task)
-        self._evaluator = Evaluator(self.parts, self.waiting)
+        self._evaluator = Evaluator(self, self.waiting)
         self._deadline: float | None = None
-        self._used_rates: list[Any] = []  # of each group, in the last update
         validated = self.val_loader is not None
         refuse_to_wait(self.lr_schedule.monitors, validated, self.options.validates)
-
-    def _assembled(self, compiled: nn.Module | None) -> Parts:
-        forward = self.model if compiled is None else compiled  # its truth would be its length
-        return Parts(
-            self.model,
-            forward,
-            self.strategy.wrap(forward),
-            self.task,
-            self.optimizers,
-            self.strategy,
-            self.precision,
-            self.options,
-            self.state,
-        )
 
     @property
     def group(self) -> Group:
@@ -135,21 +122,19 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether the horizon is reached."""
-        o, s = self.options, self.state
-        return (o.max_epochs is not None and s.epoch >= o.max_epochs) or (
-            o.max_steps is not None and s.global_step >= o.max_steps
-        )
+        return is_done(self.options, self.state)
+
+    @property
+    def _ended(self) -> bool:
+        return self.done or self.state.stop_reason is not None
 
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""
-        return {group.name: float(group.options["lr"]) for group in self.optimizers.groups()}
+        return self.optimizers.learning_rates()
 
     def used_learning_rates(self) -> dict[str, float]:
         """Return the learning rate that each parameter group's last update was made with."""
-        if not self._used_rates:
-            return self.learning_rates()
-        groups = self.optimizers.groups()
-        return {g.name: float(lr) for g, lr in zip(groups, self._used_rates, strict=False)}
+        return self.optimizers.learning_rates(used=True)
 
     def fit(self) -> None:
         """Train until the horizon, or until a stop is requested.
@@ -157,16 +142,24 @@ class Trainer:
         setup, resume (`trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
             each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
-                                -> scheduler -> zero, on_update_end
+                                -> zero -> scheduler, on_update_end
                 boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
             after the last one: on_epoch_end, before its boundary
         on_fit_end | on_exception, and teardown always
         """
         try:
             self._begin()
-            while not (self.done or self.state.stop_reason):
+            while not self._ended:
+                length = self.steps_per_epoch
                 self.hooks.emit("on_epoch_start", self)
-                self._run_epoch()
+                for micro_batches in self._epoch(length):
+                    self.update(micro_batches)
+                    self.hooks.emit("on_update_end", self)
+                    if self.state.position != length and self._boundary():
+                        break
+                else:
+                    if not self.state.stop_code:  # else a signal ended the wait for a batch
+                        self._end_epoch()
             self.updater.confirm()
             self.hooks.emit("on_fit_end", self)
         except BaseException as error:
@@ -177,6 +170,7 @@ class Trainer:
             if self.val_loader is not None:
                 self.val_loader.close()
             self.hooks.emit("teardown", self)
+            self.timer.lap("callbacks")
 
     def setup(self) -> None:
         """Let the callbacks prepare; `fit` does it, a resume needs it before."""
@@ -185,39 +179,43 @@ class Trainer:
             self.hooks.emit("setup", self)
 
     def _begin(self) -> None:
+        self.timer.start()
         self.setup()
-        self.parts.wrapped.train()
+        self.wrapped.train()
         if self.options.max_time is not None:
             self._deadline = time.monotonic() + self.options.max_time
         if self.options.sanity_batches and self.val_loader is not None and not self.resumed:
             self.evaluate(self.val_loader, "val", limit=self.options.sanity_batches)
         self.hooks.emit("on_fit_start", self)
-        if self._validation_due():  # a signal came while the run before this one validated
-            self._boundary()
-        self._must_stop()
+        if self.val_loader is not None and validation_is_due(self.options, self.state):
+            self._boundary()  # a signal came while the run before this one validated
+        else:
+            self._agree()
         self.timer.reset()
 
-    def _run_epoch(self) -> None:
-        state, length = self.state, self.steps_per_epoch
-        stream = updates(self.train_loader.epoch(state.epoch, state.position, length))
+    def _epoch(self, length: int | None) -> Iterator[list[MicroBatch]]:
+        """Draw what is left of an epoch's updates, until a signal ends the wait for one."""
+        state = self.state
+        stream = self.draw(state.epoch, state.position, length)
         while length is None or state.position < length:
+            self.timer.lap("callbacks")
             micro_batches = self.waiting.next(stream)
-            if micro_batches is None:
-                if state.stop_code:
-                    return
-                if not state.position:
-                    raise SampleError(
-                        f"train_loader gave no batch in epoch {state.epoch}: what it reads from "
-                        "is empty, or can be read only once"
-                    )
-                break
-            self.update(micro_batches)
-            self.hooks.emit("on_update_end", self)
-            if state.position != length:
-                self._boundary()
-                if self._must_stop():
-                    return
-        self._end_epoch()
+            self.timer.lap("data")
+            if micro_batches is not None:
+                yield micro_batches
+            elif state.position or state.stop_code:
+                return
+            else:
+                raise SampleError(
+                    f"train_loader gave no batch in epoch {state.epoch}: what it reads from "
+                    "is empty, or can be read only once"
+                )
+
+    def draw(
+        self, epoch: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of an epoch's updates `start` to `stop`, on the device."""
+        return updates(self.train_loader.epoch(epoch, start, stop), self.to_device)
 
     def _end_epoch(self) -> None:
         self.updater.confirm()  # before anything counts or averages what the epoch ended with
@@ -226,75 +224,51 @@ class Trainer:
         self.lr_schedule.after_epoch()
         self.hooks.emit("on_epoch_end", self)
         self._boundary()
-        self._must_stop()
 
-    def _must_stop(self) -> bool:
+    def _agree(self) -> None:
         """Agree with the other processes on whether this update was the last."""
         state = self.state
         if self._deadline is not None and time.monotonic() >= self._deadline:
             state.request_stop(MAX_TIME)
-        # Where all wait for each other anyway they learn at once what one of them wishes.
+        # Where all wait for each other anyway, all learn at once of one process's request.
         meeting = self.done or not state.position or state.validated_at == state.global_step
         self.group.agree(state, at_once=meeting, in_step=not meeting)
-        return self.done or state.stop_reason is not None
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""
-        state = self.state
         applied = self.updater.apply(micro_batches)
-        state.updates += 1
-        state.position += 1
-        state.micro_batches += len(micro_batches)
-        state.samples += micro_batches[0].piece.total
+        self.state.count(len(micro_batches), micro_batches[0].piece.total, applied)
         if applied:
-            state.global_step += 1
-            state.skipped_in_a_row = 0
-            self._used_rates = self.optimizers.rates()
+            self.optimizers.keep_rates()
             self.lr_schedule.after_update()
         else:
             self.updater.count_skipped(1)
 
-    def _boundary(self) -> None:
-        """Do what is due between two updates; each part once, also across a resume."""
-        if self._log_due():
+    def _boundary(self) -> bool:
+        """Do what is due between two updates; each part once, also across a resume.
+
+        Returns whether the run ends here.
+        """
+        if log_is_due(self.options, self.state, bool(self.updater.epoch_sums)):
             self._log()
-        if self._validation_due():
+        if self.val_loader is not None and validation_is_due(self.options, self.state):
             self._validate()
         self.hooks.emit("on_boundary", self)
-
-    def _log_due(self) -> bool:
-        step, at_end = self.state.global_step, not self.state.position or self.done
-        fresh = step > self.state.logged_at
-        if not self.state.position and self.updater.epoch_sums:  # its last update may be skipped
-            return True
-        return fresh and (step % self.options.log_every_n_steps == 0 or at_end)
-
-    def _validation_due(self) -> bool:
-        o, s = self.options, self.state
-        if self.val_loader is None or s.global_step <= s.validated_at:
-            return False
-        by_epoch = (
-            o.validate_every_n_epochs and not s.position and not s.epoch % o.validate_every_n_epochs
-        )
-        by_step = o.validate_every_n_steps and not s.global_step % o.validate_every_n_steps
-        return bool(by_epoch or by_step or self.done)
+        self._agree()
+        return self._ended
 
     def _log(self) -> None:
         self.updater.confirm()
-        means = self.updater.take_means()
         ended = not self.state.position
+        scalars = self.updater.take_means()
         epoch = self.updater.epoch_means(ended) if ended or self.done else {}
-        scalars = {f"train/{name}": value for name, value in (means | epoch).items()}
-        if self.precision.scales:
-            scalars["train/loss_scale"] = self.precision.scale
-        if self.state.skipped_updates:
-            scalars["train/skipped_updates"] = self.state.skipped_updates
+        scalars |= epoch | self.updater.counts()
         for contribute in self.hooks.listeners("scalars"):
             scalars |= contribute(self)
         self.state.logged_at = self.state.global_step
         self.timer.reset()
         if ended:
-            self.lr_schedule.after_validation({f"train/{name}": v for name, v in epoch.items()})
+            self.lr_schedule.after_validation(epoch)
         self.log(scalars)
 
     def log(self, scalars: Mapping[str, float]) -> None:
@@ -303,19 +277,14 @@ class Trainer:
         self.hooks.emit("on_log", self, scalars)
 
     def _validate(self) -> None:
-        assert self.val_loader is not None
-        started = time.monotonic()
-        self.updater.confirm()
-        self.hooks.emit("on_validation_start", self)
-        try:
+        with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
+            self.updater.confirm()
+            self.hooks.emit("on_validation_start", self)
             metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)
-        except EvaluationAbandoned:
-            return
-        self.state.validated_at = self.state.global_step
-        self.lr_schedule.after_validation(metrics)
-        self.log(metrics)
-        self.hooks.emit("on_validation_end", self, metrics)
-        self.timer.pause += time.monotonic() - started
+            self.state.validated_at = self.state.global_step
+            self.lr_schedule.after_validation(metrics)
+            self.log(metrics)
+            self.hooks.emit("on_validation_end", self, metrics)
 
     def evaluate(
         self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
@@ -326,13 +295,14 @@ class Trainer:
         run's), and leaves the training's random state untouched.
         """
         step = self.state.global_step if step is None else step
-        return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
+        with self.timer.spending("evaluation"):
+            return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model has the weights to be judged by (an average's)."""
-        average: Any = self.average
-        return nullcontext() if average is None else average.swap(self)
+        """Return the context in which the model has the weights to evaluate, or an average's."""
+        return nullcontext() if self.average is None else self.average.swap(self)
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
-        return self.parts.to_device(batch)
+        dtype, channels_last = self.precision.dtype, self.options.channels_last
+        return to_device(batch, self.strategy.device, dtype, channels_last)

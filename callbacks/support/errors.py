@@ -1,9 +1,7 @@
 """What a callback says when it cannot do what its options ask."""
 
-from trainer.errors import RunError
+from conf.errors import ConfigError
 
 
-class CallbackError(RunError, ValueError):
+class CallbackError(ConfigError, ValueError):
     """An option of a callback that does not fit it, or the run."""
-
-    exit_code = 2

@@ -1,37 +1,18 @@
 """Stack samples into a batch, keeping the types that hold them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import default_collate
+
+from data.batch import rebuild
 
 
 class Ragged(NamedTuple):
     """Images of different sizes, which a step for whole batches is to bring to one."""
 
     images: list[Tensor]
-
-
-def is_namedtuple(value: object) -> bool:
-    """Tell a namedtuple from a plain tuple: it is rebuilt from its fields, not from a list."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def rebuild(like: Any, items: list[Any]) -> Any:
-    """Return a tuple, list or namedtuple of the type of `like` with new items."""
-    if is_namedtuple(like):
-        return type(like)(*items)
-    return tuple(items) if isinstance(like, tuple) else items
-
-
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every leaf of nested dicts, lists, tuples and namedtuples."""
-    if isinstance(batch, Mapping):
-        return {name: map_leaves(function, value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return rebuild(batch, [map_leaves(function, value) for value in batch])
-    return function(batch)
 
 
 def collate(samples: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.batch import Piece, rebuild
 from data.errors import DataError, reason
 from data.keys import (
     DRAWS_VERSION,
@@ -21,9 +22,8 @@ from data.keys import (
     preserved_rng,
     seed_rng,
 )
-from data.loading.collate import Ragged, rebuild
+from data.loading.collate import Ragged
 from data.transforms import Standardize, ToFloat, acts_on_batches
-from data.updates import Piece
 
 _MIXES = frozenset({"MixUp", "CutMix"})
 _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from data.batch import Piece, map_leaves
 from data.errors import DataError, UnreadableError, is_fault, reason
 from data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
-from data.loading.collate import map_leaves
 from data.loading.workers import memory_error
-from data.updates import Indices, Piece
+from data.updates import Indices
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # so many broken candidates in a row mean a broken data set

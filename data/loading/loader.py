@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from data.batch import MicroBatch, Piece
 from data.errors import DataError, WorkerError
 from data.keys import LOADER, key
 from data.loading.collate import collate
@@ -30,20 +30,12 @@ from data.loading.workers import (
 )
 from data.samplers import own_samples
 from data.streams import Stream, as_dataset
-from data.updates import Piece, UpdateSampler
+from data.updates import UpdateSampler
 
 logger = logging.getLogger(__name__)
 
 # Seconds between looks at the workers: so soon is a dead one found, whatever loader.timeout is.
 _LOOK = 1.0
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """A collated batch of one rank and what it is within its update."""
-
-    batch: Any
-    piece: Piece
 
 
 class _Source:

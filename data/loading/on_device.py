@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data.loading.collate import map_leaves
+from data.batch import MicroBatch, map_leaves, to_device
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.fetch import Skipped
-from data.loading.loader import Loader, MicroBatch
+from data.loading.loader import Loader
 
 
 class OnDevice:
@@ -82,7 +82,7 @@ class OnDevice:
         self.loader.close()
 
     def _moved(self, micro: MicroBatch) -> MicroBatch:
-        batch = to_device(micro.batch, self.device, self.non_blocking)
+        batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
             batch = self.transforms(batch, micro.piece)
         return MicroBatch(batch, micro.piece)
@@ -155,15 +155,6 @@ def one_ahead(
         if launched is None:
             return
         waiting = launched
-
-
-def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
-    """Move the tensors of a nested batch; other leaves stay."""
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(moved, batch)
 
 
 def _lent(leaf: Any, stream: torch.cuda.Stream) -> Any:

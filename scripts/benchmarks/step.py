@@ -80,8 +80,8 @@ class Batches(Dataset[Batch]):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What every contender begins with."""
+class Setup:
+    """What every contender starts with."""
 
     model: nn.Module
     optimizer: SGD
@@ -89,10 +89,10 @@ class Parts:
     folder: Path
 
 
-Contender = Callable[[Parts], None]
+Contender = Callable[[Setup], None]
 
 
-def bare(parts: Parts) -> None:
+def bare(parts: Setup) -> None:
     """Draw, forward, backward, step: nothing else."""
     for inputs, labels in parts.loader:
         parts.optimizer.zero_grad()
@@ -100,7 +100,7 @@ def bare(parts: Parts) -> None:
         parts.optimizer.step()
 
 
-def handwritten(parts: Parts) -> None:
+def handwritten(parts: Setup) -> None:
     """Do by hand what a person has on: bar, TensorBoard, clipping, schedule, accuracy."""
     model, optimizer = parts.model, parts.optimizer
     schedule = _schedule(optimizer)
@@ -132,7 +132,7 @@ def handwritten(parts: Parts) -> None:
     writer.close()
 
 
-def regimen(parts: Parts) -> None:
+def regimen(parts: Setup) -> None:
     """Do the same by a Trainer."""
     callbacks: dict[str, Callback] = {
         "progress": Progress(),
@@ -142,7 +142,7 @@ def regimen(parts: Parts) -> None:
     _train(parts, callbacks, Clipping(norm=1.0), _schedule(parts.optimizer))
 
 
-def regimen_plain(parts: Parts) -> None:
+def regimen_plain(parts: Setup) -> None:
     """Train by a Trainer with all of that off."""
     _train(parts, {}, Clipping(), None)
 
@@ -177,7 +177,10 @@ def measure(rounds: int) -> Report:
 
 
 def _train(
-    parts: Parts, callbacks: dict[str, Callback], clipping: Clipping, schedule: OneCycleLR | None
+    parts: Setup,
+    callbacks: dict[str, Callback],
+    clipping: Clipping,
+    schedule: OneCycleLR | None,
 ) -> None:
     Trainer(
         parts.model,
@@ -199,7 +202,7 @@ def _run(contender: Contender) -> Cost:
     loader = DataLoader(batches, batch_size=None)
     gc.collect()
     with tempfile.TemporaryDirectory() as folder:
-        contender(Parts(model, optimizer, loader, Path(folder)))
+        contender(Setup(model, optimizer, loader, Path(folder)))
     return batches.cost()
 
 

@@ -90,6 +90,16 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     )
 
 
+def of_run(arguments: Arguments, run_dir: str, overrides: Sequence[str]) -> Arguments:
+    """Return the command line that composes a run's own configuration, with overrides."""
+    return Arguments(
+        overrides=tuple(overrides),
+        config_name="config",
+        config_dirs=(run_dir,),
+        allow_targets=arguments.allow_targets,
+    )
+
+
 def _oversized(text: str) -> Problem | None:
     if len(text) > MAX_OVERRIDE:
         return Problem(text[:40] + "...", f"longer than {MAX_OVERRIDE} characters")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -39,20 +39,28 @@ class StoppedEarlyError(BaseException):
         super().__init__(f"stopped by {name} before the first update: there was nothing to save")
 
 
-def guarded(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and leave with its exit code; a failure ends in one `error:` line."""
-    # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of new
-    # memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms instead of 30).
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    outlive_readers()
-    end_on_signals()
-    try:
-        code = command()
-    except BaseException as error:
-        code = report(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+class Command:
+    """The context of a whole command: it ends the process with `code`, or by what was raised.
+
+    A failure ends in one `error:` line.
+    """
+
+    code = 0
+
+    def __enter__(self) -> Command:
+        # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
+        # new memory takes a third of the time (64 x 3 x 224 x 224 floats: 10 ms instead of 30).
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        outlive_readers()
+        end_on_signals()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> NoReturn:
+        if error is not None:
+            self.code = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.exit(self.code)
 
 
 def report(error: BaseException) -> int:

@@ -20,6 +20,8 @@ class Request:
     choices: dict[str, str]  # what was picked for each config group
     arguments: list[str]  # as typed, to say how to go on
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
+    prediction: dict[str, Any] | None = None  # the keys of `predict`; None: train
+    files: list[str] = field(default_factory=list)  # that `predict` was given on standard input
 
     def resume_command(self, run_dir: Path) -> str:
         """Return the command that goes on with this run."""

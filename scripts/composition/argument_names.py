@@ -1,8 +1,8 @@
 """Which arguments a `_target_` takes, read from its source: nothing is imported.
 
 Where a command line has mistakes among its keys, those among the arguments are listed with them,
-without the seconds that torch takes. What the source does not tell plainly is passed over: the
-signatures themselves judge once the keys are right.
+without the seconds that importing torch takes. What the source does not tell plainly is passed
+over: the signatures themselves are checked once the keys are right.
 """
 
 import ast
@@ -14,10 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from conf.check import nearest
-from conf.errors import Problem
+from conf.errors import Problem, nearest
 
-_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 # Keys of ours that stand beside a target's arguments, by section.
 OWN_KEYS = {
     "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers"),
@@ -37,7 +36,7 @@ def argument_problems(node: Any, key: str = "") -> Iterator[Problem]:
     parts = key.split(".")
     own = [n for part in parts for n in OWN_KEYS.get(part, ())]
     for name in node:
-        if name not in (*known, *own, *_SPECIAL):
+        if name not in (*known, *own, *SPECIAL):
             near = nearest(str(name), known)
             hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known)}"
             message = f"{node['_target_']} has no argument {name!r}"
@@ -90,6 +89,10 @@ def _defined(file: Path, modules: tuple[str, ...], name: str, hops: int) -> tupl
             for alias in statement.names:
                 if (alias.asname or alias.name) == name:
                     return accepted(_source(statement, file, modules, alias.name), hops + 1)
+                if alias.name == "*":
+                    starred = accepted(_source(statement, file, modules, name), hops + 1)
+                    if starred is not None:
+                        return starred
     return None
 
 
@@ -118,6 +121,8 @@ def _of_class(
         return None
     if "__init__" in methods:
         return _of_function(methods["__init__"], skip=1)
+    if not found.bases:
+        return ()
     if len(found.bases) == 1 and isinstance(base := found.bases[0], ast.Name):
         return _defined(file, modules, base.id, hops + 1) if hops < _MAX_HOPS else None
     return None

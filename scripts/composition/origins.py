@@ -1,7 +1,7 @@
 """Where each key of a composed configuration was written."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Placed:
 
     path: Path
     package: str
+    primary: bool = False  # the file that the composition starts from
 
 
 @dataclass(slots=True)
@@ -56,6 +57,30 @@ class Origins:
             return f"command line: {below}"
         return next((found for name in _upwards(key) if (found := self._file(name))), None)
 
+    def setters(self, key: str) -> list[int]:
+        """Return which files give a key a value, by number; the command line comes after all."""
+        files = [n for n, placed in enumerate(self.files) if self._sets(placed, key)]
+        typed = any(f"{other}.".startswith(f"{key}.") for other in self.overrides)
+        return [*files, len(self.files)] if typed else files
+
+    def _sets(self, placed: Placed, key: str) -> bool:
+        own = _below(key, placed.package)
+        if own is None:
+            return placed.package.startswith(f"{key}.")
+        return own == "" or own in self.notes.read(placed.path).lines
+
+    def within(self, number: int, key: str) -> bool:
+        """Tell whether a file's content stands in the node at `key`."""
+        return number < len(self.files) and _below(self.files[number].package, key) is not None
+
+    def declares(self, section: str, name: str) -> bool:
+        """Tell whether a file of a group, or the primary one, has a key in its section."""
+        return any(
+            self._sets(placed, f"{section}.{name}")
+            for placed in self.files
+            if placed.primary or placed.package == section
+        )
+
     def _file(self, key: str) -> str | None:
         for placed in reversed(self.files):
             lines = self.notes.read(placed.path).lines
@@ -66,9 +91,9 @@ class Origins:
                 return shown_path(placed.path)
         return None
 
-    def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return problems with their files filled in."""
-        return [p if p.file else replace(p, file=self.of(p.key)) for p in problems]
+    def located(self, problem: Problem) -> Problem:
+        """Return a problem with the place where its key was written."""
+        return problem if problem.file else replace(problem, file=self.of(problem.key))
 
 
 def _upwards(key: str) -> Iterator[str]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from conf.check import nearest
-from conf.errors import Problem
+from conf.errors import Problem, nearest
 from scripts.composition.trees import first_lines
 
 # Groups whose options are whole nodes or settings: two of them would be merged into neither.
@@ -77,7 +76,7 @@ class Overrides:
             try:
                 override = parse(text)
             except Exception as error:  # the grammar's, or the parser's own on odd input
-                self.complain(text, f"not an override: {first_lines(error)}")
+                self.note(text, f"not an override: {first_lines(error)}")
                 continue
             if self._allowed(override, text, sweep):
                 parsed.append(override)
@@ -105,12 +104,12 @@ class Overrides:
         if not override.is_sweep_override():
             return [Swept(text, name, text.partition("=")[2], False)]
         if not override.is_discrete_sweep():
-            self.complain(name, "an interval has no end of values", "search it: -m sweep=optuna")
+            self.note(name, "an interval has no end of values", "search it: -m sweep=optuna")
             return []
         try:
             values = [str(value) for value in override.sweep_string_iterator()]
         except Exception as error:
-            self.complain(name, first_lines(error))
+            self.note(name, first_lines(error))
             return []
         return [Swept(f"{key}={value}", name, value, True) for value in values]
 
@@ -124,22 +123,22 @@ class Overrides:
         sweep = override.value()
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
         if not low < high or (log and low <= 0):
-            self.complain(override.key_or_group, f"no numbers from {low} to {high}")
+            self.note(override.key_or_group, f"no numbers from {low} to {high}")
         integers = isinstance(low, int) and isinstance(high, int)
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
-    def complain(self, key: str, message: str, hint: str | None = None) -> None:
+    def note(self, key: str, message: str, hint: str | None = None) -> None:
         """Note a mistake of the command line."""
-        self.problems.append(Problem(key, message, "command line", hint))
+        self.problems.append(Problem(key, message, hint, "command line"))
 
     def _allowed(self, override: Any, text: str, sweep: bool) -> bool:
         key = override.key_or_group
         if re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
             instead = _INSTEAD.get(key.removeprefix("hydra."))
-            self.complain(key, NO_HYDRA, f"use {instead}" if instead else None)
+            self.note(key, NO_HYDRA, f"use {instead}" if instead else None)
         elif override.is_sweep_override() and not sweep:
             hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
-            self.complain(key, f"several values in {text!r}", hint)
+            self.note(key, f"several values in {text!r}", hint)
         else:
             return True
         return False
@@ -149,7 +148,7 @@ class Overrides:
         group = override.key_or_group
         element = override.get_key_element().lstrip("+~")
         if problem := choice_problem(group, None if override.is_delete() else value):
-            self.complain(group, problem, f"choose of {', '.join(self._options(group))}")
+            self.note(group, problem, f"choose of {', '.join(self._options(group))}")
             return None
         if override.is_delete() or value is None:
             return f"~{element}"
@@ -159,7 +158,7 @@ class Overrides:
                 near = nearest(str(name), options)
                 meant = f"did you mean {near}? " if near else ""
                 hint = f"{meant}choose of {', '.join(options)}"
-                self.complain(group, f"there is no {group}={name}", hint)
+                self.note(group, f"there is no {group}={name}", hint)
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")

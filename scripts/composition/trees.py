@@ -6,9 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from conf.errors import Problem
 from conf.reserved import RESERVED
 
+# What OmegaConf raises where a value cannot be resolved.
+UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 _NAMES = "|".join(RESERVED)
 _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
 _INTERPOLATION = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
@@ -32,6 +36,13 @@ def unfinished(node: Any, incomplete: bool, key: str = "") -> Iterator[str]:
         yield key
 
 
+def keys_below(node: Any, key: str) -> Iterator[str]:
+    """Yield the keys of nested sections below `key`."""
+    for name, child in node.items() if isinstance(node, dict) else ():
+        yield f"{key}.{name}"
+        yield from keys_below(child, f"{key}.{name}")
+
+
 def without(node: Any, keys: Collection[str], key: str = "") -> Any:
     """Return a copy of a tree in which the values of some keys are missing."""
     if key in keys:
@@ -43,9 +54,7 @@ def without(node: Any, keys: Collection[str], key: str = "") -> Any:
     return node
 
 
-def resolution_problems(
-    node: Any, errors: tuple[type[Exception], ...], key: str
-) -> Iterator[Problem]:
+def resolution_problems(node: Any, key: str) -> Iterator[Problem]:
     """Access each leaf of an OmegaConf tree by itself and report those that fail.
 
     A reference to a value that is missing is passed over: the missing value is the mistake.
@@ -54,12 +63,12 @@ def resolution_problems(
         here = f"{key}.{name}" if key else str(name)
         try:
             child = node[name]
-        except errors as error:
+        except UNRESOLVED as error:
             if "MissingMandatory" not in f"{type(error).__name__} {error}":
                 yield Problem(here, first_lines(error))
             continue
         if isinstance(child, Mapping | Sequence) and not isinstance(child, str | bytes):
-            yield from resolution_problems(child, errors, here)
+            yield from resolution_problems(child, here)
 
 
 def first_lines(error: BaseException) -> str:

@@ -22,11 +22,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from conf.errors import ConfigError, Problem
 from scripts.cli.request import Request
-from scripts.launching.notes import Notes, Report
+from scripts.launching.notes import FailureReport, LaunchNotes
 from trainer.distributed.machine import check_processes
 from trainer.errors import stopping_signals
 from trainer.files.log_format import indented_lines, visible
-from trainer.runs.directory import amend_failure
+from trainer.runs.status import amend_failure
 from trainer.strategies.strategy import count_devices
 
 _PEER = 6  # a process that was lost, or that lost another
@@ -46,7 +46,7 @@ def launch(request: Request) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # What goes wrong is told once, and by us.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    notes = Notes(Path(tempfile.mkdtemp(prefix="regimen-")))
+    notes = LaunchNotes(Path(tempfile.mkdtemp(prefix="regimen-")))
     try:
         notes.ask(request, sys.path)
         with _passing_signals_on(notes):
@@ -58,7 +58,7 @@ def launch(request: Request) -> int:
         shutil.rmtree(notes.folder, ignore_errors=True)
 
 
-def _config(processes: int, max_restarts: int, notes: Notes) -> LaunchConfig:
+def _config(processes: int, max_restarts: int, notes: LaunchNotes) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -73,7 +73,7 @@ def _config(processes: int, max_restarts: int, notes: Notes) -> LaunchConfig:
     )
 
 
-def _run(config: LaunchConfig, notes: Notes) -> BaseException | None:
+def _run(config: LaunchConfig, notes: LaunchNotes) -> BaseException | None:
     """Start the processes and wait for them; return what they ended by."""
     command = elastic_launch(config, sys.executable)
     try:
@@ -85,7 +85,7 @@ def _run(config: LaunchConfig, notes: Notes) -> BaseException | None:
 
 
 @contextmanager
-def _passing_signals_on(notes: Notes) -> Iterator[None]:
+def _passing_signals_on(notes: LaunchNotes) -> Iterator[None]:
     """Hand signals to the processes, which have sessions of their own; a second Ctrl-C kills."""
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -104,7 +104,7 @@ def _passing_signals_on(notes: Notes) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_all(notes: Notes) -> None:
+def _end_all(notes: LaunchNotes) -> None:
     for pid in notes.pids():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -112,22 +112,24 @@ def _end_all(notes: Notes) -> None:
     os._exit(130)
 
 
-def _answer(error: BaseException | None, processes: int, request: Request, notes: Notes) -> int:
+def _answer(
+    error: BaseException | None, processes: int, request: Request, notes: LaunchNotes
+) -> int:
     """Say once what went wrong first, and return its code. Raises ConfigError if it was that."""
     first = _first(error, processes, notes)
+    if notes.run_dir.exists():
+        run_dir = Path(notes.run_dir.read_text())
+        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
     if first.problems:
-        raise ConfigError([Problem(**fields) for fields in first.problems])
+        raise ConfigError(Problem(**fields) for fields in first.problems)
     if first.code == 1:
         print(visible(first.traceback), file=sys.stderr)
     line, *rest = indented_lines(first.text)
     print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
-    if notes.run_dir.exists():
-        run_dir = Path(notes.run_dir.read_text())
-        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
     return first.code
 
 
-def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
+def _first(error: BaseException | None, processes: int, notes: LaunchNotes) -> FailureReport:
     """Find the failure that the others follow from."""
     reports = notes.reports()
     if isinstance(error, ChildFailedError) and not notes.stopping():
@@ -138,11 +140,11 @@ def _first(error: BaseException | None, processes: int, notes: Notes) -> Report:
     lost = _killed(error)
     gone = set(range(processes)) - {report.rank for report in reports}
     if lost is None and notes.stopping():
-        return Report(0, 143, "stopped before the processes had started", 0.0, "", False)
-    if lost is None and reports and ("did not answer" in reports[0].text or not gone):
+        return FailureReport(0, 143, "stopped before the processes had started", 0.0, "")
+    if lost is None and reports and (reports[0].unanswered or not gone):
         return reports[0]
     text = lost or f"process {min(gone, default=0)} left before the run was over"
-    return Report(0, _PEER, text, 0.0, "", True)
+    return FailureReport(0, _PEER, text, 0.0, "", by_peer=True)
 
 
 def _killed(error: BaseException | None) -> str | None:

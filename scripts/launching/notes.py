@@ -15,7 +15,7 @@ from scripts.cli.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FailureReport:
     """How a process failed."""
 
     rank: int
@@ -23,7 +23,8 @@ class Report:
     text: str
     time: float
     traceback: str
-    by_peer: bool  # another process's failure was the cause
+    by_peer: bool = False  # another process's failure was the cause
+    unanswered: bool = False  # another process did not answer
     problems: Sequence[Mapping[str, Any]] = ()  # the fields of each, of a mistaken configuration
 
     @classmethod
@@ -37,7 +38,7 @@ class Report:
         )
 
 
-class Notes:
+class LaunchNotes:
     """Files that are whole when they can be seen."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,17 +78,17 @@ class Notes:
         """Tell whether `finish` was called."""
         return (self.folder / "finished").exists()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: FailureReport) -> None:
         """Say how this process failed."""
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         self._write(f"report-{attempt}-{report.rank}", asdict(report))
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[FailureReport]:
         """Return what was reported in the latest attempt that has any: causes first, by time."""
-        found: dict[int, list[Report]] = {}
+        found: dict[int, list[FailureReport]] = {}
         for path in self.folder.glob("report-*-*"):
             attempt = int(path.name.split("-")[1])
-            found.setdefault(attempt, []).append(Report(**json.loads(path.read_text())))
+            found.setdefault(attempt, []).append(FailureReport(**json.loads(path.read_text())))
         latest = found[max(found)] if found else []
         return sorted(latest, key=lambda report: (report.by_peer, report.time))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.cli.console import describe, end_on_signals, exit_code, importing, log_to_stderr
 from scripts.cli.outlets import outlive_readers
 from scripts.cli.request import Request
-from scripts.launching.notes import Notes, Report
+from scripts.launching.notes import FailureReport, LaunchNotes
 
 _PR_SET_PDEATHSIG = 1
 # What a restart could mend: a lost process, memory, a fault that nobody expected.
@@ -25,7 +25,7 @@ def main() -> None:
     _end_with_parent()
     outlive_readers()
     end_on_signals()
-    notes = Notes(Path(sys.argv[1]))
+    notes = LaunchNotes(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])
     log_to_stderr(rank == 0)
     try:
@@ -40,29 +40,32 @@ def main() -> None:
     _leave(code)
 
 
-def _work(request: Request, notes: Notes) -> int:
+def _work(request: Request, notes: LaunchNotes) -> int:
     with importing():
+        from scripts.prediction.work import answer
         from scripts.runs.run import run
 
-    code = run(request, notes.run_dir)
+    predicts = request.prediction is not None
+    code = answer(request) if predicts else run(request, notes.run_dir)
     if os.environ["RANK"] == "0":
         notes.finish()
     return code
 
 
-def _fail(error: BaseException, rank: int, notes: Notes) -> int:
+def _fail(error: BaseException, rank: int, notes: LaunchNotes) -> int:
     """Report an exception, and return 0 where the launcher shall not start all over again."""
-    from trainer.errors import PeerError
+    from trainer.errors import PeerError, SilentPeerError
 
     code = exit_code(error)
     notes.report(
-        Report.of(
+        FailureReport.of(
             error,
             rank=rank,
             code=code,
             text=describe(error),
             time=time.time(),
             by_peer=isinstance(error, PeerError),
+            unanswered=isinstance(error, SilentPeerError),
         )
     )
     restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"

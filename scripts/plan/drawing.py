@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from scripts.plan.batch_split import BatchSplit
 from trainer.optimizers.optimizers import GroupRow
 from trainer.summary.memory import MemoryEstimate
-from trainer.summary.model import ModelSummary, modules_table, totals
+from trainer.summary.model import Summary, modules_table, totals
 from trainer.summary.text import size, table, to_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Plan:
     settings: Mapping[str, str]  # what else decides a run: seed, precision, device, strategy, ...
     overrides: Sequence[str]
     data: Sequence[DataRow]
-    model: ModelSummary
+    model: Summary
     groups: Sequence[GroupRow]
     curves: Mapping[str, Sequence[float]]  # learning rates of each group, evenly over the run
     split: BatchSplit

@@ -13,7 +13,6 @@ from scripts.plan.drawing import DataRow, Plan, render
 from trainer.files.atomic import write_text
 from trainer.files.storage import storage_error
 from trainer.lr_schedulers.schedule import curve
-from trainer.nested import to_device
 from trainer.summary.memory import estimate
 from trainer.summary.model import summarize
 
@@ -44,12 +43,7 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         _length(experiment.data.sets["train"]),
         config.loader.drop_last,
     )
-    example = to_device(
-        next(trainer.train_loader.epoch(0)).batch,
-        strategy.device,
-        trainer.precision.dtype,
-        options.channels_last,
-    )
+    example = next(trainer.draw(0))[0].batch
     trainer.train_loader.close()
     summary = summarize(
         trainer.model,
@@ -58,7 +52,7 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         autocast=trainer.precision.autocast,
     )
     total, steps = trainer.total_steps, trainer.steps_per_epoch
-    curves = curve(config.lr_scheduler, trainer.optimizers, total, steps) if total else {}
+    curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
     return Plan(
         name=config.name,
         picks=request.choices,

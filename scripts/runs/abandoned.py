@@ -19,6 +19,7 @@ from trainer.files.atomic import remove_orphans, replacing, sync_folder, write_j
 from trainer.files.storage import storage_error
 from trainer.runs.directory import reserve, timestamp
 from trainer.runs.status import RunDirectoryError, read_json
+from trainer.snapshot import name_of
 
 FOLDER = "abandoned"
 _NOTE = "unfinished.json"
@@ -39,12 +40,13 @@ class Moment:
     def of(cls, payload: Mapping[str, Any]) -> Moment:
         """Return where `payload` was taken."""
         callbacks = payload["callbacks"]
+        saver = callbacks.get(name_of("saver", payload) or "", {})
         sizes = [state["sizes"] for state in callbacks.values() if "sizes" in state]
         return cls(
             step=int(payload["state"]["counters"]["global_step"]),
             metrics=int(callbacks.get("metrics_log", {}).get("offset", 0)),
             events={name: size for known in sizes for name, size in known.items()},
-            best=tuple(int(s) for s, _ in callbacks.get("checkpoint", {}).get("ranking", ())),
+            best=tuple(int(step) for step, _ in saver.get("ranking", ())),
         )
 
 

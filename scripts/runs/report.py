@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from scripts.runs.account import Account
+from trainer.callback import saver_of
 from trainer.metric_names import epoch_metric
 
 if TYPE_CHECKING:
@@ -32,9 +34,8 @@ def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, fl
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
     """Return (metric, value, step) of the best checkpoint, if one was chosen."""
-    callback: Any = experiment.trainer.callbacks.get("checkpoint")
-    best = getattr(callback, "best", None)
-    return None if best is None else (callback.monitor, best.value, best.step)
+    saver = saver_of(experiment.trainer.callbacks)
+    return None if saver is None else saver.best_result()
 
 
 def final_block(
@@ -42,14 +43,19 @@ def final_block(
     experiment: Experiment,
     run_dir: Path,
     results: dict[str, float],
-    seconds: float,
+    account: Account,
 ) -> str:
     """Return the block that closes a run: where it went, what came out, what to do next."""
     state, best = experiment.trainer.state, best_of(experiment)
     ended = f", ended by {state.stop_reason}" if state.stop_reason else ""
     lines = [
         ("run", str(run_dir)),
-        ("trained", f"{state.epoch} epochs, {state.global_step} updates, {seconds:.1f} s{ended}"),
+        (
+            "trained",
+            f"{state.epoch} epochs, {state.global_step} updates, {account.seconds:.1f} s{ended}",
+        ),
+        ("time", account.text()),
+        ("hint", account.hint(request.config, request.choices)),
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))

@@ -18,13 +18,8 @@ from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import write_text
-from trainer.runs.directory import (
-    RunDirectoryError,
-    find_unfinished,
-    holds_run,
-    name_folder,
-    read_status,
-)
+from trainer.runs.directory import name_folder
+from trainer.runs.status import RunDirectoryError, find_unfinished, holds_run, read_status
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -138,13 +133,8 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
         return _from_run(folder, config, raw)
     path = Path(config.resume)
     if not path.exists():
-        raise ConfigError(
-            [
-                Problem(
-                    "resume", f"there is no {path}", hint="auto, or a run's or a checkpoint's path"
-                )
-            ]
-        )
+        hint = "auto, or a run's or a checkpoint's path"
+        raise ConfigError(Problem("resume", f"there is no {path}", hint))
     if path.is_dir():
         return _from_run(path, config, raw)
     payload = CheckpointStore(path.parent).load(path)

@@ -16,7 +16,7 @@ def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any
     try:
         values = plain_values(payload["config"], "its configuration")
     except ConfigError as error:
-        raise CheckpointError(f"{where}{str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{where}{error.problems[0]}") from error
     if values is not None and not isinstance(values, dict):
         raise CheckpointError(f"{where}its configuration holds no keys")
     return dict(with_present_targets(values or {}))

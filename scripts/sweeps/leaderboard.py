@@ -10,6 +10,7 @@ from callbacks.support.monitor import AUTO, Monitor
 from scripts.sweeps.process import Outcome
 from trainer.files.atomic import write_text
 from trainer.files.log_format import on_one_line
+from trainer.metric_names import epoch_metric
 
 FILE = "leaderboard.csv"
 _BEST = "best/"
@@ -19,11 +20,15 @@ class Ranking:
     """Compare jobs by the metric that their checkpoints are chosen by."""
 
     def __init__(self, config: dict[str, Any], jobs: Sequence[Outcome]) -> None:
-        checkpoint = config["callbacks"].get("checkpoint") or {}
-        name, mode = checkpoint.get("monitor"), checkpoint.get("mode", AUTO)
-        if name in (None, AUTO):  # the task decided
-            name = next((k for job in jobs for k in job.results if k.startswith(_BEST)), "val/loss")
-        self._monitor = Monitor(str(name).removeprefix(_BEST), mode)
+        nodes = [node for node in config["callbacks"].values() if node]
+        modes = {
+            epoch_metric(node["monitor"]): node.get("mode", AUTO)
+            for node in nodes
+            if node.get("monitor") not in (None, AUTO)  # there the task decides
+        }
+        best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
+        name = next(best, None) or next(reversed(modes), "val/loss")
+        self._monitor = Monitor(name, modes.get(name, AUTO))
         self.name = str(self._monitor.name)
 
     def value(self, job: Outcome) -> float | None:

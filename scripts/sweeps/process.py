@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from scripts.cli.request import quoted
 from trainer.errors import stopping_signals
-from trainer.runs.directory import RunDirectoryError, read_status
+from trainer.runs.status import RunDirectoryError, read_status
 
 _PR_SET_PDEATHSIG = 1
 

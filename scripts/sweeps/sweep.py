@@ -10,8 +10,8 @@ from scripts.cli.arguments import PRIMARY, Arguments
 from scripts.composition.overrides import Swept
 from scripts.sweeps.leaderboard import FILE, Ranking, show, write_csv
 from scripts.sweeps.process import Outcome, Stop, command, run_job
-from trainer.runs.directory import holds_run, name_folder, reserve, timestamp
-from trainer.runs.status import check_run_dir
+from trainer.runs.directory import name_folder, reserve, timestamp
+from trainer.runs.status import check_run_dir, holds_run
 
 RUNS = Path("runs")
 

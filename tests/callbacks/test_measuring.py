@@ -51,6 +51,7 @@ def test_throughput_of_an_interval() -> None:
     assert interval(Throughput(), seconds=4.0, waited=1.0) == {
         "time/samples_per_second": 20.0,
         "time/step_seconds": 0.4,
+        "time/data_wait": 0.1,
         "time/data_share": 0.25,
     }
     assert interval(Throughput(), seconds=1.0, waited=0.0, updates=0) == {}

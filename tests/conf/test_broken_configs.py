@@ -137,7 +137,7 @@ ALONE = [
     case(
         "callbacks.checkpoint.monitor=val/acuracy", "callbacks.checkpoint.monitor", "val/accuracy"
     ),
-    case("model._target_=models.resnet.ResNett", "model._target_", "did you mean 'ResNet'?"),
+    case("model._target_=models.resnet.ResNett", "model._target_", "did you mean ResNet?"),
     case("model=null", "model", "missing"),
     case("~model._target_", "model._target_", "missing"),
     case("data=image_folder", "data.root", "missing", "data.root="),
@@ -152,18 +152,18 @@ ALONE = [
 
 # Found once keys and types are right.
 TARGETS = [
-    case("+model.dept=18", "model.dept", "did you mean 'depth'?"),
+    case("+model.dept=18", "model.dept", "did you mean depth?"),
     case("model.depth=deep", "model.depth", "expected", "'deep'"),
     case("~model.num_classes", "model.num_classes", "missing"),
     case("+data.train.shuffle=1", "data.train.shuffle", "no argument 'shuffle'"),
     case(
         "transforms.train.crop={_target_:torchvision.transforms.v2.RandomCrop,sise:3}",
         "transforms.train.crop.sise",
-        "did you mean 'size'?",
+        "did you mean size?",
     ),
-    case("+optimizer.momentun=0.9", "optimizer.momentun", "did you mean 'momentum'?"),
+    case("+optimizer.momentun=0.9", "optimizer.momentun", "did you mean momentum?"),
     case("optimizer.nesterov=please", "optimizer.nesterov", "expected bool"),
-    case("+task.los=1", "task.los", "did you mean 'loss'?"),
+    case("+task.los=1", "task.los", "did you mean loss?"),
     case("+lr_scheduler.pct=0.1", "lr_scheduler.pct", "no argument 'pct'"),
     case("+callbacks.progress.colour=1", "callbacks.progress.colour", "no argument 'colour'"),
 ]
@@ -223,7 +223,7 @@ def test_a_folder_of_configs_that_cannot_be_listed(
 
     assert "there is no folder" in str(mistakes("--config-dir", str(tmp_path / "nowhere")))
     assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
-    monkeypatch.setattr("scripts.composition.compose.os.scandir", refuse)
+    monkeypatch.setattr("scripts.composition.sources.os.scandir", refuse)
     assert "Permission denied" in str(mistakes("--config-dir", str(tmp_path)))
 
 

@@ -144,14 +144,14 @@ def test_a_shipped_group_shows_every_key_with_its_default(file: str, schema: typ
 def test_an_error_survives_the_way_between_processes() -> None:
     import pickle
 
-    error = ConfigError([Problem("a", "b", "file.yaml:3", "c")])
+    error = ConfigError([Problem("a", "b", "c", "file.yaml:3")])
     again = pickle.loads(pickle.dumps(error))
     assert again.problems == error.problems
     assert str(again) == "a: b; c [file.yaml:3]"
 
 
 def test_a_message_stays_one_line_whatever_it_quotes() -> None:
-    text = str(ConfigError([Problem("a\nb", "c\x1b[31m\r", None, "d\u2028e")]))
+    text = str(ConfigError([Problem("a\nb", "c\x1b[31m\r", "d\u2028e")]))
     assert text.isprintable()
 
 

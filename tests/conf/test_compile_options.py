@@ -53,7 +53,7 @@ def test_what_is_taken(given: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_refused(given: dict[str, Any], key: str, text: str) -> None:
-    found = dict(compile_problems(given))
+    found = {problem.key: str(problem) for problem in compile_problems(given)}
     assert text in found[f"compile.{key}"]
 
 

@@ -6,6 +6,8 @@ costs its training and not 5 s of imports. The server has computed nothing, so n
 
 import contextlib
 import ctypes
+import importlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +23,10 @@ import pytest
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = [
     "scripts.train",
+    "scripts.evaluate",
+    "scripts.testing",
     "scripts.runs.run",
+    "scripts.prediction.work",
     "torchvision.transforms.v2",
     "sklearn.datasets",
     "torch._dynamo",
@@ -40,8 +45,8 @@ JOB = [
 AS_ON_A_GPU = {"TRAIN_AS_ON_A_GPU": "1"}  # in the environment of one run
 
 
-def run_command(arguments, folder, output, environment, tmpfs):
-    """Be the command `train` in a process of its own session."""
+def run_command(command, arguments, folder, output, environment, tmpfs):
+    """Be a command such as `train` in a process of its own session."""
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as where the command is typed
     for number, name in ((1, "out"), (2, "err")):
@@ -50,14 +55,16 @@ def run_command(arguments, folder, output, environment, tmpfs):
     os.chdir(folder)
     if tmpfs is not None:
         mount(*tmpfs)
-    sys.argv = ["train", *arguments]
-    import scripts.train
+    sys.argv = [command, *arguments]
+    if names := environment.get("STANDARD_INPUT"):
+        sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
+    module = importlib.import_module(f"scripts.{command}")
 
     if AS_ON_A_GPU.items() <= environment.items():
         train_as_on_a_gpu()
 
     try:
-        scripts.train.main()
+        module.main()
     finally:
         if tmpfs is not None:  # what is mounted here nobody else sees
             shutil.copytree(tmpfs[0], output.with_suffix(".tree"))
@@ -159,14 +166,14 @@ def server():
 
 @pytest.fixture(scope="session")
 def start(server, tmp_path_factory):
-    """Start `train ARGUMENTS`; ended with the session at the latest."""
+    """Start `train ARGUMENTS`, or another command; ended with the session at the latest."""
     outputs = tmp_path_factory.mktemp("outputs")
     running = []
 
-    def begin(arguments, folder=None, environment=None, tmpfs=None):
+    def begin(arguments, folder=None, environment=None, tmpfs=None, command="train"):
         output = outputs / str(len(running))
         folder = folder or tmp_path_factory.mktemp("cwd")
-        values = (list(arguments), folder, output, environment or {}, tmpfs)
+        values = (command, list(arguments), folder, output, environment or {}, tmpfs)
         process = server.Process(target=run_command, args=values)
         process.start()
         running.append(Running(process, output))
@@ -182,6 +189,18 @@ def start(server, tmp_path_factory):
 def train(start):
     """Run `train ARGUMENTS` to its end."""
     return lambda arguments, **options: start(arguments, **options).wait()
+
+
+@pytest.fixture(scope="session")
+def evaluated(train):
+    """Run `evaluate run=FOLDER OVERRIDES` and return what it writes into its file."""
+
+    def run(folder, *overrides):
+        done = train([f"run={folder}", *overrides], command="evaluate")
+        assert done.code == 0, done.err
+        return json.loads((folder / "evaluation.json").read_text())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from same_run import differences
 from scripts.evaluating import evaluate
-from scripts.same_run import differences
 
 QUICK = ["experiment=resnet18", "model=mlp", "trainer.max_steps=3", "loader.num_workers=0"]
 

@@ -10,7 +10,7 @@ import signal
 import pytest
 from torch.distributed import TCPStore
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 
 JOB = [

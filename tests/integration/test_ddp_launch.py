@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
@@ -43,6 +43,15 @@ class Break(Callback):
                     time.sleep(0.01)
             if self.how == "die" and trainer.group.rank == self.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieInTurn(Callback):
+    # Lose process 1 early in the first attempt, and process 0 later in the second.
+
+    def on_update_end(self, trainer):
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if (attempt, trainer.group.rank, trainer.state.updates) in ((0, 1, 7), (1, 0, 25)):
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -89,8 +98,15 @@ def notes_of(run):
     return Path(Path(f"/proc/{first}/cmdline").read_bytes().split(b"\0")[-2].decode())
 
 
-def test_a_run_of_two_processes(train, folder):
-    run = train(JOB, folder=folder)
+@pytest.fixture(scope="module")
+def whole(train, tmp_path_factory):
+    """A finished run, and the folder that it was started in."""
+    folder = tmp_path_factory.mktemp("cwd")
+    return train(JOB, folder=folder), folder
+
+
+def test_a_run_of_two_processes(whole):
+    run, folder = whole
     assert run.code == 0, run.err
     assert run.out.count("\nrun ") == 1
     (path,) = (folder / "runs" / "resnet18").iterdir()
@@ -136,15 +152,16 @@ def test_a_second_ctrl_c_ends_at_once(start, folder):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_replaced(train, folder):
-    whole = train([*JOB, *broken("none"), "run_dir=whole"], folder=folder)
-    assert whole.code == 0, whole.err
-    for rank in (0, 1):
-        job = [*JOB, *broken("die", rank), "strategy.max_restarts=1", f"run_dir=run{rank}"]
-        run = train(job, folder=folder)
-        assert run.code == 0, run.err
-        assert "restart 1 of 1" in run.err
-        assert differences(folder / "whole", folder / f"run{rank}", but=("config",)) == []
+def test_a_killed_process_is_replaced(start, folder, whole):
+    faults = ["+callbacks.break._target_=faults.DieInTurn", "strategy.max_restarts=2"]
+    run = start([*JOB, *faults, "run_dir=run"], folder=folder).wait(180)
+    assert run.code == 0, run.err
+    assert "restart 1 of 2" in run.err
+    assert "resumed at step 6" in run.err
+    assert "restart 2 of 2" in run.err
+    assert "resumed at step 24" in run.err
+    (undisturbed,) = (whole[1] / "runs" / "resnet18").iterdir()
+    assert differences(undisturbed, folder / "run", but=("config",)) == []
 
 
 @pytest.mark.slow
@@ -170,7 +187,7 @@ def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, f
     assert run.code == 2
     assert run.err.strip() == (
         "error: optimizer.nesterof: torch.optim.SGD has no argument 'nesterof'; did you mean "
-        "'nesterov'? [command line: optimizer.nesterof=true]"
+        "nesterov? [command line: optimizer.nesterof=true]"
     )
     assert not (folder / "run").exists()
 

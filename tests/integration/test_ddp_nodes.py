@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
+from data.batch import Piece, to_device
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.on_device import to_device
-from data.updates import Piece
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.data import with_classes
+from trainer.build.nodes import with_classes
 from trainer.snapshot import on_host
 from trainer.targets.instantiate import instantiate
 from trainer.task import Task

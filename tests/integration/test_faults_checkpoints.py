@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from scripts.same_run import differences, repeated_steps
+from same_run import differences, repeated_steps
 
 
 def step_file(run, step):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.same_run import differences, repeated_steps
+from same_run import differences, repeated_steps
 from trainer.checkpoints.store import CheckpointStore
-from trainer.runs.directory import read_status
+from trainer.runs.status import read_status
 
 
 def logged_step(run):

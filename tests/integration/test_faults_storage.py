@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from scripts.same_run import differences
+from same_run import differences
 from trainer.checkpoints.store import CheckpointStore
-from trainer.runs.directory import read_status
+from trainer.runs.status import read_status
 
 # 0.6 M parameters with their momentum: 5 MB.
 LARGE = ["experiment=resnet18", "model=mlp", "model.hidden=[800,500]", "loader.num_workers=0"]

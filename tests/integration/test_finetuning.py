@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -66,15 +64,7 @@ def last(folder, key):
     return [line[key] for line in lines(folder) if key in line][-1]
 
 
-def evaluated(folder, *overrides):
-    """Return what `evaluate` prints into its file, run in a process of its own."""
-    command = [sys.executable, "-m", "scripts.evaluate", f"run={folder}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "evaluation.json").read_text())
-
-
-def test_a_run_s_weights_for_other_classes(train, base, three, tmp_path) -> None:
+def test_a_run_s_weights_for_other_classes(train, evaluated, base, three, tmp_path) -> None:
     run_dir = tmp_path / "tuned"
     moved = tmp_path / "base"
     shutil.copytree(base, moved)
@@ -203,7 +193,7 @@ def test_an_unfreeze_schedule_survives_a_resume(train, base, tmp_path) -> None:
         pytest.param("swa", ["callbacks.swa.start_epoch=1"], id="swa"),
     ],
 )
-def test_an_average_is_what_is_judged(train, tmp_path, callback, overrides) -> None:
+def test_an_average_is_what_is_evaluated(train, evaluated, tmp_path, callback, overrides) -> None:
     run_dir = tmp_path / "run"
     common = [*BASE, "trainer.max_epochs=3", "callbacks.checkpoint.save_weights=true"]
     run = train([*common, f"callbacks=[default,{callback}]", *overrides, f"run_dir={run_dir}"])
@@ -211,7 +201,7 @@ def test_an_average_is_what_is_judged(train, tmp_path, callback, overrides) -> N
     assert f"the average of callbacks.{callback}" in run.out
     plain = train([*common, f"run_dir={tmp_path / 'plain'}"])
     assert plain.code == 0, plain.err
-    # The same training, judged by other weights.
+    # The same training, evaluated with other weights.
     assert last(run_dir, "train/loss") == last(tmp_path / "plain", "train/loss")
     assert last(run_dir, "val/loss") != last(tmp_path / "plain", "val/loss")
     # Validated, saved for others and tested: always the average.
@@ -228,7 +218,7 @@ def test_an_average_is_what_is_judged(train, tmp_path, callback, overrides) -> N
     assert not torch.equal(average, given)
 
 
-def test_two_averages_cannot_both_be_judged(train, tmp_path) -> None:
+def test_two_averages_cannot_both_be_evaluated(train, tmp_path) -> None:
     both = [*BASE, "callbacks=[default,ema,swa]", f"run_dir={tmp_path / 'run'}"]
     run = train([*both, "trainer.max_steps=2"])
     assert run.code == 2, run.err

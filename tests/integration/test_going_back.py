@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from scripts.same_run import differences, repeated_steps
+from same_run import differences, repeated_steps
 
 
 @pytest.fixture

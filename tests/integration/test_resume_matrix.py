@@ -6,9 +6,23 @@ import shutil
 import pytest
 import torch
 
-from scripts.same_run import differences, metrics_of, repeated_steps
+from same_run import differences, metrics_of, repeated_steps
 
-EVERY_STEP = ["callbacks.checkpoint.every_n_steps=1", "trainer.validate_every_n_steps=6"]
+# Two epochs of 8 updates, the last of them short: many runs in little time.
+OWN = """
+from data.sources import Digits
+
+
+class Few(Digits):
+    def __len__(self):
+        return 500
+"""
+UPDATES = 16
+EVERY_STEP = [
+    "data.train._target_=own.Few",
+    "callbacks.checkpoint.every_n_steps=1",
+    "trainer.validate_every_n_steps=3",
+]
 VARIANTS = {
     "dropout-ema": [],
     "workers-to-0": ["loader.num_workers=2"],
@@ -40,11 +54,14 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def train(train, as_on_a_gpu):
+def train(train, as_on_a_gpu, tmp_path_factory):
     """Run `train ARGUMENTS`, a variant that begins with `gpu` as on one."""
+    folder = tmp_path_factory.mktemp("cwd")
+    (folder / "own.py").write_text(OWN)
 
     def run(arguments, name=""):
-        return train(arguments, environment=as_on_a_gpu if name.startswith("gpu") else {})
+        environment = as_on_a_gpu if name.startswith("gpu") else {}
+        return train(arguments, folder=folder, environment=environment)
 
     return run
 
@@ -109,8 +126,9 @@ def test_the_end_is_the_same(train, job, finished, tmp_path, name):
 
 @pytest.mark.slow
 def test_the_variants_are_what_they_are_called(finished):
+    assert steps_of(finished("dropout-ema"))[-1] == UPDATES
     assert "train/skipped_updates" in str(metrics_of(finished("fp16-overflow")))
-    assert steps_of(finished("early-stopping"))[-1] < 40
+    assert steps_of(finished("early-stopping"))[-1] < UPDATES
     rates = {line for line in metrics_of(finished("plateau")).values() if "lr/" in line}
     assert len({line.split('"lr/default": ')[1].split(",")[0] for line in rates}) > 1
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from scripts.same_run import differences, repeated_steps
-from scripts.soak import soak
+from same_run import differences, repeated_steps
+from soak import soak
 
 
 @pytest.mark.slow

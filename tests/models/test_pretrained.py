@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from models.errors import ModelError, WeightsError
 from models.pretrained import fine_tune, load_weights
 from models.small_cnn import SmallCNN
 from models.weights import no_initial_weights, read_weights
+from trainer.checkpoints.weights import write_safetensors
 
 
 def net(num_classes: int = 10, in_channels: int = 1, seed: int = 0) -> SmallCNN:
@@ -156,10 +156,11 @@ def test_a_source_that_is_none(source: str, words: str, code: int) -> None:
     assert caught.value.exit_code == code
 
 
-def test_safetensors_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    (tmp_path / "w.safetensors").touch()
-    with pytest.raises(ModelError, match="takes the package safetensors"):
+def test_a_safetensors_file_is_read(saved: Path, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "w.safetensors", torch.load(saved, weights_only=True))
+    assert same(fine_tune(net(), str(tmp_path / "w.safetensors")), net(seed=1))
+    (tmp_path / "w.safetensors").write_bytes(b"<html>")
+    with pytest.raises(WeightsError, match=r"w\.safetensors: damaged"):
         read_weights(str(tmp_path / "w.safetensors"))
 
 

@@ -29,7 +29,7 @@ def test_ours_trains_what_the_hand_written_loop_trains(tmp_path: Path) -> None:
         optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
         loader = DataLoader(step.Batches(), batch_size=None)
         with step._quiet_terminal():
-            step.CONTENDERS[name][0](step.Parts(model, optimizer, loader, tmp_path / name))
+            step.CONTENDERS[name][0](step.Setup(model, optimizer, loader, tmp_path / name))
         weights.append([p.detach() for p in model.parameters()])
     for by_hand, ours in zip(*weights, strict=True):
         torch.testing.assert_close(by_hand, ours)

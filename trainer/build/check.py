@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.reserved import fill
 from conf.schema import Config
-from trainer.build.data import with_classes
-from trainer.build.experiment import build_task, is_refused_model, refused_model
+from trainer.build.assembly import Assembly, Known
+from trainer.build.data import build_transforms
 from trainer.build.loss_check import loss_problems
-from trainer.build.node_kinds import misfit, misfit_of
-from trainer.build.nodes import optimizer_nodes
-from trainer.build.trial import check_optimization
-from trainer.errors import RunError
+from trainer.build.node_kinds import misfit
+from trainer.build.nodes import optimizer_nodes, with_classes
 from trainer.lr_schedulers.nodes import target_nodes as schedule_nodes
 from trainer.metric_names import epoch_metric
 from trainer.optimizers.nodes import SINGLE, UNSHARDED, sections
-from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.steps import takes_closure
+from trainer.options import horizon
+from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import instantiate, refused_targets
-from trainer.targets.signatures import TargetProblem, bind_problems
-from trainer.task import named_modules
+from trainer.targets.instantiate import refused_targets
+from trainer.targets.signatures import bind_problems
+from trainer.task import Task
 from trainer.update.gradients import without_effect
+from trainer.update.precision import Precision
 
 # Stand-ins for what is known only once the data are open.
-_LENGTHS = {"total_steps": 1000, "steps_per_epoch": 100}
+_TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
 _CALLED_WITH = {
     "data": ("transform",),
@@ -48,22 +45,28 @@ def check_targets(config: Config) -> None:
     First whether they may be used at all, then their arguments, then what their constructors and
     the rest of the configuration make of them: each stage rests on the one before.
     """
-    nodes = dict(_nodes(config))
-    _complain(_compile_problems(config.trainer.compile))
-    _complain(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
-    _complain(
+    parts = _stand_ins(config)
+    nodes = dict(_nodes(config, parts.known))
+    raise_problems(_compile_problems(config.trainer.compile))
+    raise_problems(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
+    raise_problems(
         problem
         for key, (node, positional) in nodes.items()
         for problem in _node_problems(node, key, positional)
     )
-    monitors = [*_task_problems(config), *_sharding_problems(config)]
-    about = tuple(p.key.rpartition(".")[0] for p in monitors)
-    others = [
-        *_search_problems(config),
-        *_constructor_problems(config),
-        *_model_problems(config),
-    ]
-    _complain([*monitors, *(p for p in others if p.key not in about)])
+    first = [*_task_problems(parts), *_sharding_problems(config)]
+    about = {p.key.rpartition(".")[0] for p in first}
+    others = [*_search_problems(config, parts.known), *_part_problems(parts)]
+    raise_problems([*first, *(p for p in others if p.key not in about)])
+
+
+def _stand_ins(config: Config) -> Assembly:
+    """Return the parts of a run that holds no data, no device and no storage."""
+    options = config.trainer
+    endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None
+    total = None if endless else _TOTAL_STEPS
+    known = Known(_CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
+    return Assembly(config, known, Strategy("meta"), Precision(options.precision))
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
@@ -83,9 +86,7 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"trainer.compile.options.{name}", "torch has no such option")
 
 
-def _node_problems(
-    node: Any, key: str, positional: int
-) -> Iterable[TargetProblem] | Iterable[Problem]:
+def _node_problems(node: Any, key: str, positional: int) -> Iterable[Problem]:
     """Hold a node against its section, then its arguments against the target's signature."""
     wrong = _wrong_kind(key, node)
     return [wrong] if wrong else bind_problems(node, key, _provided(key), positional)
@@ -103,76 +104,58 @@ def _wrong_kind(key: str, node: Any) -> Problem | None:
     return Problem(f"{key}._target_", reason) if reason else None
 
 
-def _complain(found: Iterable[TargetProblem | Problem]) -> None:
-    problems = [
-        p if isinstance(p, Problem) else Problem(p.key, p.message, hint=p.hint) for p in found
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _task_problems(parts: Assembly) -> Iterator[Problem]:
+    """Build the task and hold the rest against it; a bare one takes the place of a broken one."""
+    try:
+        task = parts.task
+    except ConfigError as error:
+        vars(parts)["task"] = Task()
+        yield from error.problems
+    else:
+        yield from _turn_problems(parts.config, task.turns)
+        yield from _monitor_problems(parts.config, task.metric_names())
 
 
-def _constructor_problems(config: Config) -> Iterator[Problem]:
-    """Build what costs nothing to build, and report the values that are objected to."""
-    nodes = {"task": with_classes(config.task, _CLASSES)}
-    callbacks = fill(config.callbacks, _LENGTHS)
-    nodes |= {f"callbacks.{name}": node for name, node in callbacks.items() if node}
+def _part_problems(parts: Assembly) -> Iterator[Problem]:
+    """Build every other part that needs no data, and yield what is objected to."""
+    config = parts.config
+    yield from loss_problems(with_classes(config.task, _CLASSES).get("loss"), "task.loss")
+    yield from _objections(lambda: parts.callbacks)
     for stage in ("train", "eval", "device"):
-        steps = with_classes(getattr(config.transforms, stage), _CLASSES)
-        nodes |= {f"transforms.{stage}.{name}": node for name, node in steps.items() if node}
-    for key, node in nodes.items():
-        try:
-            made = instantiate(node, _key_=key)
-        except Exception as error:
-            if not isinstance(getattr(error, "exit_code", None), int):
-                raise
-            yield Problem(key, str(error).removeprefix(f"{key}: "))
-        else:
-            if (reason := misfit_of(key, made)) is not None:
-                yield Problem(f"{key}._target_", reason)
-    yield from (Problem(*found) for found in loss_problems(nodes["task"].get("loss"), "task.loss"))
+        yield from _objections(functools.partial(build_transforms, config, stage, _CLASSES))
+    yield from _model_problems(parts)
+    if "model" in vars(parts):
+        yield from _objections(lambda: parts.checkpointed)
+        yield from _objections(lambda: parts.schedule)
 
 
-def _model_problems(config: Config) -> Iterator[Problem]:
-    """Build the model without storage, and hold optimizer and schedule against it."""
-    node = with_classes(config.model, _CLASSES)
+def _objections(build: Callable[[], Any]) -> list[Problem]:
     try:
-        with torch.device("meta"):
-            model = instantiate(node, _key_="model")
-    except Exception as error:
-        # Not every network can be built without storage: what only that forbids shows later.
-        cause = error.__cause__
-        if isinstance(cause, (TypeError, ValueError, AssertionError)) or _is_model_error(error):
-            yield Problem("model", str(error).removeprefix("model: "))
-        elif is_refused_model(error) and "meta" not in str(error).lower():
-            yield Problem("model", refused_model(config.model, error))
-        return
-    if not isinstance(model, nn.Module):
-        yield Problem("model._target_", str(misfit_of("model", model)))
-        return
-    if any(is_lazy(parameter) for parameter in model.parameters()):
-        yield Problem("model", "has lazy parameters", hint="give its layers their sizes")
-        return
+        build()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _model_problems(parts: Assembly) -> list[Problem]:
+    """Build the model without storage. Not every network can be: the run then tells the rest."""
     try:
-        others = _task_modules(config)
-        check_optimization(model, config.optimizer, config.lr_scheduler, others)
-    except ParamGroupError as error:
-        for text in error.args:
-            key, _, message = text.partition(": ")
-            yield Problem(key, message) if " " not in key else Problem("optimizer", text)
+        with parts.strategy.device:
+            _ = parts.model
+    except ConfigError as error:
+        return [] if _lacks_storage(error.__cause__) else error.problems
+    except Exception:
+        return []
+    return []
 
 
-def _task_modules(config: Config) -> dict[str, nn.Module]:
-    try:
-        return named_modules(build_task(config, _CLASSES))
-    except Exception:  # told where the task is checked
-        return {}
+def _lacks_storage(error: BaseException | None) -> bool:
+    """Tell whether torch objects to a tensor on the meta device."""
+    named = isinstance(error, RuntimeError) and "meta" in str(error).lower()
+    return named or isinstance(error, NotImplementedError)
 
 
-def _is_model_error(error: Exception) -> bool:
-    return getattr(error, "exit_code", None) == ConfigError.exit_code and error.__cause__ is None
-
-
-def _nodes(config: Config) -> Iterator[tuple[str, tuple[Any, int]]]:
+def _nodes(config: Config, known: Known) -> Iterator[tuple[str, tuple[Any, int]]]:
     """Yield every node with a target, its key, and how many arguments the caller adds."""
     yield "model", (with_classes(config.model, _CLASSES), 0)
     yield "task", (with_classes(config.task, _CLASSES), 0)
@@ -184,28 +167,18 @@ def _nodes(config: Config) -> Iterator[tuple[str, tuple[Any, int]]]:
             yield f"transforms.{stage}.{name}", (node, 0)
     for name in ("sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
         yield f"loader.{name}", (getattr(config.loader, name), 0)
-    for name, node in fill(config.callbacks, _LENGTHS).items():
+    for name, node in fill(config.callbacks, known.lengths).items():
         yield f"callbacks.{name}", (node, 0)
-    for key, node in optimizer_nodes(fill(config.optimizer, _LENGTHS)).items():
+    for key, node in optimizer_nodes(fill(config.optimizer, known.lengths)).items():
         yield key, (node, 1)
     if config.lr_scheduler:
-        for key, node in schedule_nodes(
-            fill(config.lr_scheduler, _LENGTHS), "lr_scheduler"
-        ).items():
+        filled = fill(config.lr_scheduler, known.lengths)
+        for key, node in schedule_nodes(filled, "lr_scheduler").items():
             yield key, (node, 1)
 
 
 def _provided(key: str) -> tuple[str, ...]:
     return next((names for prefix, names in _CALLED_WITH.items() if key.startswith(prefix)), ())
-
-
-def _task_problems(config: Config) -> Iterator[Problem]:
-    try:
-        task = build_task(config, _CLASSES)
-    except RunError:  # its constructor's complaint says more
-        return
-    yield from _turn_problems(config, task.turns)
-    yield from _monitor_problems(config, task.metric_names())
 
 
 def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
@@ -219,9 +192,9 @@ def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
         )
 
 
-def _search_problems(config: Config) -> Iterator[Problem]:
+def _search_problems(config: Config, known: Known) -> Iterator[Problem]:
     """Find what has no effect on an optimizer that computes its gradients by itself."""
-    nodes = optimizer_nodes(fill(config.optimizer, _LENGTHS))
+    nodes = optimizer_nodes(fill(config.optimizer, known.lengths))
     kinds = [locate(node["_target_"]) for node in nodes.values()]
     searching = [k.__name__ for k in kinds if isinstance(k, type) and takes_closure(k)]
     options = config.trainer
@@ -260,9 +233,8 @@ def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]
             message = f"{monitor!r} would never come: data.val is null"
             yield Problem(key, message, hint="follow train/loss")
         if monitor not in (None, "auto", *known):
-            close = get_close_matches(str(monitor), known, n=1)
-            meant = f"did you mean {close[0]}?" if close else None
-            yield Problem(key, f"{monitor!r} is none of {', '.join(known)}", hint=meant)
+            message = f"{monitor!r} is none of {', '.join(known)}"
+            yield Problem(key, message, did_you_mean(str(monitor), known))
 
 
 def _monitors(config: Config) -> Iterator[tuple[str, Any]]:

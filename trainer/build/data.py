@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
 from data.loading.batch_forms import check_per_sample, defer, quick_form
+from data.loading.cache import ImageCache
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -28,6 +27,7 @@ from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.node_kinds import misfit_of
+from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
@@ -71,14 +71,14 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
-    nodes = getattr(config.transforms, stage)
-    return Pipeline(
-        {
-            name: quick_form(instantiate(node, _key_=f"transforms.{stage}.{name}"))
-            for name, node in nodes.items()
-            if node
-        }
-    )
+    steps = build_transforms(config, stage, config.data.num_classes)
+    return Pipeline({name: quick_form(step) for name, step in steps.items()})
+
+
+def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
+    """Build the transforms of a stage (train, eval, device) by name; null drops one."""
+    nodes = with_classes(getattr(config.transforms, stage), num_classes)
+    return build_named(nodes, f"transforms.{stage}")
 
 
 def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
@@ -132,32 +132,10 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
             continue
         low, high = int(min(targets)), int(max(targets))
         if low < 0 or high >= declared:
-            raise ConfigError(
-                [
-                    Problem(
-                        "data.num_classes",
-                        f"is {declared}, but the labels of data.{split} go from {low} to {high}",
-                        hint=f"set data.num_classes={high + 1}"
-                        if low >= 0
-                        else "labels count from 0",
-                    )
-                ]
-            )
+            message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
+            hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
+            raise ConfigError(Problem("data.num_classes", message, hint))
     return declared
-
-
-def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    """Return `node` with every `num_classes: null` filled with what the data have."""
-    filled: dict[str, Any] = copy.deepcopy(node)
-    pending: list[Any] = [filled]
-    while pending:
-        child = pending.pop()
-        if isinstance(child, dict) and child.get("num_classes", 0) is None:
-            child["num_classes"] = num_classes
-        pending += (
-            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
-        )
-    return filled
 
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
@@ -173,11 +151,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
         rank=strategy.group.rank,
         world_size=strategy.group.world_size,
     )
-    nodes = with_classes(config.transforms.device, data.num_classes)
-    steps = {
-        name: instantiate(node, _key_=f"transforms.device.{name}") if node else None
-        for name, node in nodes.items()
-    }
+    steps = build_transforms(config, "device", data.num_classes)
     loader = _loader(config, dataset, sampler, strategy, "replace")
     return _on_device(config, loader, strategy, steps)
 
@@ -244,7 +218,7 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
     made = instantiate(node, _key_=key, **given)
     if (reason := misfit_of(key, made)) is not None:
-        raise TargetError(f"{key}._target_ {reason}")
+        raise TargetError(Problem(f"{key}._target_", reason))
     return made
 
 

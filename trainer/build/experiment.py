@@ -1,4 +1,4 @@
-"""From a configuration to a trainer, in reading order: with its helpers, all that sees `conf`."""
+"""From a configuration to a trainer, in reading order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from conf.errors import ConfigError, Problem
-from conf.reserved import fill
-from conf.schema import Config, TrainerConfig
+from conf.schema import Config
 from data.loading.on_device import OnDevice
+from trainer.build.assembly import Assembly, Known
 from trainer.build.data import (
     SPLITS,
     Data,
@@ -23,21 +22,14 @@ from trainer.build.data import (
     eval_loader,
     overfit_samples,
     train_loader,
-    with_classes,
 )
-from trainer.callback import Callback
-from trainer.errors import ModelError
-from trainer.lr_schedulers.schedule import build_lr_schedule, warn_of_long_warmups
-from trainer.optimizers.optimizers import build_optimizers
+from trainer.callback import Average, Callback
+from trainer.lr_schedulers.schedule import warn_of_long_warmups
 from trainer.options import Clipping, GradientNoise, TrainerOptions, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import instantiate
-from trainer.task import Task, named_modules
 from trainer.trainer import Trainer
-from trainer.update.activation_checkpointing import checkpoint_modules, checkpoint_segments
-from trainer.update.misfit import is_misfit
 from trainer.update.precision import Precision
 
 
@@ -85,36 +77,26 @@ def build(
     trainer_options = _options(config, len(loader))
     steps = trainer_options.limit_train_batches or len(loader)
     total = horizon(options.max_epochs, options.max_steps, steps)
-    lengths = {"steps_per_epoch": steps} | ({"total_steps": total} if total is not None else {})
 
     precision = Precision(options.precision, strategy.device.type)
-    model = build_model(config, data.num_classes, strategy, precision)
-    checkpointed = _checkpoint_activations(model, options)
-    # Unfilled: an optimizer's own schedule counts what remains of the run after its warm-up. A
-    # fused step leaves out a non-finite update in its kernel; others' state would be copied.
-    fused = strategy.device.type == "cuda"
-    task = build_task(config, data.num_classes)
-    task.to(strategy.device, precision.dtype)
-    optimizers = build_optimizers(
-        model, config.optimizer, prefer_fused=fused, others=named_modules(task)
-    )
-    schedule = build_lr_schedule(config.lr_scheduler, optimizers, total, steps)
-    if strategy.group.is_main:
-        warn_of_long_warmups(schedule, total, steps)
+    parts = Assembly(config, Known(data.num_classes, total, steps), strategy, precision)
+    checkpointed = parts.checkpointed
     trainer = Trainer(
-        model,
-        task,
-        optimizers,
+        parts.model,
+        parts.task,
+        parts.optimizers,
         loader,
         val_loader,
-        schedule,
+        parts.schedule,
         strategy,
         precision,
-        {**(callbacks or {}), **build_callbacks(fill(config.callbacks, lengths))},
+        {**(callbacks or {}), **parts.callbacks},
         trainer_options,
-        compiled=_compile(model, options.compile),
+        compiled=_compile(parts.model, options.compile),
         config_text=config_text,
     )
+    if strategy.group.is_main:
+        warn_of_long_warmups(parts.schedule, total, steps)
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.rank)
     test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
@@ -122,7 +104,7 @@ def build(
 
 
 def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Trainer, OnDevice]:
-    """Build what judges a model on one split: the trainer, and the split's loader.
+    """Build what evaluates a model on one split: the trainer, and the split's loader.
 
     A limit of no batches at all meant the run that set it: who asks for a test gets one.
     """
@@ -130,75 +112,29 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
     data = _open_data(config, strategy, (split,))
     if data.sets[split] is None:
         other = "val" if split == "test" else "test"
-        problem = Problem(f"data.{split}", "the data have no such split", hint=f"try split={other}")
-        raise ConfigError([problem])
+        hint = f"try split={other}"
+        raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
     loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
+    return build_evaluator(config, data.num_classes, strategy), loader
+
+
+def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:
+    """Build a trainer that evaluates and predicts and has no data of its own."""
     precision = Precision(config.trainer.precision, strategy.device.type)
-    model = build_model(config, data.num_classes, strategy, precision)
-    averages = {n: c for n, c in build_callbacks(config.callbacks).items() if hasattr(c, "swap")}
-    task = build_task(config, data.num_classes)
-    every = [model, *task.own_modules().values()]
+    parts = Assembly(config, Known(num_classes), strategy, precision)
+    every = [parts.model, *parts.task.own_modules().values()]
     trainer = Trainer(
-        model,
-        task,
+        parts.model,
+        parts.task,
         torch.optim.SGD([p for m in every for p in m.parameters()], lr=0.0),  # never stepped
         [],
         strategy=strategy,
         precision=precision,
-        callbacks=averages,
+        callbacks={n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
     )
     trainer.setup()
-    return trainer, loader
-
-
-def build_model(
-    config: Config, num_classes: int | None, strategy: Strategy, precision: Precision
-) -> nn.Module:
-    """Build the model on its device, in its number format."""
-    try:
-        model = instantiate(with_classes(config.model, num_classes), _key_="model")
-    except Exception as error:
-        if is_refused_model(error):
-            raise ModelError(f"model: {refused_model(config.model, error)}") from error
-        raise
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model._target_ makes no torch.nn.Module: {type(model).__name__}")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ModelError(f"model: {lazy[0]} is lazy: give its layer its sizes, or call it once")
-    if config.trainer.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return strategy.prepare(precision.convert(model))
-
-
-def is_refused_model(error: Exception) -> bool:
-    """Tell whether a network's layers object to what the configuration says of them."""
-    arithmetic = (RuntimeError, ArithmeticError, LookupError, AttributeError)
-    return isinstance(error, arithmetic) and is_misfit(error)
-
-
-def refused_model(node: Mapping[str, Any], error: Exception) -> str:
-    """Say in one line what a network's layers object to."""
-    reason = " ".join(str(error).split())[:300]
-    return f"{node['_target_']} does not accept its arguments: {reason}"
-
-
-def build_task(config: Config, num_classes: int | None) -> Task:
-    """Build the task."""
-    task = instantiate(with_classes(config.task, num_classes), _key_="task")
-    if not isinstance(task, Task):
-        raise ModelError(f"task._target_ makes no trainer.task.Task: {type(task).__name__}")
-    return task
-
-
-def build_callbacks(nodes: dict[str, dict[str, Any] | None]) -> dict[str, Callback]:
-    """Build the callbacks in the order of the configuration, what saves checkpoints last.
-
-    `callbacks=[default,ema]` names it before others, whose state must be up to date by then.
-    """
-    built = {n: instantiate(node, _key_=f"callbacks.{n}") for n, node in nodes.items() if node}
-    return dict(sorted(built.items(), key=lambda pair: hasattr(pair[1], "save_now")))
+    return trainer
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
@@ -258,12 +194,6 @@ def seconds(time: float | str | None) -> float | None:
     for part in time.split(":"):
         total = total * 60 + float(part)
     return total
-
-
-def _checkpoint_activations(model: nn.Module, options: TrainerConfig) -> list[str]:
-    if options.activation_checkpointing_segments is not None:
-        checkpoint_segments(model, options.activation_checkpointing_segments)
-    return checkpoint_modules(model, options.activation_checkpointing or [])
 
 
 def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:

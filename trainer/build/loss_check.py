@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.errors import ConfigError, Problem
 from trainer.targets.instantiate import instantiate, locate
 
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -22,8 +23,8 @@ _BY_VALUE = (
 )
 
 
-def loss_problems(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield key and complaint where torch would refuse a loss of `node` in the first update."""
+def loss_problems(node: Any, key: str) -> Iterator[Problem]:
+    """Yield a problem where torch would refuse a loss of `node` in the first update."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
@@ -32,8 +33,8 @@ def loss_problems(node: Any, key: str) -> Iterator[tuple[str, str]]:
         try:
             _try(instantiate(node, _key_=key))
         except (ValueError, RuntimeError) as error:
-            if not hasattr(error, "exit_code"):  # a constructor's complaint is told elsewhere
-                yield key, f"{node['_target_']}: {error}"
+            if not isinstance(error, ConfigError):  # from its constructor: reported elsewhere
+                yield Problem(key, f"{node['_target_']}: {error}")
         return
     for name, child in node.items():
         yield from loss_problems(child, f"{key}.{name}")

@@ -1,12 +1,56 @@
-"""The nodes of a configuration whose targets are called with something that we make."""
+"""From nodes of a configuration to objects, and the nodes whose targets we call ourselves."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+from conf.errors import ConfigError, Problem, raise_problems
+from data.errors import DataError
+from trainer.build.node_kinds import misfit_of
 from trainer.lr_schedulers.nodes import target_nodes as schedule_nodes
 from trainer.optimizers.nodes import sections
+from trainer.targets.allow_list import TargetError
+from trainer.targets.instantiate import instantiate
+
+
+def build_node(node: dict[str, Any], key: str) -> Any:
+    """Build what a node describes. Raises ConfigError, also where it is not what `key` takes."""
+    try:
+        made = instantiate(node, _key_=key)
+    except DataError as error:  # about an argument: no data are open
+        raise TargetError(Problem(key, str(error))) from error
+    if (reason := misfit_of(key, made)) is not None:
+        raise TargetError(Problem(f"{key}._target_", reason))
+    return made
+
+
+def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Build named nodes; null stays None. Raises one ConfigError for all of them."""
+    made: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, node in nodes.items():
+        try:
+            made[name] = build_node(node, f"{key}.{name}") if node else None
+        except ConfigError as error:
+            problems += error.problems
+    raise_problems(problems)
+    return made
+
+
+def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    """Return `node` with every `num_classes: null` filled with what the data have."""
+    filled: dict[str, Any] = copy.deepcopy(node)
+    pending: list[Any] = [filled]
+    while pending:
+        child = pending.pop()
+        if isinstance(child, dict) and child.get("num_classes", 0) is None:
+            child["num_classes"] = num_classes
+        pending += (
+            child.values() if isinstance(child, dict) else child if isinstance(child, list) else []
+        )
+    return filled
 
 
 def optimizer_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:

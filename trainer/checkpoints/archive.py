@@ -5,15 +5,18 @@ import hashlib
 import io
 import os
 import pickletools
+import re
 import stat
 import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainer.errors import CheckpointError, ResourceError
 
@@ -115,7 +118,7 @@ def _load(path: Path, file: BinaryIO) -> Any:
 
 def _refusal(path: Path) -> CheckpointError:
     """Say why torch would not load `path`, without its advice to load it unsafely."""
-    names = foreign_names(path)
+    names = _foreign_names(path)
     code = [name for name in names if is_code(name)]
     if code:
         return CheckpointError(f"{path}: refused: contains code ({code[0]})")
@@ -134,38 +137,31 @@ def _os_reason(error: OSError) -> str:
     return f"cannot be read: {error.strerror}"
 
 
-# What torch.save writes for tensors and plain data, all of it accepted by a weights-only load.
-_PLAIN = {
-    "collections.OrderedDict",
-    "collections.Counter",
-    "_codecs.encode",
-    "builtins.set",
-    "builtins.bytearray",
-    "builtins.complex",
-    "torch.Size",
-    "torch.device",
-    "torch.dtype",
-    "torch.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-}
-_PLAIN_PREFIXES = ("torch._utils._rebuild", "torch._tensor._rebuild", "torch.storage.")
 # Modules of the standard library whose classes (large initial) and types named here are data.
 _DATA_MODULES = {"argparse", "collections", "datetime", "decimal", "enum", "fractions", "pathlib"}
 _DATA_MODULES |= {"typing", "uuid", "zoneinfo"}
 _DATA_TYPES = {"array", "date", "datetime", "defaultdict", "deque", "time", "timedelta", "timezone"}
 _DATA_BUILTINS = {"dict", "frozenset", "list", "object", "range", "slice", "tuple", "type"}
 _NUMPY_DATA = {"_frombuffer", "_reconstruct", "bool", "bool_", "dtype", "ndarray", "scalar"}
-_STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "STRING", "BINSTRING"}
 _LARGEST = 1 << 28
 
 
-def foreign_names(path: Path) -> list[str]:
-    """List what the pickles of `path` import beyond tensors and plain data, in order."""
+def _foreign_names(path: Path) -> list[str]:
+    """List what the pickles of `path` import beyond tensors and plain data; nothing is run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pickletools remarks on odd escapes
-        names = dict.fromkeys(name for content in _pickles(path) for name in _imported(content))
-    return [name for name in names if not _is_plain(name)]
+        names = dict.fromkeys(map(_present, _imported(_pickled(path))))
+        try:
+            foreign = set(map(_present, get_unsafe_globals_in_checkpoint(path)))
+        except Exception:  # no archive, or not of the protocol that torch.save writes
+            return [name for name in names if not _is_torchs(name)]
+    return [name for name in names if name in foreign] or sorted(foreign)
+
+
+def _present(name: str) -> str:
+    """Return a name of Python 2, which pickles up to protocol 2 use, as it is today."""
+    module, _, attribute = name.rpartition(".")
+    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{attribute}"
 
 
 def is_code(name: str) -> bool:
@@ -186,59 +182,33 @@ def is_code(name: str) -> bool:
     return not like_class
 
 
-def _is_plain(name: str) -> bool:
-    is_type = name.startswith("torch.") and name.count(".") == 1
-    storage_or_dtype = is_type and (name.endswith("Storage") or name[6:].isalnum())
-    return name in _PLAIN or name.startswith(_PLAIN_PREFIXES) or storage_or_dtype
+def _is_torchs(name: str) -> bool:
+    """Say whether torch.save writes a name for tensors; storages and dtypes lie in torch itself."""
+    internal = name.startswith(("torch._utils._rebuild", "torch.storage."))
+    return internal or re.fullmatch(r"torch\.\w+|collections\.OrderedDict", name) is not None
 
 
-def _pickles(path: Path) -> list[bytes]:
-    """Return the pickles of an archive, or else the file as one; never raises for its content."""
+def _pickled(path: Path) -> bytes:
+    """Return the pickles of an archive, or else the file; never raises for its content."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return [
-                archive.read(info)
-                for info in archive.infolist()
-                if info.filename.endswith(".pkl") and info.file_size < _LARGEST
-            ]
+            inside = [i for i in archive.infolist() if i.filename.endswith(".pkl")]
+            return b"".join(archive.read(i) for i in inside if i.file_size < _LARGEST)
     except Exception:  # zipfile raises some ten types for a damaged archive
         with open(path, "rb") as file:
-            return [file.read(_LARGEST)]
+            return file.read(_LARGEST)
 
 
 def _imported(content: bytes) -> Iterator[str]:
-    """Yield the names that a stream of one or several pickles imports, as far as it can be read."""
+    """Yield the names that a stream of pickles imports, as far as it can be read."""
     stream = io.BytesIO(content)
-    while stream.tell() < len(content):
-        start = stream.tell()
-        try:
-            yield from _imported_by_one(stream)
-        except Exception:  # no pickle, or none from here on: pickletools raises what it likes
-            return
-        if stream.tell() == start:
-            return
-
-
-def _imported_by_one(stream: io.BytesIO) -> Iterator[str]:
     strings: list[str] = []
-    memo: dict[int, str] = {}
-    for opcode, argument, _ in pickletools.genops(stream):
-        name = opcode.name
-        if name in ("GLOBAL", "INST"):
-            yield _modern(*str(argument).split(" ", 1))
-        elif name == "STACK_GLOBAL":
-            yield ".".join(strings[-2:])
-        elif name in _STRINGS:
-            strings.append(str(argument))
-        elif name == "MEMOIZE":
-            memo[len(memo)] = strings[-1] if strings else ""
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[int(str(argument))] = strings[-1] if strings else ""
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            strings.append(memo.get(int(str(argument)), ""))
-
-
-def _modern(module: str, name: str) -> str:
-    """Translate a name of Python 2, which pickles up to protocol 2 use, as unpickling does."""
-    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+    with suppress(Exception):  # no pickle, or none from here on: pickletools raises what it likes
+        while stream.tell() < len(content):
+            for opcode, argument, _ in pickletools.genops(stream):
+                if opcode.name in ("GLOBAL", "INST"):
+                    yield str(argument).replace(" ", ".")
+                elif opcode.name == "STACK_GLOBAL":
+                    yield ".".join(strings[-2:])
+                elif isinstance(argument, str):
+                    strings.append(argument)

@@ -14,7 +14,7 @@ from trainer.errors import CheckpointError
 
 FORMAT_VERSION = 1
 _ATTEMPTS = 5
-_WEIGHTS = ("model", "shards")  # of a run's checkpoint
+_WEIGHTS = ("model", "ema", "callbacks", "shards", "format_version")  # of a run's checkpoint
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 
 
@@ -69,13 +69,21 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     """
     if path.is_dir():
         path = _weights_in(path)
+    return _weights(path, read_weights(path))
+
+
+def read_weights(path: Path) -> Any:
+    """Return what a file holds, on the CPU: of a checkpoint, its weights and their averages.
+
+    Raises CheckpointError.
+    """
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     payload = read_archive(path)
     if isinstance(payload, dict) and "format_version" in payload:
         payload = read_checkpoint(path)
         payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
-    return _weights(path, payload)
+    return payload
 
 
 def compare_names(

@@ -72,6 +72,9 @@ def _check(payload: Mapping[str, Any]) -> None:
     state = payload["state"]
     _check_keys(state, _STATE, "state.")
     _check_counters(state["counters"])
+    roles = state.get("roles", {})  # an older checkpoint lacks them
+    if not isinstance(roles, dict) or not all(isinstance(n, str | None) for n in roles.values()):
+        raise _MisfitError(f"state.roles is no dict of names but {roles!r}"[:200])
     processes = state["world_size"]
     lists = [k for k in (*_LISTS, *_LATER_LISTS) if k in state]
     for key, values in (("rng", payload["rng"]), *((f"state.{k}", state[k]) for k in lists)):

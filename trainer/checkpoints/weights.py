@@ -1,52 +1,45 @@
-"""Read a .safetensors file: a JSON header and raw values, nothing that could run.
+"""Read and write .safetensors files: names and tensors alone, nothing that could run."""
 
-Format: 8 bytes, the header's length (little endian); the header, `{name: {dtype, shape,
-data_offsets}}`; the values, contiguous and little endian.
-"""
+from __future__ import annotations
 
-import json
-import math
-import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from trainer.checkpoints.archive import DamagedCheckpointError
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+from trainer.errors import StorageError
+from trainer.files.atomic import replacing
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of `path` by name, on the CPU. Raises CheckpointError."""
     try:
-        content = bytearray(path.read_bytes())
-        start = 8 + int(struct.unpack("<Q", content[:8])[0])
-        header = json.loads(content[8:start])
-        values = memoryview(content)[start:]
-        return {name: _tensor(d, values) for name, d in header.items() if name != "__metadata__"}
+        # Not load_file, which maps the file: who replaces it would change the tensors.
+        return safetensors.torch.load(path.read_bytes())
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path}: damaged, or no .safetensors file") from error
 
 
-def _tensor(description: dict[str, Any], values: memoryview) -> torch.Tensor:
-    begin, end = description["data_offsets"]
-    dtype, shape = _DTYPES[description["dtype"]], description["shape"]
-    if not 0 <= begin <= end <= len(values) or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("its offsets do not fit its shape")
-    if begin == end:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(values[begin:end], dtype=dtype).reshape(shape).clone()
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Replace `path` by a file of these tensors. Raises StorageError.
+
+    Tied weights are written under each of their names: the format knows no shared tensors.
+    """
+    values: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        values[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    try:
+        content = safetensors.torch.save(values, {"format": "pt"})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise StorageError(f"cannot write {path}: the format has no {error}") from error
+    with replacing(path, need=len(content)) as file:
+        file.write(content)

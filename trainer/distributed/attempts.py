@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trainer.errors import PeerError
+from trainer.errors import SilentPeerError
 
 _KEY = "TORCHELASTIC_RESTART_COUNT"
 _PREFIX = "regimen/attempts"
@@ -40,7 +40,7 @@ def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
             return _follow(calls, rank)
         return _lead(calls, range(1, world_size), time.monotonic() + timeout.total_seconds())
     except (dist.DistStoreError, TimeoutError) as error:
-        raise PeerError.silent(timeout.total_seconds()) from error
+        raise SilentPeerError.after(timeout.total_seconds()) from error
 
 
 def _follow(store: Store, rank: int) -> str:

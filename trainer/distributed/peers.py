@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer.distributed.attempts import attempt
-from trainer.errors import PeerError
+from trainer.errors import PeerError, SilentPeerError
 
 _PATIENCE = timedelta(seconds=10)
 # What torch's process groups say when a peer is gone, whichever call it was that noticed.
@@ -105,7 +105,7 @@ def peer_trouble(error: BaseException, timeout: timedelta) -> PeerError | None:
         return None
     text = str(error).lower()
     if any(sign in text for sign in _SILENT):
-        return PeerError.silent(timeout.total_seconds())
+        return SilentPeerError.after(timeout.total_seconds())
     if isinstance(error, dist.DistError) or any(sign in text for sign in _LOST):
         return PeerError("another process of the run was lost")
     return None

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: replaced in one step, or grown by whole lines."""
+"""Files that are whole or absent: replaced in one step."""
 
 import contextlib
 import errno
@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 from trainer.files.storage import storage_error
 
 TEMPORARY = ".tmp-"
-_BLOCK = 1 << 16
 _log = logging.getLogger(__name__)
 
 
@@ -144,82 +143,3 @@ def _discard(path: Path) -> None:
             os.unlink(path)
     except OSError as error:
         _log.warning("cannot remove %s: %s", path, error.strerror)
-
-
-class AppendLog:
-    """Append lines to a file; an OSError while doing so is one warning, and the run goes on.
-
-    Opening cuts a last line that a kill left torn; it raises StorageError, as nothing is lost yet.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._warned = False
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = _whole_lines(self._descriptor)
-            os.ftruncate(self._descriptor, self._size)
-        except OSError as error:
-            raise storage_error(path, error) from error
-
-    def write(self, line: str) -> None:
-        """Append `line`, with a newline if it has none."""
-        content = (line if line.endswith("\n") else line + "\n").encode()
-        try:
-            self._append(content)
-        except OSError as error:
-            self._warn(error)
-
-    def offset(self) -> int:
-        """Return the size in bytes, all of them on disk."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            self._warn(error)
-        return self._size
-
-    def truncate(self, offset: int) -> None:
-        """Forget what follows `offset`; a shorter file, which lost lines, stays as it is."""
-        if offset > self._size:
-            _log.warning("%s lost %d bytes of earlier lines", self.path, offset - self._size)
-            return
-        try:
-            os.ftruncate(self._descriptor, offset)
-            self._size = offset
-        except OSError as error:
-            self._warn(error)
-
-    def close(self) -> None:
-        """Close the file; harmless when it is closed."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _append(self, content: bytes) -> None:
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            # Half a line would swallow the next one once there is space again.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(content)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("%s; training goes on without it", storage_error(self.path, error))
-
-
-def _whole_lines(descriptor: int) -> int:
-    """Return the offset behind the last newline."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from trainer.files.atomic import AppendLog
+from trainer.files.append_log import AppendLog
 from trainer.files.log_format import VisibleFormatter
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"

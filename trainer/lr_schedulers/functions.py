@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from conf.errors import Problem, did_you_mean, problems_at
 from trainer.lr_schedulers.expression import Expression, ExpressionError
 from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError
 from trainer.optimizers.param_groups import DEFAULT
-from trainer.optimizers.selectors import nearest
 from trainer.targets.instantiate import instantiate, locate
 
 NAMES = ("step", "epoch", "total_steps", "steps_per_epoch")  # what an expression may use
@@ -34,19 +34,18 @@ def functions_of_groups(
     known = {alias for group in all_names for alias in _aliases(group)}
     for name in given:
         if name != DEFAULT and name not in known:
-            raise ScheduleError(
-                f"{key}.{name}: no parameter group is called so; there are"
-                f" {', '.join(all_names)}{nearest(name, known)}"
-            )
+            message = f"no parameter group is called so; there are {', '.join(all_names)}"
+            raise ScheduleError(Problem(f"{key}.{name}", message, did_you_mean(name, known)))
     made = {
         name: make(source, horizon, interval, f"{key}.{name}") for name, source in given.items()
     }
     found = []
     for group in group_names:
-        meant = [made[name] for name in [*_aliases(group), DEFAULT] if name in made]
-        if not meant:
-            raise ScheduleError(f"{key} has no function for group {group!r}, and no default")
-        found.append(meant[0])
+        chosen = [made[name] for name in [*_aliases(group), DEFAULT] if name in made]
+        if not chosen:
+            message = f"has no function for group {group!r}, and no default"
+            raise ScheduleError(Problem(key, message))
+        found.append(chosen[0])
     return found
 
 
@@ -68,13 +67,15 @@ def make(source: Any, horizon: Horizon, interval: Interval, key: str) -> Functio
     if isinstance(source, Mapping):
         function = instantiate(dict(source), _key_=key)
     elif isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
-        function = locate(source)
+        with problems_at(key):
+            function = locate(source)
     elif isinstance(source, str | int | float) and not isinstance(source, bool):
         return _expression(str(source), horizon, interval, key)
     else:
-        raise ScheduleError(f"{key} must be an expression or an import path, not {source!r}")
+        message = f"must be an expression or an import path, not {source!r}"
+        raise ScheduleError(Problem(key, message))
     if not callable(function):
-        raise ScheduleError(f"{key} is no function of a step: {function!r}")
+        raise ScheduleError(Problem(key, f"is no function of a step: {function!r}"))
     # Of a callable object torch would save the attributes; of a function, nothing.
     return lambda step: function(step)
 
@@ -86,17 +87,18 @@ def _expression(text: str, horizon: Horizon, interval: Interval, key: str) -> Fu
     try:
         compiled = Expression(text, [n for n in NAMES if n not in lengths or n in known])
     except ExpressionError as error:
-        raise ScheduleError(f"{key}: {error}") from None
+        raise ScheduleError(Problem(key, str(error))) from None
 
     def factor(tick: int) -> float:
         step = tick if interval == "step" else tick * per_epoch
         try:
             return compiled({"step": float(step), "epoch": float(step // per_epoch), **known})
         except ExpressionError as error:
-            raise ScheduleError(f"{key}: {error}") from None
+            raise ScheduleError(Problem(key, str(error))) from None
 
     last = horizon.steps or 2
     for tick in sorted({0, 1, last // 2, last}):
         if factor(tick) < 0:
-            raise ScheduleError(f"{key}: {text!r} is negative, {factor(tick):g}, at step {tick}")
+            message = f"{text!r} is negative, {factor(tick):g}, at step {tick}"
+            raise ScheduleError(Problem(key, message))
     return factor

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from conf.errors import ConfigError, Problem
 from trainer.lr_schedulers.warmup import Warmup
 
 Interval = Literal["step", "epoch"]
 
 
-class ScheduleError(ValueError):
+class ScheduleError(ConfigError, ValueError):
     """An `lr_scheduler` section of the config that cannot be used."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,13 @@ class Horizon:
     def share(self, value: Any, key: str) -> int:
         """Return a step of the scheduler: `value`, or that fraction of the horizon."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ScheduleError(f"{key} has {value!r}: neither a step nor a fraction of the run")
+            message = f"{value!r} is neither a step nor a fraction of the run"
+            raise ScheduleError(Problem(key, message))
         if isinstance(value, int):
             return value
         if not 0 < value < 1:
-            raise ScheduleError(f"{key} has {value!r}: a fraction of the run is between 0 and 1")
+            message = f"{value!r}: a fraction of the run is between 0 and 1"
+            raise ScheduleError(Problem(key, message))
         return round(value * known(self.steps, key))
 
     def phases(self, milestones: Sequence[int], count: int) -> list[Horizon]:
@@ -69,10 +70,9 @@ class Horizon:
 def known(length: int | None, key: str) -> int:
     """Return a length that is known. Raises `ScheduleError`."""
     if length is None:
-        raise ScheduleError(
-            f"{key} follows the length of the run, which is not known:"
-            " set trainer.max_epochs or trainer.max_steps"
-        )
+        message = "follows the length of the run, which is not known"
+        hint = "set trainer.max_epochs or trainer.max_steps"
+        raise ScheduleError(Problem(key, message, hint))
     return length
 
 
@@ -94,7 +94,6 @@ def refuse_to_wait(monitors: Sequence[str], has_data: bool, validates: bool) -> 
     for monitor in monitors:
         if monitor.startswith("val/") and not (has_data and validates):
             reason = "no validation before the end" if has_data else "no validation set"
-            raise ScheduleError(
-                f"lr_scheduler.monitor={monitor}: there is {reason}, and the rates would never "
-                "move: monitor train/loss, or choose a schedule that follows no metric"
-            )
+            message = f"{monitor}: there is {reason}, and the rates would never move"
+            hint = "monitor train/loss, or choose a schedule that follows no metric"
+            raise ScheduleError(Problem("lr_scheduler.monitor", message, hint))

@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from conf.errors import Problem, raise_problems
 from trainer.lr_schedulers.functions import by_name, functions_of_groups
 from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError, remaining
+from trainer.lr_schedulers.tape import Tape
 from trainer.lr_schedulers.track import Track
 from trainer.lr_schedulers.warmup import Warmup, parse_warmup
 from trainer.targets.instantiate import instantiate, locate
@@ -63,16 +65,19 @@ def inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[st
     for name, child in named:
         where = f"{key}.schedulers.{name}"
         if not isinstance(child, Mapping) or not child.get("_target_"):
-            raise ScheduleError(f"{where} has no _target_, such as torch.optim.lr_scheduler.StepLR")
+            message = "has no _target_, such as torch.optim.lr_scheduler.StepLR"
+            raise ScheduleError(Problem(where, message))
         for word in OUTER:
             if child.get(word) is not None:
-                raise ScheduleError(f"{where}.{word} belongs to {key}, for all its parts")
+                message = f"belongs to {key}, for all its parts"
+                raise ScheduleError(Problem(f"{where}.{word}", message))
     return named
 
 
 def build_track(
     node: Mapping[str, Any],
     optimizer: Optimizer,
+    configured: Sequence[Mapping[str, Any]],
     group_names: Sequence[str],
     all_names: Sequence[str],
     total_steps: int | None,
@@ -81,37 +86,47 @@ def build_track(
 ) -> Track:
     """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`.
 
-    `group_names` are the optimizer's, `all_names` those of all optimizers.
+    `configured` are the hyper-parameters of the optimizer's groups, `group_names` their names,
+    `all_names` those of all optimizers' groups.
     """
     interval: Interval = _interval(node, key)
-    problems: list[str] = []
+    problems: list[Problem] = []
     warmup = parse_warmup(node.get("warmup"), f"{key}.warmup", interval, steps_per_epoch, problems)
-    if problems:
-        raise ScheduleError("\n  ".join(problems))
+    raise_problems(problems, ScheduleError)
     horizon = remaining(total_steps, steps_per_epoch, interval, warmup)
-    maker = _Maker(optimizer, group_names, all_names, interval)
-    scheduler = maker.make(node, horizon, key)
-    monitor = _monitor(node, scheduler, key)
+    settings: dict[str, Any] = {}
+
+    def make(over: Optimizer) -> Any:
+        maker = _Maker(over, group_names, all_names, interval)
+        scheduler = maker.make(node, horizon, key)
+        settings.update(maker.settings)
+        return scheduler
+
+    tape = Tape(make, configured, optimizer.defaults)
+    monitor = _monitor(node, tape.scheduler, key)
+    settings |= {**_ramp(warmup), "interval": interval, "monitor": monitor}
+    follows = monitor is not None
     return Track(
         optimizer,
-        scheduler,
+        make(optimizer) if follows else tape.scheduler,
         interval,
-        warmup,
         monitor,
+        warmup,
         group_names,
-        {**maker.settings, **_ramp(warmup), "interval": interval, "monitor": monitor},
-        lambda other: build_track(
-            node, other, group_names, all_names, total_steps, steps_per_epoch, key
-        ),
+        settings,
+        steps_per_epoch,
+        None if follows else tape,
     )
 
 
 def _interval(node: Mapping[str, Any], key: str) -> Interval:
     if not node.get("_target_"):
-        raise ScheduleError(f"{key} has no _target_, such as torch.optim.lr_scheduler.StepLR")
+        message = "has no _target_, such as torch.optim.lr_scheduler.StepLR"
+        raise ScheduleError(Problem(key, message))
     interval = node.get("interval") or "step"
     if interval not in ("step", "epoch"):
-        raise ScheduleError(f"{key}.interval must be step or epoch, not {interval!r}")
+        message = f"must be step or epoch, not {interval!r}"
+        raise ScheduleError(Problem(f"{key}.interval", message))
     return "epoch" if interval == "epoch" else "step"
 
 
@@ -119,9 +134,11 @@ def _monitor(node: Mapping[str, Any], scheduler: Any, key: str) -> str | None:
     monitor = node.get("monitor")
     follows = takes_metric(scheduler)
     if follows and not monitor:
-        raise ScheduleError(f"{key}.monitor must name the metric to follow, such as val/loss")
+        message = "must name the metric to follow, such as val/loss"
+        raise ScheduleError(Problem(f"{key}.monitor", message))
     if monitor and not follows:
-        raise ScheduleError(f"{key}.monitor: {type(scheduler).__name__} follows no metric")
+        message = f"{type(scheduler).__name__} follows no metric"
+        raise ScheduleError(Problem(f"{key}.monitor", message))
     return str(monitor) if follows else None
 
 
@@ -218,7 +235,8 @@ class _Maker:
                 hasattr(error, "exit_code") or "lr_lambda" in objects
             ):  # a fault in a user's function
                 raise
-            raise ScheduleError(f"{key}: {arguments['_target_']}: {error}") from error
+            raise ScheduleError(Problem(key, f"{arguments['_target_']}: {error}")) from error
         if not isinstance(made, LRScheduler):
-            raise ScheduleError(f"{key}._target_ makes no LRScheduler but a {type(made).__name__}")
+            message = f"makes no LRScheduler but a {type(made).__name__}"
+            raise ScheduleError(Problem(f"{key}._target_", message))
         return made

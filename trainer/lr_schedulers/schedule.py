@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Optimizer
-
+from conf.errors import Problem
 from trainer.errors import CheckpointError
-from trainer.lr_schedulers.curve import jump
 from trainer.lr_schedulers.horizon import Interval, ScheduleError
-from trainer.lr_schedulers.nodes import build_track, takes_metric, target_nodes
-from trainer.lr_schedulers.track import StandIn, Track
+from trainer.lr_schedulers.nodes import build_track, takes_metric
+from trainer.lr_schedulers.track import Track
 from trainer.optimizers.optimizers import Optimizers
 
 logger = logging.getLogger("regimen")
-
-__all__ = [
-    "LRSchedule",
-    "ScheduleError",
-    "build_lr_schedule",
-    "curve",
-    "target_nodes",
-]
 
 
 class LRSchedule:
     """Move the learning rates of one or several optimizers, each along its own track."""
 
-    def __init__(
-        self,
-        tracks: Mapping[str, Track],
-        configured: Mapping[str, list[dict[str, Any]]] | None = None,
-        steps_per_epoch: int | None = None,
-    ) -> None:
+    def __init__(self, tracks: Mapping[str, Track]) -> None:
         self.tracks = dict(tracks)
         self.updates = 0  # applied
         self.epochs = 0
         self._tracks = list(self.tracks.values())
-        self._configured = dict(configured or {})
-        self._steps_per_epoch = steps_per_epoch
 
     @classmethod
     def none(cls) -> LRSchedule:
@@ -52,7 +35,7 @@ class LRSchedule:
     def wrap(
         cls, scheduler: Any = None, interval: Interval = "step", monitor: str | None = None
     ) -> LRSchedule:
-        """Take a plain torch scheduler (or nothing, or a schedule).
+        """Take a plain torch scheduler (or nothing, or a schedule), which is stepped as it is.
 
         `monitor` names the metric of one that follows a metric, such as ReduceLROnPlateau.
         """
@@ -65,29 +48,30 @@ class LRSchedule:
                 f"{type(scheduler).__name__} follows a metric: name it with"
                 ' LRSchedule.wrap(scheduler, monitor="val/loss")'
             )
-        return cls({"optimizer": Track(scheduler.optimizer, scheduler, interval, None, monitor)})
+        track = Track(scheduler.optimizer, scheduler, interval, monitor)
+        return cls({"optimizer": track})
 
     @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that are watched."""
         return tuple(dict.fromkeys(t.monitor for t in self._tracks if t.monitor is not None))
 
-    @property
-    def monitor(self) -> str | None:
-        """The first of `monitors`, if there is one."""
-        return next(iter(self.monitors), None)
+    def after_update(self) -> bool:
+        """Follow an update that was applied; one that was skipped moves nothing (I10).
 
-    def after_update(self) -> None:
-        """Follow an update that was applied; one that was skipped moves nothing (I10)."""
+        Tells whether a hyper-parameter was changed: groups are written to only then.
+        """
         self.updates += 1
+        moved = False
         for track in self._tracks:
-            track.after_update()
+            moved |= track.after_update(self.updates, self.epochs)
+        return moved
 
     def after_epoch(self) -> None:
         """Follow the last update of an epoch."""
         self.epochs += 1
         for track in self._tracks:
-            track.after_epoch()
+            track.move(self.updates, self.epochs)
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
         """Follow a validation, or the means of an epoch of training.
@@ -100,9 +84,8 @@ class LRSchedule:
             watched = track.watched
             if watched and watched.partition("/")[0] in stages and watched not in metrics:
                 known = ", ".join(metrics)
-                raise ScheduleError(
-                    f"lr_scheduler.monitor={track.monitor}: no such metric; there are: {known}"
-                )
+                message = f"{track.monitor}: no such metric; there are: {known}"
+                raise ScheduleError(Problem("lr_scheduler.monitor", message))
             track.after_validation(metrics)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,28 +119,25 @@ class LRSchedule:
                 raise CheckpointError(f"the lr_scheduler does not fit: {differences[0]}{more}")
             for name, track in self.tracks.items():
                 if hyper_parameters:
-                    track.load_state_dict(saved[name])
+                    track.load_state_dict(saved[name], updates, epochs)
                 else:
-                    track.catch_up(
-                        saved.get(name),
-                        self._configured.get(name, []),
-                        lambda other: _pass_by(other, updates, epochs, self._steps_per_epoch),
-                    )
+                    track.catch_up(saved.get(name), updates, epochs)
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
 
+    def preview(self, step: int) -> dict[str, float]:
+        """Return each group's learning rate after `step` updates.
 
-def _pass_by(track: Track, updates: int, epochs: int, steps_per_epoch: int | None) -> None:
-    """Let `updates` and `epochs` go by; skipped updates are taken to be the last ones."""
-    done = 0
-    for update in range(1, updates + 1):
-        track.after_update()
-        if done < epochs and update % (steps_per_epoch or updates) == 0:
-            track.after_epoch()
-            done += 1
-    for _ in range(epochs - done):
-        track.after_epoch()
+        Of a schedule that follows a metric, as if the metric always got better. Steps far ahead are
+        computed by torch's formula, or where there is none by stepping there, which takes some
+        microseconds a step.
+        """
+        return {
+            name: lr
+            for track in self._tracks
+            for name, lr in zip(track.group_names, track.preview(step), strict=True)
+        }
 
 
 def build_lr_schedule(
@@ -174,8 +154,26 @@ def build_lr_schedule(
     after the warm-up, in updates, or in epochs with `interval: epoch`. Raises `ScheduleError`, for
     a schedule that ends before the run as well, unless its lengths are `guessed`.
     """
-    schedule = _build(node, optimizers, total_steps, steps_per_epoch, key)
-    _examine(node, optimizers, total_steps, steps_per_epoch, key, guessed)
+    groups = optimizers.groups()
+    all_names = [group.name for group in groups]
+    tracks = {}
+    for name, optimizer in optimizers.items():
+        own = optimizers.lr_schedulers.get(name)
+        chosen = node if own is None else own
+        where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
+        if chosen:
+            tracks[name] = build_track(
+                chosen,
+                optimizer,
+                optimizers.configured[name],
+                [group.name for group in groups if group.optimizer_name == name],
+                all_names,
+                total_steps,
+                steps_per_epoch,
+                where,
+            )
+    schedule = LRSchedule(tracks)
+    _examine(schedule, total_steps, key, guessed)
     return schedule
 
 
@@ -190,123 +188,34 @@ def warn_of_long_warmups(
         )
 
 
-def _examine(
-    node: Mapping[str, Any] | None,
-    optimizers: Optimizers,
-    total_steps: int | None,
-    steps_per_epoch: int | None,
-    key: str,
-    guessed: bool,
-) -> None:
+def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: bool) -> None:
     """Look ahead for learning rates that are none, since torch looks at few arguments."""
-    stand_ins = _stand_ins(optimizers)
     last = total_steps or 1000
-    steps = [*range(0, last, max(1, last // 50)), last]
     try:
-        schedule = _build(node, stand_ins, total_steps, steps_per_epoch, key)
-        for optimizer in stand_ins.optimizers.values():
-            optimizer.step()
-        rates = _jumped(schedule, stand_ins, steps, steps_per_epoch)
+        for step in [*range(0, last, max(1, last // 50)), last]:
+            for group, lr in schedule.preview(step).items():
+                if not math.isfinite(lr):
+                    raise ArithmeticError(f"the learning rate of {group!r} is {lr:g} at {step}")
+                if lr < 0:
+                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
+                    raise ScheduleError(Problem(key, message))
     except (TypeError, ArithmeticError) as error:
-        raise ScheduleError(f"{key}: the schedule cannot be computed: {error}") from error
+        message = f"the schedule cannot be computed: {error}"
+        raise ScheduleError(Problem(key, message)) from error
     except ValueError as error:  # OneCycleLR's, where it is asked for a step beyond its last
         if "Tried to step" not in str(error):
             raise
         if guessed:
             return
-        raise ScheduleError(
-            f"{key}: {error}, but the run has {total_steps} updates in all: leave "
-            "lr_scheduler.total_steps at ${total_steps}"
-        ) from error
-    for step, at in zip(steps, rates, strict=False):
-        for group, lr in at.items():
-            if not 0 <= lr < math.inf:
-                raise ScheduleError(f"{key} makes the learning rate of {group!r} {lr:g} at {step}")
-
-
-def _build(
-    node: Mapping[str, Any] | None,
-    optimizers: Optimizers,
-    total_steps: int | None,
-    steps_per_epoch: int | None,
-    key: str,
-) -> LRSchedule:
-    groups = optimizers.groups()
-    all_names = [group.name for group in groups]
-    tracks = {}
-    for name, optimizer in optimizers.items():
-        own = optimizers.lr_schedulers.get(name)
-        chosen = node if own is None else own
-        where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
-        if chosen:
-            names = [group.name for group in groups if group.optimizer_name == name]
-            tracks[name] = build_track(
-                chosen, optimizer, names, all_names, total_steps, steps_per_epoch, where
-            )
-    return LRSchedule(tracks, optimizers.configured, steps_per_epoch)
+        message = f"{error}, but the run has {total_steps} updates in all"
+        hint = "leave lr_scheduler.total_steps at ${total_steps}"
+        raise ScheduleError(Problem(key, message, hint)) from error
 
 
 def curve(
-    node: Mapping[str, Any] | None,
-    optimizers: Optimizers | Mapping[str, float],
-    total_steps: int,
-    steps_per_epoch: int | None,
-    points: int = 200,
+    schedule: LRSchedule, optimizers: Optimizers, total_steps: int, points: int = 200
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return (step, learning rate) of each group at about `points` steps of the run.
-
-    Tried on stand-ins: nothing that is given is touched. A schedule that follows a metric is drawn
-    as if the metric always got better. Schedulers without a formula (ChainedScheduler, a user's
-    own) are walked through, which takes some microseconds a step.
-    """
+    """Return (step, learning rate) of each group at about `points` steps of the run."""
     steps = sorted({*range(0, total_steps, max(1, total_steps // points)), max(0, total_steps - 1)})
-
-    def build() -> tuple[LRSchedule, Optimizers]:
-        stand_ins = _stand_ins(optimizers)
-        schedule = _build(node, stand_ins, total_steps, steps_per_epoch, "lr_scheduler")
-        for optimizer in stand_ins.optimizers.values():
-            optimizer.step()  # schedulers warn if they come first
-        return schedule, stand_ins
-
-    rates = _jumped(*build(), steps, steps_per_epoch) or _walked(*build(), steps, steps_per_epoch)
+    rates = [optimizers.learning_rates() | schedule.preview(step) for step in steps]
     return {name: [(s, at[name]) for s, at in zip(steps, rates, strict=True)] for name in rates[0]}
-
-
-_Rates = list[dict[str, float]]  # of each group, at each of some steps
-
-
-def _jumped(
-    schedule: LRSchedule, optimizers: Optimizers, steps: Sequence[int], steps_per_epoch: int | None
-) -> _Rates:
-    rates = []
-    for step in steps:
-        if not all(jump(track, step, steps_per_epoch) for track in schedule.tracks.values()):
-            return []
-        rates.append(optimizers.learning_rates())
-    return rates
-
-
-def _walked(
-    schedule: LRSchedule, optimizers: Optimizers, steps: Sequence[int], steps_per_epoch: int | None
-) -> _Rates:
-    rates = [optimizers.learning_rates()]
-    for step in range(1, steps[-1] + 1):
-        schedule.after_update()
-        if steps_per_epoch and step % steps_per_epoch == 0:
-            schedule.after_epoch()
-        if step == steps[len(rates)]:
-            rates.append(optimizers.learning_rates())
-    return rates
-
-
-def _stand_ins(optimizers: Optimizers | Mapping[str, float]) -> Optimizers:
-    if not isinstance(optimizers, Optimizers):
-        groups = [{"name": name, "lr": lr} for name, lr in optimizers.items()]
-        alone: Optimizer = StandIn(groups, {"lr": 0.0, "momentum": 0.0})
-        return Optimizers({"optimizer": alone}, {})
-    names = [group.name for group in optimizers.groups()]
-    copies = {}
-    for name, optimizer in optimizers.items():
-        configured = [{**group, "name": names.pop(0)} for group in optimizers.configured[name]]
-        copies[name] = StandIn(configured, optimizer.defaults)
-    return Optimizers(copies, {}, lr_schedulers=optimizers.lr_schedulers, keys=optimizers.keys)

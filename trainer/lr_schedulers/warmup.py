@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from conf.errors import Problem
+
 SHAPES = ("linear", "exponential")
 _KEYS = ("steps", "epochs", "start_factor", "shape")
 
@@ -35,9 +37,17 @@ class Warmup:
         """Return how many updates the ramp takes."""
         return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
 
+    def epochs(self, steps_per_epoch: int | None) -> int:
+        """Return how many whole epochs the ramp takes."""
+        return (
+            self.ticks
+            if self.every == "epoch"
+            else self.ticks // (steps_per_epoch or self.ticks + 1)
+        )
+
 
 def parse_warmup(
-    node: Any, key: str, interval: str, steps_per_epoch: int | None, problems: list[str]
+    node: Any, key: str, interval: str, steps_per_epoch: int | None, problems: list[Problem]
 ) -> Warmup:
     """Read `{steps | epochs, start_factor, shape}`; note what is wrong.
 
@@ -46,10 +56,10 @@ def parse_warmup(
     if node is None:
         return Warmup()
     if not isinstance(node, Mapping):
-        problems.append(f"{key} must be a dict with steps or epochs, not {node!r}")
+        problems.append(Problem(key, f"must be a dict with steps or epochs, not {node!r}"))
         return Warmup()
     problems += [
-        f"{key}.{word} is unknown; there are {', '.join(_KEYS)}"
+        Problem(f"{key}.{word}", "unknown key", f"there are {', '.join(_KEYS)}")
         for word in node
         if word not in _KEYS
     ]
@@ -58,7 +68,8 @@ def parse_warmup(
     before = len(problems)
     problems += _complaints(key, steps, epochs, start, shape)
     if epochs and steps_per_epoch is None and interval == "step":
-        problems.append(f"{key}.epochs: the length of an epoch is not known; give steps")
+        message = "the length of an epoch is not known"
+        problems.append(Problem(f"{key}.epochs", message, "give steps"))
     if len(problems) > before:
         return Warmup()
     if interval == "epoch" and not steps:
@@ -66,20 +77,20 @@ def parse_warmup(
     return Warmup(steps or round(epochs * (steps_per_epoch or 0)), "step", float(start), shape)
 
 
-def _complaints(key: str, steps: Any, epochs: Any, start: Any, shape: Any) -> list[str]:
+def _complaints(key: str, steps: Any, epochs: Any, start: Any, shape: Any) -> list[Problem]:
     found = []
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        found.append(f"{key}.steps must be a number of updates, not {steps!r}")
+        found.append(Problem(f"{key}.steps", f"must be a number of updates, not {steps!r}"))
     if not _is_number(epochs) or epochs < 0:
-        found.append(f"{key}.epochs must be a number of epochs, not {epochs!r}")
+        found.append(Problem(f"{key}.epochs", f"must be a number of epochs, not {epochs!r}"))
     if steps and epochs:
-        found.append(f"{key} has steps and epochs: give one of them")
+        found.append(Problem(key, "has steps and epochs", "give one of them"))
     if shape not in SHAPES:
-        found.append(f"{key}.shape must be one of {', '.join(SHAPES)}, not {shape!r}")
+        message = f"must be one of {', '.join(SHAPES)}, not {shape!r}"
+        found.append(Problem(f"{key}.shape", message))
     if not _is_number(start) or not 0 <= start <= 1 or (start == 0 and shape == "exponential"):
-        found.append(
-            f"{key}.start_factor must be from 0 to 1 (exponential: above 0), not {start!r}"
-        )
+        message = f"must be from 0 to 1 (exponential: above 0), not {start!r}"
+        found.append(Problem(f"{key}.start_factor", message))
     return found
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from conf.errors import Problem, did_you_mean, raise_problems
 from trainer.optimizers.param_groups import (
     Claim,
     ParamGroup,
     ParamGroupError,
-    complain,
     parse_rules,
     some,
 )
-from trainer.optimizers.selectors import nearest, parse_selector
+from trainer.optimizers.selectors import parse_selector
 from trainer.optimizers.steps import damped
 from trainer.targets.instantiate import instantiate
 
@@ -40,7 +40,7 @@ class Section:
     own: Mapping[str, Any]
 
 
-def sections(node: Mapping[str, Any], key: str, problems: list[str]) -> list[Section]:
+def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list[Section]:
     """Return the optimizers of a node: itself, or those under `optimizers` (null: dropped).
 
     Hyper-parameters beside `optimizers` are given to each that does not set its own.
@@ -49,7 +49,8 @@ def sections(node: Mapping[str, Any], key: str, problems: list[str]) -> list[Sec
         return [_section(SINGLE, key, node, problems)]
     several = node["optimizers"]
     if not isinstance(several, Mapping) or not any(several.values()):
-        problems.append(f"{key}.optimizers must be a dict of optimizers by name, not {several!r}")
+        message = f"must be a dict of optimizers by name, not {several!r}"
+        problems.append(Problem(f"{key}.optimizers", message))
         return []
     shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
     found = []
@@ -58,19 +59,19 @@ def sections(node: Mapping[str, Any], key: str, problems: list[str]) -> list[Sec
         if isinstance(child, Mapping):
             found.append(_section(str(name), child_key, {**shared, **child}, problems))
         elif child is not None:
-            problems.append(f"{child_key} must be a node with a _target_, not {child!r}")
+            problems.append(Problem(child_key, f"must be a node with a _target_, not {child!r}"))
     return found
 
 
-def _section(name: str, key: str, node: Mapping[str, Any], problems: list[str]) -> Section:
+def _section(name: str, key: str, node: Mapping[str, Any], problems: list[Problem]) -> Section:
     if not node.get("_target_"):
-        problems.append(f"{key} has no _target_, such as torch.optim.AdamW")
+        problems.append(Problem(key, "has no _target_, such as torch.optim.AdamW"))
     target = {k: v for k, v in node.items() if k not in OWN}
     return Section(name, key, target, {k: node.get(k) for k in OWN})
 
 
 def claims(
-    found: Sequence[Section], node: Mapping[str, Any], key: str, problems: list[str]
+    found: Sequence[Section], node: Mapping[str, Any], key: str, problems: list[Problem]
 ) -> dict[str, Claim]:
     """Return which parameters each optimizer takes: its `params`, else its rules, else the rest.
 
@@ -94,21 +95,20 @@ def claims(
 
 def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
     """Build one optimizer over its groups. Raises `ParamGroupError` for what it cannot take."""
+    shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
+    resolved: list[dict[str, Any]] = [
+        {"params": list(group.parameters.values()), "name": group.name} for group in groups
+    ]
+    if not (prefer_fused or shards or any(group.differs for group in groups)):
+        return _construct(section.target, section.key, resolved)
     # Which hyper-parameters a group can have, and their values, only an instance knows for sure.
     probe = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))])
     defaults = probe.defaults
-    problems: list[str] = []
-    resolved: list[dict[str, Any]] = [
-        {
-            "params": list(group.parameters.values()),
-            "name": group.name,
-            **_resolve(group, defaults, problems),
-        }
-        for group in groups
-    ]
-    shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
+    problems: list[Problem] = []
+    for options, group in zip(resolved, groups, strict=True):
+        options |= _resolve(group, defaults, problems)
     problems += _sharding_problems(section, probe, shards)
-    complain(problems)
+    raise_problems(problems, ParamGroupError)
     fused = prefer_fused and _takes_fused(defaults, resolved)
     fused = fused and (not shards or isinstance(probe, SHARDED_FUSED))
     if fused:
@@ -130,22 +130,21 @@ def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
 
 def _sharding_problems(
     section: Section, optimizer: Optimizer, shards: Mapping[str, Any]
-) -> list[str]:
+) -> list[Problem]:
     """Say what an optimizer cannot do with parameters of which each process has a part."""
     problems = []
     kind = type(optimizer).__name__
     if shards and optimizer.defaults.get("fused") and not isinstance(optimizer, SHARDED_FUSED):
-        problems.append(
-            f"{section.key}.fused: torch has no fused kernel of {kind} for strategy=fsdp; leave "
-            "it out"
-        )
+        message = f"torch has no fused kernel of {kind} for strategy=fsdp"
+        problems.append(Problem(f"{section.key}.fused", message, "leave it out"))
     uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
     if uneven and isinstance(optimizer, torch.optim.LBFGS):
-        problems.append(
-            f"{section.key}: {kind} takes parameters as one vector, which torch cannot make of "
-            f"uneven shards: {some(uneven)} {'has' if len(uneven) == 1 else 'have'} rows that the "
-            "processes cannot share evenly; strategy=ddp trains it"
+        message = (
+            f"{kind} takes parameters as one vector, which torch cannot make of uneven shards: "
+            f"{some(uneven)} {'has' if len(uneven) == 1 else 'have'} rows that the processes "
+            "cannot share evenly"
         )
+        problems.append(Problem(section.key, message, "strategy=ddp trains it"))
     return problems
 
 
@@ -156,13 +155,16 @@ def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer
         if hasattr(error, "exit_code"):
             raise
         name = "" if isinstance(error, RuntimeError) else f"{target['_target_']}: "
-        raise ParamGroupError(f"{key}: {name}{error}") from error
+        raise ParamGroupError(Problem(key, f"{name}{error}")) from error
     if not isinstance(built, Optimizer):
-        raise ParamGroupError(f"{key}._target_ makes no torch.optim.Optimizer: {built!r}")
+        message = f"makes no torch.optim.Optimizer: {built!r}"
+        raise ParamGroupError(Problem(f"{key}._target_", message))
     return built
 
 
-def _resolve(group: ParamGroup, defaults: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _resolve(
+    group: ParamGroup, defaults: Mapping[str, Any], problems: list[Problem]
+) -> dict[str, Any]:
     """Return the hyper-parameters of a group that differ from its optimizer's."""
     resolved: dict[str, Any] = {}
     for name, value in group.overrides.items():
@@ -170,12 +172,13 @@ def _resolve(group: ParamGroup, defaults: Mapping[str, Any], problems: list[str]
         if name in defaults:
             resolved[name] = _checked(key, value, defaults[name], problems)
         elif stem == name or not _is_number(defaults.get(stem)):
-            problems.append(
-                f"{key}: the optimizer has no hyper-parameter {name!r}, but {', '.join(defaults)},"
-                f" and lr_scale for a share of lr{nearest(name, [*defaults, 'lr_scale'])}"
+            message = (
+                f"the optimizer has no hyper-parameter {name!r}, but {', '.join(defaults)},"
+                " and lr_scale for a share of lr"
             )
+            problems.append(Problem(key, message, did_you_mean(name, [*defaults, "lr_scale"])))
         elif stem in group.overrides:
-            problems.append(f"{key}: {stem} is given as well; one of them decides")
+            problems.append(Problem(key, f"{stem} is given as well", "one of them decides"))
         else:
             resolved[stem] = defaults[stem] * _checked(key, value, 1.0, problems)
     if group.lr_factor != 1.0:
@@ -187,19 +190,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _checked(key: str, value: Any, default: Any, problems: list[str]) -> Any:
+def _checked(key: str, value: Any, default: Any, problems: list[Problem]) -> Any:
     """Return a value of the same kind as `default`; torch does not look at those of groups."""
     if isinstance(default, bool) and not isinstance(value, bool):
-        problems.append(f"{key} must be true or false, not {value!r}")
+        problems.append(Problem(key, f"must be true or false, not {value!r}"))
     elif _is_number(default):
         if not _is_number(value) or not math.isfinite(value):
-            problems.append(f"{key} must be a number, not {value!r}")
+            problems.append(Problem(key, f"must be a number, not {value!r}"))
             return default
         if value < 0 <= default:
-            problems.append(f"{key} must be 0 or more, not {value!r}")
+            problems.append(Problem(key, f"must be 0 or more, not {value!r}"))
     elif isinstance(default, tuple | list):
         if not isinstance(value, tuple | list) or len(value) != len(default):
-            problems.append(f"{key} must be a list of {len(default)}, not {value!r}")
+            problems.append(Problem(key, f"must be a list of {len(default)}, not {value!r}"))
             return default
         return tuple(value)
     return value

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from conf.errors import Problem, raise_problems
 from trainer.optimizers.nodes import SINGLE, build, claims, sections
-from trainer.optimizers.param_groups import DEFAULT, complain, divide, some
+from trainer.optimizers.param_groups import DEFAULT, ParamGroupError, divide, some
 from trainer.optimizers.selectors import Candidate, candidates
-from trainer.optimizers.state import Group, hyper_parameters, pack, unpack
+from trainer.optimizers.state import TorchGroup, hyper_parameters, pack, unpack
 from trainer.optimizers.steps import begin_with_zeros, needs_closure
 
 __all__ = [
-    "Group",
     "GroupRow",
     "Optimizers",
     "build_optimizers",
@@ -58,6 +58,7 @@ class Optimizers:
         self.names = dict(names)
         self.frozen = dict(frozen or {})
         self.lr_schedulers = dict(lr_schedulers or {})
+        self._used: list[Any] = []  # the learning rates of the last update
         self.configured = {
             name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
@@ -82,11 +83,11 @@ class Optimizers:
         if isinstance(optimizer, Optimizers):
             apart = {p for module in (others or {}).values() for p in module.parameters()}
             forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
-            complain(_membership_problems(forgotten, []))
+            raise_problems(_membership_problems(forgotten, []), ParamGroupError)
             return optimizer
         optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
         taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
-        complain(_membership_problems(found, taken))
+        raise_problems(_membership_problems(found, taken), ParamGroupError)
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
         members = set(taken)
         return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
@@ -95,20 +96,18 @@ class Optimizers:
         """Return the names and the torch optimizers."""
         return self.optimizers.items()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TorchGroup]:
         """Return all parameter groups; their names are unique."""
         return [
-            Group(self._group_name(name, i, options), name, options)
+            TorchGroup(self._group_name(name, i, options), name, options)
             for name, optimizer in self.optimizers.items()
             for i, options in enumerate(optimizer.param_groups)
         ]
 
-    def rates(self) -> list[Any]:
-        """Return the learning rates of all groups, in their order, without waiting for a device."""
-        groups = (
-            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
-        )
-        return [lr.clone() if isinstance(lr := g["lr"], Tensor) else lr for g in groups]
+    def keep_rates(self) -> None:
+        """Keep the learning rates as those of the last update, without waiting for a device."""
+        rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
+        self._used = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
 
     def _group_name(self, optimizer: str, index: int, options: Mapping[str, Any]) -> str:
         if "name" in options:
@@ -129,13 +128,23 @@ class Optimizers:
         for parameter in self.parameters():
             yield self.names[parameter], parameter
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none)
+    def zero_grad(self) -> None:
+        """Drop the gradients of all parameters.
 
-    def learning_rates(self) -> dict[str, float]:
-        """Return each group's learning rate."""
+        Not by torch's `zero_grad`, whose label for the profiler costs more than the rest of it.
+        """
+        for optimizer in self.optimizers.values():
+            if type(optimizer).zero_grad is not Optimizer.zero_grad:
+                optimizer.zero_grad()  # does something of its own besides
+                continue
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def learning_rates(self, used: bool = False) -> dict[str, float]:
+        """Return each group's learning rate: the next update's, or the one last `used`."""
+        if used and self._used:
+            return {g.name: float(lr) for g, lr in zip(self.groups(), self._used, strict=False)}
         return {group.name: float(group.options["lr"]) for group in self.groups()}
 
     def table(self) -> list[GroupRow]:
@@ -182,7 +191,7 @@ class Optimizers:
         )
 
 
-def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[str]:
+def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[Problem]:
     """Compare the parameters of a model with those that plain optimizers have (I8)."""
     names: dict[Tensor, str] = {c.tensor: c.name for c in found}
     counts = Counter(taken)
@@ -190,13 +199,12 @@ def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) ->
     double = [names[p] for p, count in counts.items() if count > 1 and p in names]
     problems = []
     if any(p not in names for p in counts):
-        problems.append("the optimizer has parameters that are not the model's")
+        problems.append(Problem("", "the optimizer has parameters that are not the model's"))
     if missing:
-        problems.append(
-            f"no optimizer has {some(missing)}: add them, or freeze them with requires_grad_(False)"
-        )
+        hint = "add them, or freeze them with requires_grad_(False)"
+        problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
     if double:
-        problems.append(f"two groups have {some(double)}")
+        problems.append(Problem("", f"two groups have {some(double)}"))
     return problems
 
 
@@ -216,10 +224,10 @@ def build_optimizers(
     Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
     the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     found = sections(node, key, problems)
     claimed = claims(found, node, key, problems)
-    complain(problems)
+    raise_problems(problems, ParamGroupError)
     division = divide(model, claimed, others)
     return Optimizers(
         {s.name: build(s, division.groups[s.name], prefer_fused) for s in found},

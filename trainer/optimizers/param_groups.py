@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from conf.errors import ConfigError, Problem, raise_problems
 from trainer.optimizers.selectors import (
     SELECTORS,
     Candidate,
@@ -20,21 +21,8 @@ from trainer.optimizers.selectors import (
 )
 
 
-class ParamGroupError(ValueError):
-    """An optimizer's section of the config that cannot be used: one problem, or several."""
-
-    exit_code = 2
-
-    def __str__(self) -> str:
-        if len(self.args) == 1:
-            return str(self.args[0])
-        return "\n  ".join([f"{len(self.args)} problems:", *map(str, self.args)])
-
-
-def complain(problems: Sequence[str]) -> None:
-    """Raise all `problems` as one error, if there are any."""
-    if problems:
-        raise ParamGroupError(*problems)
+class ParamGroupError(ConfigError, ValueError):
+    """An optimizer's section of the config that cannot be used."""
 
 
 @dataclass(slots=True)
@@ -47,15 +35,21 @@ class ParamGroup:
     lr_factor: float = 1.0  # from the depth of its layer
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    @property
+    def differs(self) -> bool:
+        """Whether it has hyper-parameters of its own."""
+        return bool(self.overrides) or self.lr_factor != 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Which parameters an optimizer takes, and the rules that divide them."""
 
     key: str
-    rules: Sequence[Rule]
+    rules: Sequence[GroupRule]
     selector: Selector | None = None
-    only: Sequence[Rule] = ()  # without a selector: what these accept, instead of all that is left
+    # Without a selector: what these accept, instead of all that is left.
+    only: Sequence[GroupRule] = ()
 
     def takes(self, candidate: Candidate) -> bool:
         """Tell whether the optimizer is to train a parameter."""
@@ -63,7 +57,7 @@ class Claim:
             return self.selector.accepts(candidate)
         return not self.only or any(rule.selector.accepts(candidate) for rule in self.only)
 
-    def rule_of(self, candidate: Candidate) -> Rule | None:
+    def rule_of(self, candidate: Candidate) -> GroupRule | None:
         """Return the first rule that accepts a parameter."""
         return next((rule for rule in self.rules if rule.selector.accepts(candidate)), None)
 
@@ -74,21 +68,6 @@ class Division:
 
     groups: dict[str, list[ParamGroup]]
     frozen: dict[str, nn.Parameter]
-
-
-def group_parameters(
-    model: nn.Module, rules: Any, key: str = "optimizer.param_groups"
-) -> dict[str, ParamGroup]:
-    """Divide the trainable parameters of `model` by `rules`; freeze those that a rule freezes.
-
-    The groups come in the order of the rules, then `default` with the rest. Raises
-    `ParamGroupError` for rules that make no sense or accept nothing.
-    """
-    problems: list[str] = []
-    claim = Claim(key, parse_rules(rules, key, problems))
-    complain(problems)
-    division = divide(model, {"": claim})
-    return {group.name: group for group in division.groups[""]}
 
 
 def divide(
@@ -102,7 +81,7 @@ def divide(
     `others`: modules besides the model that are trained (a task's), by name.
     """
     found = candidates(model, others)
-    problems: list[str] = []
+    problems: list[Problem] = []
     layers = Layers(found, problems)
     groups: dict[_Slot, ParamGroup] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -126,7 +105,8 @@ def divide(
     ordered = {
         name: [groups[slot] for slot in sorted(groups) if slot.owner == name] for name in claims
     }
-    complain([*problems, *_objections(claims, ordered, used, homeless, found)])
+    objections = _objections(claims, ordered, used, homeless, found)
+    raise_problems([*problems, *objections], ParamGroupError)
     for tensor in frozen.values():
         tensor.requires_grad_(False)
     return Division(ordered, frozen)
@@ -141,7 +121,7 @@ class _Slot(NamedTuple):
 
 
 def _slot(
-    owner: str, claim: Claim, rule: Rule | None, candidate: Candidate, layers: Layers
+    owner: str, claim: Claim, rule: GroupRule | None, candidate: Candidate, layers: Layers
 ) -> _Slot:
     if rule is None:
         return _Slot(owner, len(claim.rules), 0)
@@ -151,7 +131,7 @@ def _slot(
 
 
 def _new_group(
-    prefix: str, claim: Claim, rule: Rule | None, slot: _Slot, layers: Layers
+    prefix: str, claim: Claim, rule: GroupRule | None, slot: _Slot, layers: Layers
 ) -> ParamGroup:
     if rule is None:
         return ParamGroup(prefix or DEFAULT, claim.key, {})
@@ -168,30 +148,33 @@ def _objections(
     used: set[str],
     homeless: Sequence[str],
     found: Sequence[Candidate],
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     yield from _unused(claims, used, found)
     if homeless:
-        yield f"optimizer.optimizers: none of them takes {some(homeless)}"
+        yield Problem("optimizer.optimizers", f"none of them takes {some(homeless)}")
     for name, members in groups.items():
         if not members:
-            yield f"{claims[name].key} is left without a trainable parameter"
+            yield Problem(claims[name].key, "is left without a trainable parameter")
     names = [group.name for members in groups.values() for group in members]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"two parameter groups would be called {name!r}: rename a rule"
+        message = f"two parameter groups would be called {name!r}"
+        yield Problem("optimizer", message, "rename a rule")
 
 
 def _unused(
     claims: Mapping[str, Claim], used: set[str], found: Sequence[Candidate]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     rules = {rule.key: rule for claim in claims.values() for rule in claim.rules}
     for key, rule in rules.items():
         if key in used:
             continue
-        meant = [c.name for c in found if rule.selector.accepts(c)]
-        if meant:
-            yield f"{key} is left without a parameter: earlier rules take {some(meant)}"
+        accepted = [c.name for c in found if rule.selector.accepts(c)]
+        if accepted:
+            message = f"is left without a parameter: earlier rules take {some(accepted)}"
+            yield Problem(key, message)
         else:
-            yield f"{key} matches no parameter; the model has {some([c.name for c in found])}"
+            hint = f"the model has {some([c.name for c in found])}"
+            yield Problem(key, "matches no parameter", hint)
 
 
 def some(names: Sequence[str], limit: int = 8) -> str:
@@ -205,7 +188,7 @@ _OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GroupRule:
     """A named selector, and what its parameters get: hyper-parameters, or no training at all."""
 
     name: str
@@ -217,23 +200,25 @@ class Rule:
     layers: tuple[re.Pattern[str], ...] = ()
 
 
-def parse_rules(rules: Any, key: str, problems: list[str]) -> list[Rule]:
+def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:
     """Read a named dict (a null entry is dropped) or a list of rules; note what is wrong."""
     parsed = []
     for name, node in _named(rules, key, problems):
         if not isinstance(node, Mapping):
-            problems.append(f"{key}.{name} must be a rule such as {{match: bias$}}, not {node!r}")
+            message = f"must be a rule such as {{match: bias$}}, not {node!r}"
+            problems.append(Problem(f"{key}.{name}", message))
         elif name == DEFAULT or not re.fullmatch(r"[\w\-./]+", name):
-            problems.append(
-                f"{key}.{name}: a rule's name is made of letters, digits and ._-/, and is not"
+            message = (
+                "a rule's name is made of letters, digits and ._-/, and is not"
                 f" {DEFAULT!r}, the group of all parameters without a rule"
             )
+            problems.append(Problem(f"{key}.{name}", message))
         else:
             parsed.append(_parse_rule(name, node, f"{key}.{name}", problems))
     return parsed
 
 
-def _named(rules: Any, key: str, problems: list[str]) -> list[tuple[str, Any]]:
+def _named(rules: Any, key: str, problems: list[Problem]) -> list[tuple[str, Any]]:
     if rules is None:
         return []
     if isinstance(rules, Mapping):
@@ -244,19 +229,20 @@ def _named(rules: Any, key: str, problems: list[str]) -> list[tuple[str, Any]]:
             for i, node in enumerate(rules)
         ]
         if len(dict(named)) < len(named):
-            problems.append(f"{key} gives the same name to two rules")
+            problems.append(Problem(key, "gives the same name to two rules"))
         return named
-    problems.append(f"{key} must be a dict or a list of rules, not {rules!r}")
+    problems.append(Problem(key, f"must be a dict or a list of rules, not {rules!r}"))
     return []
 
 
-def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[str]) -> Rule:
+def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Problem]) -> GroupRule:
     if not any(word in node for word in SELECTORS):
-        problems.append(f"{key} selects nothing: give it {', '.join(SELECTORS[:-1])} or except")
+        hint = f"give it {', '.join(SELECTORS[:-1])} or except"
+        problems.append(Problem(key, "selects nothing", hint))
     frozen = node.get("frozen", False)
     if not isinstance(frozen, bool):
-        problems.append(f"{key}.frozen must be true or false, not {frozen!r}")
-    return Rule(
+        problems.append(Problem(f"{key}.frozen", f"must be true or false, not {frozen!r}"))
+    return GroupRule(
         name,
         key,
         parse_selector({word: node[word] for word in SELECTORS if word in node}, key, problems),
@@ -267,13 +253,14 @@ def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[str
     )
 
 
-def _parse_layer_decay(node: Mapping[str, Any], key: str, problems: list[str]) -> float | None:
+def _parse_layer_decay(node: Mapping[str, Any], key: str, problems: list[Problem]) -> float | None:
     decay = node.get("layer_decay")
     if (decay is None) != (node.get("layers") is None):
-        problems.append(f"{key} needs both layer_decay and layers, or neither")
+        problems.append(Problem(key, "needs both layer_decay and layers, or neither"))
     if decay is None:
         return None
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-        problems.append(f"{key}.layer_decay must be a number in (0, 1], not {decay!r}")
+        message = f"must be a number in (0, 1], not {decay!r}"
+        problems.append(Problem(f"{key}.layer_decay", message))
         return None
     return float(decay)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from conf.errors import ConfigError, Problem, did_you_mean, problems_at
 from trainer.targets.instantiate import locate
 
 SELECTORS = ("match", "module", "kind", "except")
@@ -86,11 +86,11 @@ class Selector:
 
     def accepts(self, candidate: Candidate) -> bool:
         """Tell whether a parameter is meant."""
-        if self.unless is not None and any(self.unless._verdicts(candidate)):
+        if self.unless is not None and any(self.unless._conditions(candidate)):
             return False
-        return all(self._verdicts(candidate))
+        return all(self._conditions(candidate))
 
-    def _verdicts(self, candidate: Candidate) -> list[bool]:
+    def _conditions(self, candidate: Candidate) -> list[bool]:
         found = []
         if self.patterns:
             found.append(any(p.search(n) for p in self.patterns for n in candidate.names))
@@ -150,13 +150,14 @@ def _compare(value: int, operator: str, bound: int) -> bool:
     }[operator]
 
 
-def parse_selector(node: Any, key: str, problems: list[str]) -> Selector:
+def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
     """Read `match`, `module`, `kind` and `except`; note what is wrong."""
     if not isinstance(node, Mapping):
-        problems.append(f"{key} must be a dict with {', '.join(SELECTORS)}, not {node!r}")
+        message = f"must be a dict with {', '.join(SELECTORS)}, not {node!r}"
+        problems.append(Problem(key, message))
         return Selector()
     problems += [
-        f"{key}.{word} is unknown{nearest(str(word), SELECTORS)}"
+        Problem(f"{key}.{word}", "unknown key", did_you_mean(str(word), SELECTORS))
         for word in node
         if word not in SELECTORS
     ]
@@ -169,64 +170,63 @@ def parse_selector(node: Any, key: str, problems: list[str]) -> Selector:
     )
 
 
-def _strings(value: Any, key: str, problems: list[str]) -> list[str]:
+def _strings(value: Any, key: str, problems: list[Problem]) -> list[str]:
     values = [value] if isinstance(value, str) else value
     if values is None:
         return []
     if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
         return list(values)
-    problems.append(f"{key} must be a text or a list of texts, not {value!r}")
+    problems.append(Problem(key, f"must be a text or a list of texts, not {value!r}"))
     return []
 
 
-def patterns(value: Any, key: str, problems: list[str]) -> tuple[re.Pattern[str], ...]:
+def patterns(value: Any, key: str, problems: list[Problem]) -> tuple[re.Pattern[str], ...]:
     """Compile one or several regular expressions; note what is wrong."""
     compiled = []
     for text in _strings(value, key, problems):
         try:
             compiled.append(re.compile(text))
         except re.error as error:
-            problems.append(f"{key} is no regular expression: {text!r}: {error}")
+            problems.append(Problem(key, f"{text!r} is no regular expression: {error}"))
     return tuple(compiled)
 
 
-def _modules(value: Any, key: str, problems: list[str]) -> tuple[str | type, ...]:
+def _modules(value: Any, key: str, problems: list[Problem]) -> tuple[str | type, ...]:
     modules: list[str | type] = []
     for text in _strings(value, key, problems):
         if text == "norm" or text in _MODULES:
             modules.append(text)
             continue
         try:
-            found = locate(text) if "." in text else None
+            with problems_at(key):
+                found = locate(text) if "." in text else None
+        except ConfigError as error:
+            problems += error.problems
+            continue
         except Exception as error:  # whatever a user's module raises when imported
-            problems.append(f"{key} {text!r} cannot be imported: {error}")
+            problems.append(Problem(key, f"{text!r} cannot be imported: {error}"))
             continue
         if isinstance(found, type):
             modules.append(found)
         else:
             known = ("norm", *_MODULES)
-            problems.append(
-                f"{key} {text!r} is neither a class's import path nor one of {', '.join(known)}"
-                f"{nearest(text, known)}"
-            )
+            message = f"{text!r} is neither a class's import path nor one of {', '.join(known)}"
+            problems.append(Problem(key, message, did_you_mean(text, known)))
     return tuple(modules)
 
 
-def _kinds(value: Any, key: str, problems: list[str]) -> tuple[str, ...]:
+def _kinds(value: Any, key: str, problems: list[Problem]) -> tuple[str, ...]:
     kinds = _strings(value, key, problems)
     problems += [
-        f"{key} {kind!r} is none of {', '.join(_KINDS)} or a comparison such as ndim<=1"
-        f"{nearest(kind, _KINDS)}"
+        Problem(
+            key,
+            f"{kind!r} is none of {', '.join(_KINDS)} or a comparison such as ndim<=1",
+            did_you_mean(kind, _KINDS),
+        )
         for kind in kinds
         if kind not in _KINDS and not _NDIM.fullmatch(kind)
     ]
     return tuple(kinds)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint with the most similar of the `known` words, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 Patterns = tuple[re.Pattern[str], ...]
@@ -239,16 +239,16 @@ class Layers:
     different numbers. What no pattern finds is noted in `problems`.
     """
 
-    def __init__(self, found: Sequence[Candidate], problems: list[str]) -> None:
+    def __init__(self, found: Sequence[Candidate], problems: list[Problem]) -> None:
         self._found = found
         self._problems = problems
         self._numbers: dict[Patterns, dict[tuple[int, int], int]] = {}
 
     def depth(self, candidate: Candidate, layers: Patterns, key: str) -> int:
-        """Return the layer that a parameter lies in; `key` is the rule's, for a complaint."""
+        """Return the layer that a parameter lies in; `key` is the rule's, for messages."""
         place = _place(candidate, layers)
         if place is None:
-            self._problems.append(f"{key}.layers says nothing of {candidate.name}")
+            self._problems.append(Problem(f"{key}.layers", f"says nothing of {candidate.name}"))
             return 0
         return self._numbering(layers)[place]
 

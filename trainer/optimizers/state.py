@@ -21,7 +21,7 @@ _ON_HOST = ("step", "mu_product")
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
-class Group(NamedTuple):
+class TorchGroup(NamedTuple):
     """A parameter group: its unique name, its optimizer's, and torch's own dict of it."""
 
     name: str
@@ -41,7 +41,7 @@ class _Place:
 
 def pack(
     optimizers: Mapping[str, Optimizer],
-    groups: Sequence[Group],
+    groups: Sequence[TorchGroup],
     names: Mapping[Tensor, str],
     frozen: Mapping[str, Tensor],
 ) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _pack_state(
 
 def unpack(
     optimizers: Mapping[str, Optimizer],
-    groups: Sequence[Group],
+    groups: Sequence[TorchGroup],
     names: Mapping[Tensor, str],
     frozen: Mapping[str, Tensor],
     saved: Mapping[str, Any],
@@ -211,7 +211,7 @@ def _other_shape(name: str, here: tuple[int, ...], there: tuple[int, ...]) -> st
 
 def _misfit_orders(
     optimizers: Mapping[str, Optimizer],
-    groups: Sequence[Group],
+    groups: Sequence[TorchGroup],
     names: Mapping[Tensor, str],
     saved: Mapping[str, Any],
 ) -> Iterator[str]:
@@ -233,7 +233,7 @@ def _remarks(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterato
         yield f"frozen since the checkpoint, their state is dropped: {', '.join(gone)}"
 
 
-def _saved_hyper_parameters(group: Group, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _saved_hyper_parameters(group: TorchGroup, saved: Mapping[str, Any]) -> dict[str, Any]:
     groups = saved[group.optimizer_name]["groups"]
     # A group that was frozen as a whole, when it was saved, keeps what it has.
     values = groups[group.name]["hyper_parameters"] if group.name in groups else {}

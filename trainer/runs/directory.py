@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import yaml
@@ -16,34 +15,23 @@ import yaml
 from trainer.files.atomic import remove_orphans, write_json, write_text
 from trainer.files.storage import storage_error
 from trainer.runs import manifest
-from trainer.runs.lock import RunLock, is_held, read_holder
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder
 from trainer.runs.status import (
+    INFERENCE,
     MANIFEST,
     STATUS,
     RunDirectoryError,
-    find_unfinished,
     holds_run,
     read_json,
-    read_status,
 )
 
-__all__ = [
-    "RunDirectory",
-    "RunDirectoryError",
-    "amend_failure",
-    "find_unfinished",
-    "holds_run",
-    "name_folder",
-    "read_status",
-    "reserve",
-    "timestamp",
-]
-
+CONFIG, OVERRIDES, LOG, METRICS = "config.yaml", "overrides.yaml", "train.log", "metrics.jsonl"
+TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 _log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """One run's folder. `create` and `resume` hold it for this process, `open` only looks.
+    """One run's folder, held by this process until `release`.
 
     A run exists once its `manifest.json` does, which is written last.
     """
@@ -88,69 +76,23 @@ class RunDirectory:
             raise
         return run
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Look at the run in `path` without holding it."""
-        if not holds_run(path):
-            raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
-        return cls(path)
-
-    @property
-    def config_path(self) -> Path:
-        """The resolved configuration; `--config-dir RUN_DIR --config-name config` repeats it."""
-        return self.path / "config.yaml"
-
-    @property
-    def overrides_path(self) -> Path:
-        """The command line's overrides, as a YAML list."""
-        return self.path / "overrides.yaml"
-
-    @property
-    def manifest_path(self) -> Path:
-        """What the run was made with."""
-        return self.path / MANIFEST
-
-    @property
-    def status_path(self) -> Path:
-        """How the run stands, for machines."""
-        return self.path / STATUS
-
     @property
     def log_path(self) -> Path:
         """What the run said."""
-        return self.path / "train.log"
+        return self.path / LOG
 
     @property
-    def metrics_path(self) -> Path:
-        """Every scalar, an object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan_path(self) -> Path:
-        """What a dry run found."""
-        return self.path / "plan.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the CheckpointStore."""
-        return self.path / "checkpoints"
+    def inference_path(self) -> Path:
+        """What the run knows of its data, to be used without them."""
+        return self.path / INFERENCE
 
     def manifest(self) -> dict[str, Any]:
         """Read the manifest; an unreadable one is a RunDirectoryError."""
-        return read_json(self.manifest_path)
+        return read_json(self.path / MANIFEST)
 
     def update_manifest(self, facts: Mapping[str, Any]) -> None:
         """Replace the named top-level entries of the manifest."""
-        write_json(self.manifest_path, {**self.manifest(), **facts})
-
-    def status(self) -> dict[str, Any]:
-        """Read the status; a `running` one that no living process holds reads `killed`."""
-        return read_status(self.path)
+        write_json(self.path / MANIFEST, {**self.manifest(), **facts})
 
     def running(self, **facts: Any) -> None:
         """Replace the status by a running one that carries `facts`, such as `resume`."""
@@ -176,12 +118,11 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Undo `create`, for a run that was refused before it began; what is not its own stays."""
-        self.manifest_path.unlink(missing_ok=True)  # first: from here on it is no run
-        own = (self.config_path, self.overrides_path, self.log_path, self.metrics_path)
-        for path in (*own, self.status_path, self._lock.path):
-            path.unlink(missing_ok=True)
-        for folder in (self.tensorboard, self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
+        (self.path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no run
+        for name in (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS, LOCK_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        for name in (TENSORBOARD, CHECKPOINTS):
+            shutil.rmtree(self.path / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()
         self.release()
@@ -189,17 +130,6 @@ class RunDirectory:
     def release(self) -> None:
         """Let other processes have the run."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
     def _hold(self) -> None:
         holder = self._lock.acquire()
@@ -217,15 +147,15 @@ class RunDirectory:
 
     def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
         remove_orphans(self.path)
-        write_text(self.config_path, config_yaml)
-        write_text(self.overrides_path, yaml.safe_dump(list(overrides), allow_unicode=True))
+        write_text(self.path / CONFIG, config_yaml)
+        write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
         self._write_status(state="running", started=manifest.now())
         start = manifest.start_record(facts)
         # Last: from here on it is a run.
-        write_json(self.manifest_path, {"created": start["started"], **start, "resumed": []})
+        write_json(self.path / MANIFEST, {"created": start["started"], **start, "resumed": []})
 
     def _continue(self, facts: Mapping[str, Any]) -> None:
-        for folder in (self.path, self.checkpoints):
+        for folder in (self.path, self.path / CHECKPOINTS):
             remove_orphans(folder)
         try:
             former = self.manifest()
@@ -233,7 +163,7 @@ class RunDirectory:
             _log.warning("warning: %s: what the run was made with before is lost", error)
             former = {}
         resumed = [*former.get("resumed", []), manifest.start_record(facts)]
-        write_json(self.manifest_path, {**former, "resumed": resumed, "exit": None})
+        write_json(self.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
         self._write_status(state="running", started=manifest.now())
 
     def _write_status(self, **fields: Any) -> None:
@@ -245,20 +175,12 @@ class RunDirectory:
             "updated": manifest.now(),
         }
         empty = {"state": None, "code": None, "reason": None, "resume": None}
-        write_json(self.status_path, {**empty, **identity, "results": {}, **fields})
+        write_json(self.path / STATUS, {**empty, **identity, "results": {}, **fields})
 
     def _started(self) -> Any:
         with contextlib.suppress(RunDirectoryError):
-            return read_json(self.status_path).get("started")
+            return read_json(self.path / STATUS).get("started")
         return None
-
-
-def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
-    """Replace the cause in the status of a run whose processes have ended, by the first of all."""
-    status = read_json(path / STATUS)
-    if status:
-        end = {"state": "preempted" if code in (130, 143) else "failed", "code": code}
-        write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
 
 
 def name_folder(root: Path, name: str) -> Path:

@@ -6,7 +6,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,11 +72,6 @@ def code_record(folder: Path) -> dict[str, Any]:
         "changed_files": [os.fsdecode(line[3:]) for line in changed],
         "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
     }
-
-
-def command_line() -> list[str]:
-    """Return the command that runs this process, with the name of the program alone."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:

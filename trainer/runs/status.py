@@ -1,4 +1,4 @@
-"""Look at runs without holding them: is there one, how does it stand, which is to go on."""
+"""Read the status of runs without holding them, and find the one to resume."""
 
 import json
 import os
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError
+from trainer.files.atomic import write_json
 from trainer.files.storage import storage_error
 from trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
+INFERENCE = "inference.json"
 STATUS = "status.json"
 
 
@@ -48,6 +50,14 @@ def read_status(path: Path) -> dict[str, Any]:
     if status.get("state") == "running" and not is_held(path):
         status = {**status, "state": "killed"}
     return status
+
+
+def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
+    """Replace the cause in the status of a run whose processes have ended, by the first of all."""
+    status = read_json(path / STATUS)
+    if status:
+        end = {"state": "preempted" if code in (130, 143) else "failed", "code": code}
+        write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
 
 
 def find_unfinished(folder: Path) -> Path | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.batch import map_tensors
 from trainer.errors import ResourceError
-from trainer.nested import map_tensors
 from trainer.strategies.strategy import Strategy
 
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from data.batch import map_tensors
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.errors import ModelError
-from trainer.nested import map_tensors
 from trainer.strategies.replicas import Replicas
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}

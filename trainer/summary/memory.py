@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.summary.model import ModelSummary
+from trainer.summary.model import Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,7 @@ class MemoryEstimate:
         return self.optimizer is not None and self.activations is not None
 
 
-def estimate(
-    summary: ModelSummary, optimizers: Iterable[Optimizer], micro_batch: int
-) -> MemoryEstimate:
+def estimate(summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int) -> MemoryEstimate:
     """Add up a model, its gradients, its optimizers' state and a micro-batch's activations."""
     states = [state_bytes(optimizer) for optimizer in optimizers]
     activations = summary.activation_bytes

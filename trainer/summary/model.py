@@ -31,7 +31,7 @@ class ModuleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSummary:
+class Summary:
     """The rows, and totals: elements, FLOPs, bytes."""
 
     rows: tuple[ModuleRow, ...]
@@ -51,7 +51,7 @@ def summarize(
     depth: int = 2,
     call: Call | None = None,
     autocast: Context = nullcontext,
-) -> ModelSummary:
+) -> Summary:
     """Describe the modules down to `depth`, after one forward pass on `example`, a batch.
 
     `call(model, example)` is the pass (default: `model(example)`); with a task's `training_step`
@@ -62,7 +62,7 @@ def summarize(
     samples = len(first) if first is not None and first.ndim else 1
     found = probe(model, example, call or _plain, autocast)
     parameters = list(model.parameters())
-    return ModelSummary(
+    return Summary(
         rows=tuple(
             _row(name, module, found, samples)
             for name, module in model.named_modules()
@@ -79,18 +79,18 @@ def summarize(
     )
 
 
-def render(summary: ModelSummary, width: int = 100, colour: bool = False) -> str:
+def render(summary: Summary, width: int = 100, colour: bool = False) -> str:
     """Return the summary as text: the table of modules and a line of totals."""
     return to_text(modules_table(summary), totals(summary), width=width, colour=colour)
 
 
-def modules_table(summary: ModelSummary) -> Table:
+def modules_table(summary: Summary) -> Table:
     """Return the modules as a table for rich, indented by level."""
     columns = ("module", "type", "output", "parameters", "FLOPs")
     return table(columns, map(_cells, summary.rows), right=("parameters", "FLOPs"))
 
 
-def totals(summary: ModelSummary) -> str:
+def totals(summary: Summary) -> str:
     """Return one line of totals."""
     frozen = summary.parameters - summary.trainable
     text = f"{summary.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")

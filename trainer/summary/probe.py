@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.nested import first_tensor, map_tensors
+from data.batch import map_tensors
+from trainer.nested import first_tensor
 from trainer.rng import preserved
 from trainer.summary.module_state import kept
 

@@ -12,12 +12,11 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.errors import RunError
+from conf.errors import ConfigError, Problem, did_you_mean, nearest
 from trainer.targets.nameable import OFFERS, is_offered, refusal_by_name, refusal_of, split
 
 
@@ -46,17 +45,16 @@ _OUR_CHECKOUT = ("benchmarks", "tests")  # no packages, but found by who starts 
 _extra: list[str] = []
 
 
-class TargetError(RunError):
+class TargetError(ConfigError):
     """A `_target_` that is refused, does not exist, or does not take its arguments."""
-
-    exit_code = 2
 
 
 def allow(packages: Iterable[str]) -> None:
     """Allow further packages (or exact paths) for this process, as `--allow-target` does."""
     for package in packages:
         if not _is_path(package):
-            raise TargetError(f"--allow-target {package!r}: not the dotted path of a package")
+            message = f"{package!r} is not the dotted path of a package"
+            raise TargetError(Problem("--allow-target", message))
         if package not in _extra:
             _extra.append(package)
 
@@ -67,7 +65,7 @@ def allowed_extra() -> tuple[str, ...]:
 
 
 def refusal(path: object) -> str | None:
-    """Say why `path` may not be a target, judged by its name alone; None where it may be.
+    """Say why `path` may not be a target, from its name alone; None where it may.
 
     Imports nothing: it may look for the package in the working folder, without running it.
     """
@@ -161,10 +159,10 @@ def _attribute(holder: Any, name: str, path: str) -> Any:
         return getattr(holder, name)
     except AttributeError:
         pass
-    near = get_close_matches(name, [n for n in dir(holder) if not n.startswith("_")], n=1)
     place = getattr(holder, "__name__", type(holder).__name__)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise TargetError(f"target {path!r} does not exist: {place} has no {name!r}{hint}")
+    message = f"target {path!r} does not exist: {place} has no {name!r}"
+    hint = did_you_mean(name, [n for n in dir(holder) if not n.startswith("_")])
+    raise TargetError(Problem("", message, hint))
 
 
 def _check_callable(path: str, found: Any) -> None:
@@ -237,13 +235,13 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
-    near = get_close_matches(root, [*_INSTALLED, *_in_folder()], n=1)
-    if near and near[0] != root:
-        return f"did you mean {near[0]!r}?"
+    near = nearest(root, [*_INSTALLED, *_in_folder()])
+    if near not in (None, root):
+        return f"did you mean {near}?"
     module, _, name = path.rpartition(".")
-    near = get_close_matches(module, OFFERS, n=1, cutoff=0.85)
-    if near and near[0] != module:
-        return f"did you mean '{near[0]}.{name}'?"
+    near = nearest(module, OFFERS, cutoff=0.85)
+    if near not in (None, module):
+        return f"did you mean {near}.{name}?"
     # Of what everyone has installed, only the very thing: `torch` as a whole can run anything.
     known = root in sys.stdlib_module_names or root in _INSTALLED
     return (

@@ -12,13 +12,13 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from conf.errors import Problem, problems_at, raise_problems
 from trainer.targets.allow_list import TargetError, allow, allowed_extra, locate, refusal, under
 from trainer.targets.nameable import OFFERS
-from trainer.targets.signatures import SPECIAL, TargetProblem, bind_problems, refused_arguments
+from trainer.targets.signatures import SPECIAL, bind_problems, refused_arguments
 
 __all__ = [
     "TargetError",
-    "TargetProblem",
     "allow",
     "allowed_extra",
     "bind_problems",
@@ -34,10 +34,10 @@ _WHITELIST = "_execution_whitelist_"
 _TAKES_WHITELIST = _WHITELIST in inspect.signature(hydra.utils.instantiate).parameters
 
 
-def refused_targets(node: Any, key: str = "") -> list[TargetProblem]:
-    """List the targets in `node` that may not be used, judged by name alone: imports nothing."""
+def refused_targets(node: Any, key: str = "") -> list[Problem]:
+    """List the targets in `node` that may not be used, from their names alone: imports nothing."""
     return [
-        TargetProblem(_join(where, "_target_"), reason)
+        Problem(_join(where, "_target_"), reason)
         for where, inner in _nodes(node, key)
         if (reason := refusal(inner["_target_"])) is not None
     ]
@@ -58,15 +58,16 @@ def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any
 
 def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], key: str) -> Any:
     keep = node.get("_recursive_") is False
-    own = {k: v if keep else _built(v, f"{key}.{k}") for k, v in node.items() if k not in SPECIAL}
-    args = args or tuple(_built(node.get("_args_", []), f"{key}._args_"))
+    own = {k: v if keep else _built(v, _join(key, k)) for k, v in node.items() if k not in SPECIAL}
+    args = args or tuple(_built(node.get("_args_", []), _join(key, "_args_")))
     if node.get("_partial_"):
         return functools.partial(locate(node["_target_"]), *args, **{**own, **given})
     # Hydra sees the target alone: it would resolve `${` in arguments, which are final, once more.
     extra = {_WHITELIST: [node["_target_"]]} if _TAKES_WHITELIST else {}
     try:
         call = hydra.utils.instantiate({"_target_": node["_target_"], "_partial_": True}, **extra)
-        return call(*args, **{**own, **given})
+        with problems_at(key):
+            return call(*args, **{**own, **given})
     except InstantiationException as error:
         raise _refusal(error.__cause__ or error, node, key) from error
     except _REFUSALS as error:
@@ -104,16 +105,13 @@ def _join(key: str, name: str) -> str:
 
 
 def _check(where: str, node: dict[str, Any]) -> None:
-    try:
+    with problems_at(_join(where, "_target_")):
         locate(node["_target_"])
-    except TargetError as error:
-        raise TargetError(f"{_join(where, '_target_')}: {error}") from error
-    for problem in refused_arguments(node, where):
-        raise TargetError(str(problem))
+    raise_problems(refused_arguments(node, where), TargetError)
 
 
 def _refusal(cause: BaseException, node: dict[str, Any], key: str) -> TargetError:
     """Return the configuration error that a rejected value is."""
     reason = " ".join(str(cause).split())[:500] or type(cause).__name__
-    where = f"{key.lstrip('.')}: " if key else ""
-    return TargetError(f"{where}{node['_target_']} does not accept its arguments: {reason}")
+    message = f"{node['_target_']} does not accept its arguments: {reason}"
+    return TargetError(Problem(key, message))

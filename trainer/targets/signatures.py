@@ -5,11 +5,10 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any, Literal, Union
 
+from conf.errors import Problem, did_you_mean, problems_at
 from trainer.targets.allow_list import REFUSED_ARGUMENTS, TargetError, locate, under
 
 # Hydra's own keys of a node; every other key is an argument.
@@ -18,21 +17,9 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True, slots=True)
-class TargetProblem:
-    """One mistake within a `_target_` node: the key, what is wrong, the way out."""
-
-    key: str
-    message: str
-    hint: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.message}" + (f"; {self.hint}" if self.hint else "")
-
-
 def bind_problems(
     node: Any, key: str, provided: Sequence[str] = (), positional: int = 0
-) -> list[TargetProblem]:
+) -> list[Problem]:
     """List what is wrong with the targets and the arguments in `node`, nested ones included.
 
     `provided` names the arguments that the trainer gives to the outermost target when it calls it,
@@ -50,12 +37,13 @@ def bind_problems(
 
 def _node_problems(
     node: dict[str, Any], key: str, provided: Sequence[str], positional: int
-) -> Iterator[TargetProblem]:
+) -> Iterator[Problem]:
     yield from _special_problems(node, key)
     try:
-        target = locate(node["_target_"])
+        with problems_at(f"{key}._target_"):
+            target = locate(node["_target_"])
     except TargetError as error:
-        yield TargetProblem(f"{key}._target_", str(error))
+        yield from error.problems
         return
     parameters = _parameters(target)
     yield from _refused_arguments(node, key, parameters)
@@ -66,17 +54,17 @@ def _node_problems(
         yield from _bind(node, key, parameters, set(provided), max(positional, len(args)))
 
 
-def _special_problems(node: dict[str, Any], key: str) -> Iterator[TargetProblem]:
+def _special_problems(node: dict[str, Any], key: str) -> Iterator[Problem]:
     for name, value in node.items():
         if not isinstance(name, str) or not name.isidentifier():
-            yield TargetProblem(f"{key}.{name}", "cannot be the name of an argument")
+            yield Problem(f"{key}.{name}", "cannot be the name of an argument")
         elif name in ("_partial_", "_recursive_") and not isinstance(value, bool):
-            yield TargetProblem(f"{key}.{name}", f"expected true or false, got {value!r}")
+            yield Problem(f"{key}.{name}", f"expected true or false, got {value!r}")
         elif name == "_args_" and not isinstance(value, list):
-            yield TargetProblem(f"{key}._args_", f"expected a list, got {value!r}")
+            yield Problem(f"{key}._args_", f"expected a list, got {value!r}")
 
 
-def refused_arguments(node: dict[str, Any], key: str) -> list[TargetProblem]:
+def refused_arguments(node: dict[str, Any], key: str) -> list[Problem]:
     """List the arguments of `node`, nested ones left out, that would unpickle or fetch code."""
     if not any(under(str(node["_target_"]), [prefix]) for prefix in REFUSED_ARGUMENTS):
         return []
@@ -85,7 +73,7 @@ def refused_arguments(node: dict[str, Any], key: str) -> list[TargetProblem]:
 
 def _refused_arguments(
     node: dict[str, Any], key: str, parameters: Mapping[str, Parameter] | None
-) -> Iterator[TargetProblem]:
+) -> Iterator[Problem]:
     given = {**node, **dict(zip(_by_place(parameters or {}), _positional(node), strict=False))}
     for prefix, refused in REFUSED_ARGUMENTS.items():
         if not under(node["_target_"], [prefix]):
@@ -93,11 +81,11 @@ def _refused_arguments(
         for name in refused.unpickled:
             if given.get(name):
                 message = "not allowed here: it would unpickle a file"
-                yield TargetProblem(f"{key}.{name}", message)
+                yield Problem(f"{key}.{name}", message)
         model = given.get(refused.model)
         if model is not None and (not isinstance(model, str) or ":" in model):
             message = f"not allowed here: {model!r} is no name of a model but a place to load from"
-            yield TargetProblem(f"{key}.{refused.model}", message)
+            yield Problem(f"{key}.{refused.model}", message)
 
 
 def _positional(node: Mapping[str, Any]) -> list[Any]:
@@ -111,16 +99,16 @@ def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
 
 def _positional_problems(
     args: list[Any], key: str, parameters: Mapping[str, Parameter], target: str
-) -> Iterator[TargetProblem]:
-    """Judge what `_args_` gives as the arguments that it stands for."""
+) -> Iterator[Problem]:
+    """Check what `_args_` gives as the arguments that it stands for."""
     names = _by_place(parameters)
     for index, (name, value) in enumerate(zip(names, args, strict=False)):
         for problem in _type_problems(parameters[name], value, f"{key}._args_.{index}"):
-            yield TargetProblem(problem.key, f"{name}: {problem.message}")
+            yield Problem(problem.key, f"{name}: {problem.message}")
     endless = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values())
     if len(args) > len(names) and not endless:
         message = f"{target} takes {len(names)} arguments by position, got {len(args)}"
-        yield TargetProblem(f"{key}._args_", message)
+        yield Problem(f"{key}._args_", message)
 
 
 def _parameters(target: Any) -> Mapping[str, Parameter] | None:
@@ -139,7 +127,7 @@ def _bind(
     parameters: Mapping[str, Parameter],
     provided: set[str],
     positional: int,
-) -> Iterator[TargetProblem]:
+) -> Iterator[Problem]:
     target = node["_target_"]
     filled = provided | set(_by_place(parameters)[:positional])
     names = [n for n, p in parameters.items() if p.kind in _NAMED and n not in filled]
@@ -148,7 +136,7 @@ def _bind(
     for name, value in given.items():
         if name in filled and name in parameters:
             message = f"is filled in when {target} is called, leave it out"
-            yield TargetProblem(f"{key}.{name}", message)
+            yield Problem(f"{key}.{name}", message)
         elif name in names:
             yield from _type_problems(parameters[name], value, f"{key}.{name}")
         elif not open_ended:
@@ -157,11 +145,10 @@ def _bind(
         yield from _missing(names, parameters, given, key, target)
 
 
-def _unknown(name: str, names: list[str], key: str, target: str) -> TargetProblem:
-    near = get_close_matches(name, names, n=1)
+def _unknown(name: str, names: list[str], key: str, target: str) -> Problem:
     takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-    hint = f"did you mean {near[0]!r}?" if near else takes
-    return TargetProblem(f"{key}.{name}", f"{target} has no argument {name!r}", hint)
+    hint = did_you_mean(name, names) or takes
+    return Problem(f"{key}.{name}", f"{target} has no argument {name!r}", hint)
 
 
 def _missing(
@@ -170,13 +157,13 @@ def _missing(
     given: Mapping[str, Any],
     key: str,
     target: str,
-) -> Iterator[TargetProblem]:
+) -> Iterator[Problem]:
     for name in names:
         if parameters[name].default is Parameter.empty and name not in given:
-            yield TargetProblem(f"{key}.{name}", f"missing: {target} needs it")
+            yield Problem(f"{key}.{name}", f"missing: {target} needs it")
 
 
-def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[TargetProblem]:
+def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[Problem]:
     annotation = parameter.annotation
     if value is None and parameter.default is None:
         return  # `x: int = None` is common, and means what it does
@@ -184,9 +171,9 @@ def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[Targe
         return  # an interpolation that is filled in later
     if not may_hold(annotation, value):
         wanted = _spelled(annotation)
-        yield TargetProblem(key, f"expected {wanted}, got {value!r} ({type(value).__name__})")
+        yield Problem(key, f"expected {wanted}, got {value!r} ({type(value).__name__})")
     elif isinstance(value, float) and math.isnan(value):
-        yield TargetProblem(key, "expected a number, got nan")
+        yield Problem(key, "expected a number, got nan")
 
 
 def may_hold(annotation: Any, value: Any) -> bool:
@@ -207,7 +194,7 @@ def may_hold(annotation: Any, value: Any) -> bool:
 
 def _may_be_instance(cls: Any, value: Any) -> bool:
     if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
-        return True  # a string annotation, a TypeVar, a protocol: not for us to judge
+        return True  # a string annotation, a TypeVar, a protocol: not checked
     if cls is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if cls is int:
@@ -216,12 +203,12 @@ def _may_be_instance(cls: Any, value: Any) -> bool:
         return value in (True, False, None)
     if isinstance(value, list):
         return issubclass(cls, _LISTS) or issubclass(list, cls)
-    return cls.__module__ not in _JUDGED or isinstance(value, cls)
+    return cls.__module__ not in _COMPARED or isinstance(value, cls)
 
 
 _LISTS = (list, tuple, set, frozenset)
 # Classes that no string, number or null can stand for.
-_JUDGED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
+_COMPARED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
 
 
 def _spelled(annotation: Any) -> str:

@@ -19,6 +19,8 @@ class Classification(Supervised):
     Inputs of five dimensions [n, crops, C, H, W] are answered by the mean over the crops.
     """
 
+    output_kind = "classes"
+
     def __init__(
         self,
         num_classes: int,
@@ -38,6 +40,10 @@ class Classification(Supervised):
             return logits
         crops: Tensor = model(inputs.flatten(0, 1))
         return crops.view(*inputs.shape[:2], -1).mean(1)
+
+    def interpret(self, output: Tensor) -> Tensor:
+        """Return the probability of each class."""
+        return output.float().softmax(1)
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse another number of classes."""

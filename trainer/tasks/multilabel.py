@@ -20,6 +20,7 @@ class MultiLabel(Supervised):
     samples with all of them right, and `f1` over all decisions (micro).
     """
 
+    output_kind = "labels"
     score_names = ("label_accuracy", "exact_match")
 
     def __init__(
@@ -30,11 +31,15 @@ class MultiLabel(Supervised):
     ) -> None:
         losses = Losses.of(loss or nn.BCEWithLogitsLoss())
         super().__init__(losses, {"f1": MicroF1(threshold), **(metrics or {})})
-        self._threshold = threshold
+        self.threshold = threshold
 
     def monitor(self) -> str:
         """Name the metric that models are chosen by."""
         return "f1"
+
+    def interpret(self, output: Tensor) -> Tensor:
+        """Return the probability of each label."""
+        return output.float().sigmoid()
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse another number of labels."""
@@ -46,7 +51,7 @@ class MultiLabel(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Sum the right decisions, and the samples with no wrong one."""
-        right = (output.detach().sigmoid() > self._threshold) == (target > 0.5)
+        right = (output.detach().sigmoid() > self.threshold) == (target > 0.5)
         return {
             "label_accuracy": (right.sum(), right.numel()),
             "exact_match": (right.all(1).sum(), len(right)),

@@ -20,6 +20,7 @@ class Regression(Supervised):
     Gives `mae`, the mean absolute error, and `r2`, the share of the variance explained.
     """
 
+    output_kind = "values"
     score_names = ("mae",)
 
     def __init__(

@@ -21,6 +21,7 @@ class Segmentation(Supervised):
     over union.
     """
 
+    output_kind = "mask"
     score_names = ("pixel_accuracy",)
 
     def __init__(
@@ -38,6 +39,10 @@ class Segmentation(Supervised):
     def monitor(self) -> str:
         """Name the metric that models are chosen by."""
         return "miou"
+
+    def interpret(self, output: Tensor) -> Tensor:
+        """Return the likeliest class of each pixel."""
+        return output.argmax(1)
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Refuse other sizes."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +36,7 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
         if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             chosen.append(name)
+            _refuse_chance(model.get_submodule(name), f"{name}.")
             _wrap(model.get_submodule(name))
     return chosen
 
@@ -43,13 +45,15 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
     """Checkpoint an `nn.Sequential` in that many runs of layers."""
     if not isinstance(model, nn.Sequential):
         raise ModelError(
-            f"trainer.checkpoint_segments asks for an nn.Sequential, the model is a "
+            "trainer.activation_checkpointing_segments asks for an nn.Sequential, the model is a "
             f"{type(model).__name__}: name modules in trainer.activation_checkpointing instead"
         )
     if not 1 <= segments <= len(model):
         raise ModelError(
-            f"trainer.checkpoint_segments={segments}: the model has {len(model)} layers"
+            f"trainer.activation_checkpointing_segments={segments}: the model has {len(model)} "
+            "layers"
         )
+    _refuse_chance(model)
     plain, layers = model.forward, list(model)
     size = len(layers) // segments  # as torch.utils.checkpoint.checkpoint_sequential cuts
     bounds = [size * i for i in range(segments)]
@@ -96,15 +100,16 @@ def _contexts(
 class _Start:
     """What a forward pass began with and has moved: a repetition begins with the same.
 
-    These are buffers (BatchNorm's statistics, a spectral norm's vectors) and the global generators
-    of Python and numpy; torch puts its own back. A repetition works on copies and leaves nothing.
+    These are buffers (BatchNorm's statistics, a spectral norm's vectors), attributes that are
+    assigned (a counter), and generators: the global ones of Python and numpy, and those that
+    modules hold; torch restores its global ones. A repetition leaves nothing behind.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._python: Any = None  # None: the pass drew nothing
-        self._numpy: Any = None
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._generators: list[tuple[Any, Any]] = []
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
@@ -115,7 +120,8 @@ class _Start:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        attributes = [(vars(m), dict(vars(m))) for m in self._module.modules()]
+        generators = [(g, _state(g)) for g in (random, np.random, *_generators(self._module))]
         yield
         # What is as it was, such as a mask, is not kept: memory is what all this is about. The
         # kernels of BatchNorm write to its statistics without counting it as a new version.
@@ -127,37 +133,108 @@ class _Start:
             or buffer._version != version
         }
         self._buffers = [(m, name, copy) for m, name, _, _, copy in before if m in moved]
-        self._python = None if random.getstate() == python else python
-        self._numpy = None if _same(np.random.get_state(legacy=False), numpy) else numpy
+        self._attributes = [(own, _differing(then, own)) for own, then in attributes]
+        self._generators = [(g, s) for g, s in generators if not _same(s, _state(g))]
 
     @contextmanager
     def repetition(self) -> Iterator[None]:
         """Begin as the first pass did, and give everything back as it is."""
         # Tensors are exchanged, not written to: backward may hold them.
         kept = [(owner, name, owner._buffers.get(name)) for owner, name, _ in self._buffers]
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        attributes = [(own, dict(own)) for own, _ in self._attributes]
+        generators = [(g, _state(g)) for g, _ in self._generators]
         try:
             for owner, name, copy in self._buffers:
                 owner._buffers[name] = copy.clone()
-            if self._python is not None:
-                random.setstate(self._python)
-            if self._numpy is not None:
-                np.random.set_state(self._numpy)
+            for own, values in self._attributes:
+                _assign(own, values)
+            for generator, state in self._generators:
+                _set_state(generator, state)
             yield
         finally:
             for owner, name, buffer in kept:
                 owner._buffers[name] = buffer
-            if self._python is not None:
-                random.setstate(python)
-            if self._numpy is not None:
-                np.random.set_state(numpy)
+            for own, values in attributes:
+                _assign(own, _differing(values, own))
+            for generator, state in generators:
+                _set_state(generator, state)
+
+
+_ABSENT = object()  # an attribute that is not there
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _differing(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the wanted values of the names that are bound to another object now, or to none."""
+    names = [*wanted, *(name for name in now if name not in wanted)]
+    values = {name: wanted.get(name, _ABSENT) for name in names}
+    return {name: v for name, v in values.items() if now.get(name, _ABSENT) is not v}
+
+
+def _assign(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _ABSENT:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
+def _generators(module: nn.Module) -> list[Any]:
+    """Return the generators that are attributes of a module or of one within it, each once."""
+    found = (v for m in module.modules() for v in _values(vars(m)) if isinstance(v, _KINDS))
+    return list({id(value): value for value in found}.values())
+
+
+def _values(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the attributes, and the members of those that are containers."""
+    for value in attributes.values():
+        if isinstance(value, list | tuple):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        else:
+            yield value
+
+
+def _refuse_chance(module: nn.Module, prefix: str = "") -> None:
+    """Refuse what has no state to go back to: a repetition would draw other numbers."""
+    for name, inner in module.named_modules():
+        if any(isinstance(value, random.SystemRandom) for value in _values(vars(inner))):
+            path = (prefix + name).rstrip(".") or "the model"
+            raise ModelError(
+                f"trainer.activation_checkpointing: {path} holds "
+                "a random.SystemRandom, which cannot repeat what it drew: use random.Random, or "
+                "leave the module out"
+            )
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.get_state(legacy=False) if _of_numpy(generator) else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator) or _of_numpy(generator):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _of_numpy(generator: Any) -> bool:
+    return generator is np.random or isinstance(generator, np.random.RandomState)
 
 
 def _same(state: Any, other: Any) -> bool:
-    # Most draws move the position; where one went once around, the key differs.
-    a, b = state["state"], other["state"]
-    gauss = state["has_gauss"] == other["has_gauss"]
-    return bool(gauss and a["pos"] == b["pos"] and np.array_equal(a["key"], b["key"]))
+    if isinstance(state, dict):
+        return all(_same(value, other[key]) for key, value in state.items())
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else state == other
 
 
 class _Repetitions(AbstractContextManager[None]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import is_not
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -19,48 +19,22 @@ _Owner = dict[str, Tensor | None]  # the buffers of one module
 class Memory:
     """The buffers of modules, and optimizers that step early, as they were before an update.
 
-    A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place, before
-    anyone knows of a NaN.
+    A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place
+    (`self.centre = new`), before anyone knows of a NaN. Throughout a run the same tensors are
+    buffers: averages and wrappers would be left with the old ones.
     """
 
     def __init__(self, parts: Iterable[nn.Module], early: Sequence[Optimizer] = ()) -> None:
-        self._owners = _owners(parts)
+        self._owners = [m._buffers for part in parts for m in part.modules() if m._buffers]
         self._early = early
         self._copies = Copies()
-        self._buffers: list[tuple[_Owner, str, Tensor]] = []
+        self._kept: list[tuple[_Owner, str, Tensor]] = []
         self._states: list[dict[Any, Any]] = []  # of each early optimizer
+        self._look()
 
-    def take(self, unless: Tensor | None = None) -> None:
-        """Keep everything; where the scalar `unless` is not 0 on the device, what is kept stays."""
-        buffers = list(_moving(self._owners))
-        states = [{k: _structure(s) for k, s in o.state.items()} for o in self._early]
-        tensors = [*(b for _, _, b in buffers), *_parameters(self._early), *_tensors(states)]
-        tensors = [own_part(t) for t in tensors]
-        # State that the update before has made has no place among the copies: the host looks.
-        if unless is not None and not self._copies.fit(tensors) and unless.item():
-            return
-        self._buffers, self._states = buffers, states
-        self._copies.take(tensors, unless)
-
-    def restore(self) -> None:
-        """Make everything what it was; state that was not there is dropped."""
-        self._copies.restore()
-        for owner, name, buffer in self._buffers:
-            owner[name] = buffer
-        for optimizer, states in zip(self._early, self._states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update({k: _structure(s) for k, s in states.items()})
-
-
-class HeldBuffers:
-    """The tensors that are buffers of modules: the same ones throughout a run.
-
-    A module that assigns (`self.centre = new`) would leave averages, wrappers and what is kept
-    for an update with the old tensor.
-    """
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self._held = list(_moving(_owners(parts)))
+    def _look(self) -> None:
+        self._seen = _buffers(self._owners)
+        self._held = list(_moving(self._owners))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -68,15 +42,39 @@ class HeldBuffers:
 
         What has another shape or format than before is taken as it is.
         """
-        for i, (owner, name, known) in enumerate(self._held):
-            now = owner.get(name)
-            if now is None or now is known:
-                continue
-            if _kind(now) == _kind(known):
-                known.copy_(now)
+        now = _buffers(self._owners)
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+            return
+        for owner, name, known in self._held:
+            new = owner.get(name)
+            if new is not None and new is not known and _kind(new) == _kind(known):
+                known.copy_(new)
                 owner[name] = known
-            else:
-                self._held[i] = owner, name, now
+        self._look()
+
+    def take(self, unless: Tensor | None = None) -> None:
+        """Keep everything; where the scalar `unless` is not 0 on the device, what is kept stays."""
+        self.settle()  # what was assigned since the last update, in an evaluation perhaps
+        if not self._held and not self._early:
+            return
+        states = [{k: _structure(s) for k, s in o.state.items()} for o in self._early]
+        tensors = [*(b for _, _, b in self._held), *_parameters(self._early), *_tensors(states)]
+        tensors = [own_part(t) for t in tensors]
+        # State that the update before has made has no place among the copies: the host looks.
+        if unless is not None and not self._copies.fit(tensors) and unless.item():
+            return
+        self._kept, self._states = self._held, states
+        self._copies.take(tensors, unless)
+
+    def restore(self) -> None:
+        """Make everything what it was; state that was not there is dropped."""
+        for owner, name, buffer in self._kept:
+            owner[name] = buffer
+        self._look()
+        self._copies.restore()
+        for optimizer, states in zip(self._early, self._states, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update({k: _structure(s) for k, s in states.items()})
 
 
 class Copies:
@@ -130,8 +128,8 @@ def _by_type(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield list(members)
 
 
-def _owners(parts: Iterable[nn.Module]) -> list[_Owner]:
-    return [m._buffers for part in parts for m in part.modules() if m._buffers]
+def _buffers(owners: Iterable[_Owner]) -> list[Tensor | None]:
+    return [buffer for owner in owners for buffer in owner.values()]
 
 
 def _moving(owners: Iterable[_Owner]) -> Iterator[tuple[_Owner, str, Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainer.optimizers.optimizers import Optimizers
@@ -56,9 +56,23 @@ def without_effect(
     return [key for key, is_asked in asked.items() if is_asked]
 
 
-def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the p-norm of all gradients as one vector; a scalar tensor on their device."""
-    return _norm([p.grad for p in parameters if p.grad is not None], norm_type)
+def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, alike: bool = False) -> Tensor:
+    """Return the p-norm of all gradients as one vector; a scalar tensor on their device.
+
+    Parameters that are `alike` need not be sorted by device and type at each update.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not alike or not gradients:
+        return _norm(gradients, norm_type)
+    norms = torch._foreach_norm(gradients, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+def are_alike(parameters: Sequence[Tensor]) -> bool:
+    """Tell whether parameters are plain tensors of one device and one type."""
+    plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
+    return plain and len({(p.device, p.dtype) for p in parameters}) == 1
 
 
 def largest(parameters: Sequence[Tensor]) -> Tensor:

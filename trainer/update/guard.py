@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -106,14 +105,13 @@ class DeviceGuard:
         return count
 
 
-def guard_of(parts: Parts, early: Sequence[Optimizer]) -> Guard:
-    """Choose who decides; `early` optimizers step before the verdict on an update is complete.
+def guard_of(parts: Parts, memory: Memory) -> Guard:
+    """Choose who decides; `memory` keeps what an update changes before that.
 
     The device does where such an update ends the run at the next log line, and where the kernels
     of the optimizers can leave a step out. Everywhere else the host asks: once an update, or once
     for each turn of a task that has turns.
     """
-    memory = Memory([parts.model, *parts.task.own_modules().values()], early)
     device = parts.strategy.device
     by_device = (
         waits_for(device)

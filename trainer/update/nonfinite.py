@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data.batch import MicroBatch
 from trainer.nested import first_tensor
 from trainer.state import TrainState
-from trainer.update.batch import MicroBatch
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
@@ -35,7 +34,6 @@ def explain(
     model: nn.Module,
     state: TrainState,
     micro_batches: Sequence[MicroBatch],
-    batches: Sequence[Any],
     losses: Sequence[Tensor],
 ) -> Finding:
     """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient."""
@@ -44,8 +42,8 @@ def explain(
         "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
         "or leave such updates out with trainer.on_nonfinite=skip"
     )
-    for micro_batch, batch in zip(micro_batches, batches, strict=True):
-        sample = _nonfinite_sample(micro_batch, batch)
+    for micro_batch in micro_batches:
+        sample = _nonfinite_sample(micro_batch)
         if sample is not None:
             return Finding(0, f"sample {sample} holds NaN or infinity, {where}: {advice}")
     indices = [i for m in micro_batches for i in m.piece.indices]
@@ -61,8 +59,8 @@ def explain(
     return Finding(2 if of_loss else 3, f"the {name} is not finite, {place}: {advice}")
 
 
-def _nonfinite_sample(micro_batch: MicroBatch, batch: Any) -> int | None:
-    tensor = first_tensor(batch)
+def _nonfinite_sample(micro_batch: MicroBatch) -> int | None:
+    tensor = first_tensor(micro_batch.batch)
     if tensor is None or not tensor.is_floating_point() or not tensor.ndim:
         return None
     bad = (~torch.isfinite(tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None])).any(1)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from trainer.nested import to_device
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
+from trainer.timer import Timer
 from trainer.update.precision import Precision
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A model in its three forms, and the trainer's collaborators."""
+class Parts(Protocol):
+    """A model in its three forms and what it is trained with; the trainer keeps each of them."""
 
     model: nn.Module  # as the user wrote it
     compiled: nn.Module  # the same, or compiled
@@ -29,9 +27,7 @@ class Parts:
     precision: Precision
     options: TrainerOptions
     state: TrainState
+    timer: Timer
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
-        return to_device(
-            batch, self.strategy.device, self.precision.dtype, self.options.channels_last
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,7 +39,7 @@ class Precision:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled: an overflow then is an event of every day."""
+        """Whether losses are scaled: overflows are expected then, and handled by the scaler."""
         return self.name == "fp16"
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -64,8 +65,11 @@ class Precision:
 
         So every process learns of it with the gradients, and the host asks for nothing but these.
         """
-        one = loss.detach() * 0 + 1
-        (self.scaler.scale(loss) if self.scales else loss).backward(one)  # type: ignore[no-untyped-call]
+        scaled: Tensor = self.scaler.scale(loss) if self.scales else loss
+        if loss.device.type == "cpu" and math.isfinite(loss.item()):  # a look costs nothing there
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            scaled.backward(loss.detach() * 0 + 1)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients by the scale, looking for infinities on the way."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.batch import MicroBatch, Piece
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
-from trainer.update.batch import MicroBatch, Piece
 from trainer.update.sums import mean_of
 
 
@@ -24,14 +23,11 @@ class Shares:
     def __init__(self, task: Task, strategy: Strategy, dtype: torch.dtype) -> None:
         self._task, self._strategy, self._dtype = task, strategy, dtype
 
-    def totals(
-        self, micro_batches: Sequence[MicroBatch], batches: list[Any]
-    ) -> dict[str, Tensor | float]:
+    def totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor | float]:
         """Return the update's denominators that depend on the data, over all devices."""
         if not self._task.count_names:
             return {}
-        pairs = zip(micro_batches, batches, strict=True)
-        found = [self._task.counts(batch) for m, batch in pairs if m.piece.count]
+        found = [self._task.counts(m.batch) for m in micro_batches if m.piece.count]
         return {
             name: self._over_all([counts[name] for counts in found])
             for name in self._task.count_names

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loading.collate import collate, map_leaves
+from data.batch import map_leaves
+from data.loading.collate import collate
 
 Pair = namedtuple("Pair", "image label")
 

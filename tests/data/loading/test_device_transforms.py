@@ -9,6 +9,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from data import batch_transforms as batched
+from data.batch import Piece
 from data.errors import DataError
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -16,7 +17,7 @@ from data.loading.on_device import OnDevice
 from data.orders import Shuffled
 from data.sources import Digits
 from data.transforms import Standardize, ToFloat
-from data.updates import Piece, UpdateSampler
+from data.updates import UpdateSampler
 
 STEPS = {
     "crop": batched.RandomCrop(16, padding=2),

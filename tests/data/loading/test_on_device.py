@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from data.batch import MicroBatch, Piece, to_device
 from data.errors import DataError
 from data.loading import on_device as prefetch
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.loader import Loader, MicroBatch
-from data.loading.on_device import OnDevice, one_ahead, to_device
+from data.loading.loader import Loader
+from data.loading.on_device import OnDevice, one_ahead
 from data.orders import Sequential
-from data.updates import Piece, UpdateSampler
+from data.updates import UpdateSampler
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,7 @@ def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatc
             made.append(device)
 
     monkeypatch.setattr(prefetch, "SideStream", Counted)
-    monkeypatch.setattr(prefetch, "to_device", lambda batch, *_: batch)
+    monkeypatch.setattr(prefetch, "to_device", lambda batch, *_, **__: batch)
     prefetch.side_stream.cache_clear()
     for _ in range(2):  # loaders, as of training and validation
         loader = Loader(noisy(), UpdateSampler(Sequential(20), batch_size=6), seed=1)

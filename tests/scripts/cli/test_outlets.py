@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
 COMMAND = """
 import logging, sys
-from scripts.cli.console import guarded, log_to_stderr
+from scripts.cli.console import Command, log_to_stderr
 
 def command():
     log_to_stderr(True)
@@ -24,7 +24,8 @@ def command():
     open(sys.argv[1], "w").write("done")
     return 5
 
-guarded(command)
+with Command() as it:
+    it.code = command()
 """
 
 

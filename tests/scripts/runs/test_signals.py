@@ -21,9 +21,9 @@ from trainer.errors import stopping_signals
 from trainer.state import TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.regression import Regression
-from trainer.timer import Timer, Waiting
 from trainer.trainer import Trainer
 from trainer.update.batch import updates
+from trainer.update.waiting import Waiting
 
 
 class Drawing:
@@ -48,7 +48,7 @@ def loader_of(dataset, batch_size=4, **options):
 def listener():
     """What the handler and a wait need of a trainer."""
     state = TrainState()
-    return SimpleNamespace(state=state, group=Group(), waiting=Waiting(Timer(), state, alone=True))
+    return SimpleNamespace(state=state, group=Group(), waiting=Waiting(state, alone=True))
 
 
 def generators():
@@ -60,7 +60,7 @@ def load_disturbed(trials):
     """Load an epoch again and again, with a signal at a random moment; return how many it met."""
     trainer, loader = listener(), loader_of(Drawing())
     trainer.waiting.attend(loader)
-    plain = [[m.batch[0] for m in update] for update in updates(loader.epoch(0))]
+    plain = [[m.batch[0] for m in update] for update in updates(loader.epoch(0), lambda b: b)]
     before, moments, met, lasted = generators(), random.Random(7), 0, []
     with stop_signals(trainer):
         handler = signal.getsignal(signal.SIGUSR1)
@@ -71,7 +71,7 @@ def load_disturbed(trials):
             if trial >= 10:
                 moment = moments.uniform(1e-6, median(lasted))
                 signal.setitimer(signal.ITIMER_REAL, moment)
-            stream, got = updates(loader.epoch(0)), []
+            stream, got = updates(loader.epoch(0), lambda b: b), []
             while (update := trainer.waiting.next(stream)) is not None:
                 got.append([micro.batch[0] for micro in update])
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -179,7 +179,7 @@ def test_workers_that_hang_are_given_one_moment_together(monkeypatch):
 
 def test_several_processes_do_not_break_off_alone():
     state = TrainState(signal=("SIGTERM", 143))
-    waiting = Waiting(Timer(), state, alone=False)
+    waiting = Waiting(state, alone=False)
     assert waiting.next(iter([1])) == 1
     assert not state.stop_code
 

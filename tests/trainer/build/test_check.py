@@ -1,61 +1,107 @@
-"""Mistakes in rules and schedules are found on a model without data, and all at once."""
+"""A check builds every part on stand-ins: mistakes are found without data, and all at once."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from callbacks.checkpoint import Checkpoint
 from conf.check import parse
 from conf.errors import ConfigError
+from models.mlp import MLP
 from scripts.composition.compose import compose
 from trainer.build.check import check_targets
-from trainer.build.trial import check_optimization
-from trainer.optimizers.param_groups import ParamGroupError
+from trainer.build.experiment import build
+from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 LAMBDA = {"_target_": "torch.optim.lr_scheduler.LambdaLR"}
 
 
-def network() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+def checked(optimizer: dict[str, Any], schedule: dict[str, Any] | None) -> None:
+    """Check a configuration with these nodes."""
+    config = parse(compose(["experiment=resnet18", "model=mlp"]).config)
+    check_targets(replace(config, optimizer=optimizer, lr_scheduler=schedule))
 
 
 def test_what_can_be_built_passes() -> None:
-    rules = {"norm": {"module": "norm"}}
+    rules = {"biases": {"match": "bias$"}}
     cosine = {
         "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
         "T_max": "${total_steps}",
         "warmup": {"epochs": 1},
     }
-    check_optimization(network(), {**SGD, "param_groups": rules}, cosine)
-    check_optimization(network(), SGD, None)
+    checked({**SGD, "param_groups": rules}, cosine)
+    checked(SGD, None)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "schedule", "messages"),
+    ("optimizer", "schedule", "found"),
     [
         pytest.param(
-            {**SGD, "param_groups": {"a": {"match": "x"}, "b": {"match": "y"}}},
+            {**SGD, "param_groups": {"a": {"match": "^x"}, "b": {"match": "^y"}}},
             None,
-            ["2 problems", "param_groups.a matches no", "param_groups.b matches no"],
+            {
+                "optimizer.param_groups.a": "matches no parameter",
+                "optimizer.param_groups.b": "matches no parameter",
+            },
             id="rules",
         ),
         pytest.param(
-            SGD, {**LAMBDA, "functions": {"norm": "1"}}, ["no parameter group"], id="function"
+            SGD,
+            {**LAMBDA, "functions": {"norm": "1"}},
+            {"lr_scheduler.functions.norm": "no parameter group"},
+            id="function",
         ),
-        pytest.param(SGD, {**LAMBDA, "functions": "1 / 0"}, ["has no value"], id="expression"),
-        pytest.param({**SGD, "lr": -1}, None, ["Invalid learning rate"], id="argument"),
+        pytest.param(
+            SGD,
+            {**LAMBDA, "functions": "1 / 0"},
+            {"lr_scheduler.functions.default": "has no value"},
+            id="expression",
+        ),
+        pytest.param(
+            SGD,
+            {**LAMBDA, "functions": "os.getcwd"},
+            {"lr_scheduler.functions.default": "is not allowed"},
+            id="refused-function",
+        ),
+        pytest.param({**SGD, "lr": -1}, None, {"optimizer": "Invalid learning rate"}, id="lr"),
     ],
 )
-def test_what_cannot_be_built_is_told(
-    optimizer: dict[str, Any], schedule: dict[str, Any] | None, messages: list[str]
+def test_what_cannot_be_built_is_told_with_its_key(
+    optimizer: dict[str, Any], schedule: dict[str, Any] | None, found: dict[str, str]
 ) -> None:
-    with pytest.raises(ParamGroupError) as caught:
-        check_optimization(network(), optimizer, schedule)
-    assert [m for m in messages if m not in str(caught.value)] == []
+    with pytest.raises(ConfigError) as caught:
+        checked(optimizer, schedule)
+    problems = {problem.key: problem.message for problem in caught.value.problems}
+    assert problems.keys() == found.keys()
+    assert all(text in problems[key] for key, text in found.items())
+
+
+def test_a_schedule_over_a_length_that_nothing_gives_is_found_before_data_are_read() -> None:
+    line = ["experiment=resnet18", "trainer.max_epochs=null", "trainer.max_time=60"]
+    with pytest.raises(ConfigError, match="length of the run, which is not known"):
+        check_targets(parse(compose(line).config))
+
+
+def test_mistakes_in_all_parts_are_listed_together() -> None:
+    line = [
+        "experiment=resnet18",
+        "+model.activation=rellu",
+        "+task.loss.label_smoothing=3",
+        "callbacks.early_stopping.mode=medium",
+        "+transforms.train.crop={_target_: torchvision.transforms.v2.RandomCrop, size: [1, 2, 3]}",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        check_targets(parse(compose(line).config))
+    keys = {problem.key for problem in caught.value.problems}
+    assert {"model", "task.loss", "callbacks.early_stopping", "transforms.train.crop"} <= keys
 
 
 def test_a_fault_in_a_users_function_is_not_a_mistake_in_the_config(
@@ -66,7 +112,37 @@ def test_a_fault_in_a_users_function_is_not_a_mistake_in_the_config(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(LookupError):
-        check_optimization(network(), SGD, {**LAMBDA, "functions": "faulty_schedules.fail"})
+        checked(SGD, {**LAMBDA, "functions": "faulty_schedules.fail"})
+
+
+class Counts:
+    """Count how often classes are constructed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *classes: type) -> None:
+        self.of = dict.fromkeys(classes, 0)
+        for cls in classes:
+            monkeypatch.setattr(cls, "__init__", self._counted(cls, cls.__init__))
+
+    def _counted(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def construct(*args: Any, **kwargs: Any) -> None:
+            self.of[cls] += 1
+            init(*args, **kwargs)
+
+        return construct
+
+
+def test_a_check_and_a_run_build_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch, MLP, Classification, torch.optim.SGD, Checkpoint, LRSchedule)
+    config = parse(compose(["experiment=resnet18", "model=mlp"]).config)
+    check_targets(config)
+    build(config, Strategy("cpu"))
+    assert counts.of[MLP] == 2
+    assert counts.of[Classification] == 2
+    assert counts.of[torch.optim.SGD] == 2
+    assert counts.of[Checkpoint] == 2
+    # A schedule is tried on stand-ins first, since torch looks at few arguments.
+    assert counts.of[LRSchedule] <= 4
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import random
 import struct
 
 import pytest
+import safetensors.torch
 import torch
 
-from callbacks.support.weights_file import write_weights
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.store import model_only
-from trainer.checkpoints.weights import read_safetensors
-from trainer.errors import CheckpointError
+from trainer.checkpoints.weights import read_safetensors, write_safetensors
+from trainer.errors import CheckpointError, StorageError
 
 WEIGHTS = {
     "a": torch.randn(3, 4),
@@ -21,6 +21,7 @@ WEIGHTS = {
     "empty": torch.empty(0, 2),
     "half": torch.randn(5).bfloat16(),
     "flags": torch.tensor([True, False]),
+    "double": torch.randn(2, dtype=torch.float64, requires_grad=True),
 }
 
 
@@ -30,12 +31,38 @@ def file_of(header, values=b""):
 
 
 def test_weights_come_back(tmp_path):
-    write_weights(tmp_path / "best.safetensors", WEIGHTS)
-    loaded = model_only(tmp_path / "best.safetensors")
-    assert list(loaded) == list(WEIGHTS)
-    for name, tensor in WEIGHTS.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
+    write_safetensors(tmp_path / "best.safetensors", WEIGHTS)
+    plain = safetensors.torch.load_file(tmp_path / "best.safetensors")
+    for loaded in (model_only(tmp_path / "best.safetensors"), plain):
+        assert loaded.keys() == WEIGHTS.keys()
+        for name, tensor in WEIGHTS.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor)
+
+
+def test_tied_weights_have_all_their_names(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    write_safetensors(tmp_path / "best.safetensors", model.state_dict())
+    loaded = safetensors.torch.load_file(tmp_path / "best.safetensors")
+    model.load_state_dict(loaded)
+    assert torch.equal(loaded["0.weight"], loaded["1.weight"])
+
+
+def test_what_is_read_outlives_its_file(tmp_path):
+    path = tmp_path / "best.safetensors"
+    write_safetensors(path, {"a": torch.ones(1000)})
+    loaded = read_safetensors(path)
+    path.write_bytes(b"")
+    assert loaded["a"].sum() == 1000
+
+
+def test_a_file_that_cannot_be_written_is_absent(tmp_path):
+    with pytest.raises(StorageError, match="does not exist"):
+        write_safetensors(tmp_path / "no" / "w.safetensors", {"a": torch.ones(1)})
+    with pytest.raises(StorageError, match=r"w\.safetensors: the format has no .*complex128"):
+        write_safetensors(tmp_path / "w.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +100,7 @@ def test_damage_is_named(tmp_path, content):
 
 def test_no_damage_raises_anything_else(tmp_path):
     path = tmp_path / "best.safetensors"
-    write_weights(path, {"a": torch.randn(20)})
+    write_safetensors(path, {"a": torch.randn(20)})
     original, generator = path.read_bytes(), random.Random(0)
     for _ in range(300):
         content = bytearray(original[: generator.randrange(len(original) + 1)])

@@ -12,9 +12,9 @@ import textwrap
 import pytest
 
 from trainer.errors import StorageError
-from trainer.files import atomic
+from trainer.files import append_log
+from trainer.files.append_log import AppendLog
 from trainer.files.atomic import (
-    AppendLog,
     link_or_copy,
     remove_orphans,
     replacing,
@@ -210,7 +210,7 @@ def fill_up(path, messages):
     log = AppendLog(path)
     log.write("a" * 50)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    atomic._log.warning = lambda text, *values: messages.put(text % values)
+    append_log._log.warning = lambda text, *values: messages.put(text % values)
     for _ in range(5):
         log.write("b" * 80)
     assert log.offset() == 51
@@ -248,7 +248,8 @@ def test_a_deleted_folder_does_not_stop_the_log(tmp_path, caplog):
 READ_ONLY = """
     import sys
     from pathlib import Path
-    from trainer.files.atomic import AppendLog, write_text
+    from trainer.files.append_log import AppendLog
+    from trainer.files.atomic import write_text
     from trainer.errors import StorageError
     from trainer.runs.directory import RunDirectory
 

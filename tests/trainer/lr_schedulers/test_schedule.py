@@ -30,12 +30,12 @@ from torch.optim.lr_scheduler import (
 
 from scripts.composition.compose import compose
 from trainer.errors import CheckpointError
+from trainer.lr_schedulers.horizon import ScheduleError
+from trainer.lr_schedulers.nodes import target_nodes
 from trainer.lr_schedulers.schedule import (
     LRSchedule,
-    ScheduleError,
     build_lr_schedule,
     curve,
-    target_nodes,
     warn_of_long_warmups,
 )
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
@@ -384,9 +384,11 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
     chosen = node(name) | {"warmup": warmup}
     over, drawn_over = optimizers(), optimizers()
     generator = torch.get_rng_state()
-    drawn = curve(chosen, drawn_over, TOTAL, PER_EPOCH, points=TOTAL)
+    before = build_lr_schedule(chosen, drawn_over, TOTAL, PER_EPOCH)
+    rates = drawn_over.learning_rates()
+    drawn = curve(before, drawn_over, TOTAL, points=TOTAL)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert drawn_over.learning_rates() == {"first": 0.4, "default": 0.1}
+    assert drawn_over.learning_rates() == rates
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
     if name == "plateau":
         schedule.tracks["optimizer"].monitor = "never measured"
@@ -397,11 +399,12 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
 
 
 def test_a_curve_has_few_points_and_a_last_one() -> None:
-    rates = {"a": 0.1, "b": 0.2}
-    drawn = curve(node("cosine"), rates, 100_000, 1000, points=50)
-    assert [step for step, _ in drawn["b"]] == [*range(0, 100_000, 2000), 99_999]
-    assert drawn["b"][0][1] == 0.2
-    assert curve(None, rates, 1, None) == {"a": [(0, 0.1)], "b": [(0, 0.2)]}
+    over = optimizers()
+    drawn = curve(build_lr_schedule(node("cosine"), over, 100_000, 1000), over, 100_000, points=50)
+    assert [step for step, _ in drawn["default"]] == [*range(0, 100_000, 2000), 99_999]
+    assert drawn["default"][0][1] == 0.1
+    nothing = build_lr_schedule(None, optimizers(), 1, None)
+    assert curve(nothing, optimizers(), 1) == {"first": [(0, 0.4)], "default": [(0, 0.1)]}
 
 
 def test_functions_go_by_group() -> None:
@@ -469,7 +472,7 @@ def test_each_optimizer_can_bring_its_own_schedule() -> None:
     schedule = build_lr_schedule(node("linear"), over, 4, 2)
     rates = [values[::2] for values in walk(over, schedule, 0, 4)]
     assert rates == [[1.0, 1.0], [1.0, 0.75], [0.5, 0.5], [0.5, 0.25]]
-    drawn = curve(node("linear"), over, 4, 2)
+    drawn = curve(schedule, over, 4)
     assert [lr for _, lr in drawn["a"]] == [1.0, 1.0, 0.5, 0.5]
 
 
@@ -500,7 +503,7 @@ def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
     with pytest.raises(ScheduleError, match="val/loss: no such metric; there are: val/accuracy"):
         schedule.after_validation({"val/accuracy": 0.0})
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert (schedule.monitor, schedule.monitors) == ("val/loss", ("val/loss",))
+    assert schedule.monitors == ("val/loss",)
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -519,7 +522,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        pytest.param({"gamma": 1}, "lr_scheduler has no _target_", id="no-target"),
+        pytest.param({"gamma": 1}, "lr_scheduler: has no _target_", id="no-target"),
         pytest.param(broken(step_size=1, interval="day"), "must be step or epoch", id="interval"),
         pytest.param(broken(step_size="a"), "lr_scheduler: the schedule cannot be", id="type"),
         pytest.param(
@@ -532,16 +535,16 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
         pytest.param(
             broken(step_size=1, monitor="val/loss"), "StepLR follows no metric", id="no-metric"
         ),
-        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor must name", id="monitor"),
+        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must name", id="monitor"),
         pytest.param(
             broken(step_size=1, warmup={"step": 3}),
-            "lr_scheduler.warmup.step is unknown",
+            "lr_scheduler.warmup.step: unknown key",
             id="ramp",
         ),
         pytest.param(
             broken(step_size=1, warmup={"steps": 3, "epochs": 1}), "give one of them", id="both"
         ),
-        pytest.param(broken(step_size=1, warmup=3), "warmup must be a dict", id="ramp-type"),
+        pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
         pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
         pytest.param(
             broken(step_size=1, warmup={"steps": -1}), "a number of updates", id="negative"
@@ -574,7 +577,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
                 schedulers=[broken(step_size=1, interval="epoch")],
                 milestones=[],
             ),
-            r"schedulers.0.interval belongs to lr_scheduler",
+            r"schedulers.0.interval: belongs to lr_scheduler",
             id="inner-interval",
         ),
         pytest.param(
@@ -596,9 +599,9 @@ def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], mess
 
 
 def test_a_run_without_a_length_has_no_horizon() -> None:
-    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max follows the length.*max_epochs"):
+    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max: follows the length.*max_epochs"):
         build_lr_schedule(node("cosine"), optimizers(), None, None)
-    with pytest.raises(ScheduleError, match="milestones follows the length of the run"):
+    with pytest.raises(ScheduleError, match="milestones: follows the length of the run"):
         build_lr_schedule(node("multi_step"), optimizers(), None, None)
     warm = broken(step_size=1, warmup={"epochs": 1})
     with pytest.raises(ScheduleError, match="the length of an epoch is not known"):

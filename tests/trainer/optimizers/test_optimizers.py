@@ -281,7 +281,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        pytest.param({"lr": 0.1}, "optimizer has no _target_", id="no-target"),
+        pytest.param({"lr": 0.1}, "optimizer: has no _target_", id="no-target"),
         pytest.param({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer: ", id="lr-text"),
         pytest.param(
             {"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1", id="lr-negative"
@@ -297,7 +297,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
             id="lbfgs-groups",
         ),
         pytest.param({"optimizers": 3}, "must be a dict of optimizers", id="optimizers-type"),
-        pytest.param({"optimizers": {"a": 3}}, "optimizers.a must be a node", id="node-type"),
+        pytest.param({"optimizers": {"a": 3}}, "optimizers.a: must be a node", id="node-type"),
         pytest.param(
             {
                 "optimizers": {
@@ -315,7 +315,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
                     "b": {"_target_": "torch.optim.SGD"},
                 }
             },
-            "optimizer.optimizers.b is left without a trainable parameter",
+            "optimizer.optimizers.b: is left without a trainable parameter",
             id="nothing-left",
         ),
         pytest.param(
@@ -325,7 +325,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
                     "b": {"_target_": "torch.optim.SGD"},
                 }
             },
-            "optimizer.optimizers.a.params.kind 'matrixx'",
+            "optimizer.optimizers.a.params.kind: 'matrixx'",
             id="bad-selector",
         ),
     ],

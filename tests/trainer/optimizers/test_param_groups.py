@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from conf.errors import Problem, raise_problems
 from models.vit import ViT
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.optimizers.param_groups import ParamGroupError, group_parameters
+from trainer.optimizers.param_groups import (
+    Claim,
+    ParamGroup,
+    ParamGroupError,
+    divide,
+    parse_rules,
+)
 from trainer.optimizers.selectors import candidates, is_kind
 
 
@@ -30,8 +37,15 @@ def network() -> nn.Sequential:
     )
 
 
+def groups_of(model: nn.Module, rules: Any) -> dict[str, ParamGroup]:
+    problems: list[Problem] = []
+    claim = Claim("optimizer.param_groups", parse_rules(rules, "optimizer.param_groups", problems))
+    raise_problems(problems, ParamGroupError)
+    return {group.name: group for group in divide(model, {"": claim}).groups[""]}
+
+
 def members(model: nn.Module, rules: Any) -> dict[str, list[str]]:
-    return {name: list(group.parameters) for name, group in group_parameters(model, rules).items()}
+    return {name: list(group.parameters) for name, group in groups_of(model, rules).items()}
 
 
 @pytest.mark.parametrize(
@@ -208,21 +222,23 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
     [
         pytest.param(
             {"head": {"match": "^heed"}},
-            "optimizer.param_groups.head matches no parameter; the model has 0.weight",
+            "optimizer.param_groups.head: matches no parameter; the model has 0.weight",
             id="no-match",
         ),
         pytest.param(
             {"all": {"match": ".*"}, "head": {"match": "^4"}},
-            "optimizer.param_groups.head is left without a parameter: earlier rules take 4.weight",
+            "optimizer.param_groups.head: is left without a parameter: earlier rules take 4.weight",
             id="shadowed",
         ),
-        pytest.param({"head": {"lr": 1.0}}, "param_groups.head selects nothing", id="no-selector"),
-        pytest.param({"head": {"match": "("}}, "head.match is no regular expression", id="regex"),
-        pytest.param({"head": {"match": 3}}, "head.match must be a text", id="match-type"),
-        pytest.param({"head": {"kind": "biass"}}, "did you mean 'bias'?", id="kind"),
-        pytest.param({"head": {"module": "nrom"}}, "did you mean 'norm'?", id="module-word"),
+        pytest.param({"head": {"lr": 1.0}}, "param_groups.head: selects nothing", id="no-selector"),
         pytest.param(
-            {"head": {"module": "torch.nn.Linaer"}}, "did you mean 'Linear'?", id="module-path"
+            {"head": {"match": "("}}, "head.match: '(' is no regular expression", id="regex"
+        ),
+        pytest.param({"head": {"match": 3}}, "head.match: must be a text", id="match-type"),
+        pytest.param({"head": {"kind": "biass"}}, "did you mean bias?", id="kind"),
+        pytest.param({"head": {"module": "nrom"}}, "did you mean norm?", id="module-word"),
+        pytest.param(
+            {"head": {"module": "torch.nn.Linaer"}}, "did you mean Linear?", id="module-path"
         ),
         pytest.param({"head": {"module": "os.system"}}, "is not allowed", id="module-refused"),
         pytest.param(
@@ -231,9 +247,9 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
             id="module-function",
         ),
         pytest.param(
-            {"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean 'match'?", id="except"
+            {"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean match?", id="except"
         ),
-        pytest.param({"head": 3}, "param_groups.head must be a rule", id="rule-type"),
+        pytest.param({"head": 3}, "param_groups.head: must be a rule", id="rule-type"),
         pytest.param({"default": {"match": "^4"}}, "is not 'default'", id="reserved-name"),
         pytest.param({"a b": {"match": "^4"}}, "a rule's name is made of", id="bad-name"),
         pytest.param("head", "must be a dict or a list of rules", id="rules-type"),
@@ -242,7 +258,7 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
             "the same name to two rules",
             id="twice",
         ),
-        pytest.param({"head": {"match": "^4", "frozen": 1}}, "head.frozen must be", id="frozen"),
+        pytest.param({"head": {"match": "^4", "frozen": 1}}, "head.frozen: must be", id="frozen"),
         pytest.param(
             {"head": {"match": "^4", "layer_decay": 0.5}},
             "both layer_decay and layers",
@@ -250,30 +266,30 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         ),
         pytest.param(
             {"head": {"match": "^4", "layer_decay": 1.5, "layers": ["a"]}},
-            "layer_decay must be a number in (0, 1]",
+            "layer_decay: must be a number in (0, 1]",
             id="layer-decay",
         ),
         pytest.param(
             {"head": {"match": "^4", "layer_decay": 0.5, "layers": ["^3"]}},
-            "head.layers says nothing of 4.weight",
+            "head.layers: says nothing of 4.weight",
             id="no-layer",
         ),
         pytest.param(
             {"head": {"match": "^4", "lrr": 0.1}}, "head.lrr: the optimizer has no", id="unknown"
         ),
         pytest.param(
-            {"head": {"match": "^4", "momentun": 0.1}}, "did you mean 'momentum'?", id="typo"
+            {"head": {"match": "^4", "momentun": 0.1}}, "did you mean momentum?", id="typo"
         ),
         pytest.param(
-            {"head": {"match": "^4", "lr": -1}}, "head.lr must be 0 or more", id="negative"
+            {"head": {"match": "^4", "lr": -1}}, "head.lr: must be 0 or more", id="negative"
         ),
-        pytest.param({"head": {"match": "^4", "lr": "a"}}, "head.lr must be a number", id="text"),
+        pytest.param({"head": {"match": "^4", "lr": "a"}}, "head.lr: must be a number", id="text"),
         pytest.param(
-            {"head": {"match": "^4", "lr": float("nan")}}, "head.lr must be a number", id="nan"
+            {"head": {"match": "^4", "lr": float("nan")}}, "head.lr: must be a number", id="nan"
         ),
-        pytest.param({"head": {"match": "^4", "lr": True}}, "head.lr must be a number", id="bool"),
+        pytest.param({"head": {"match": "^4", "lr": True}}, "head.lr: must be a number", id="bool"),
         pytest.param(
-            {"head": {"match": "^4", "nesterov": 1}}, "head.nesterov must be true", id="not-bool"
+            {"head": {"match": "^4", "nesterov": 1}}, "head.nesterov: must be true", id="not-bool"
         ),
         pytest.param(
             {"head": {"match": "^4", "lr": 1.0, "lr_scale": 2}}, "one of them decides", id="both"
@@ -283,7 +299,7 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         ),
         pytest.param(
             {"all": {"match": ".*", "frozen": True}},
-            "optimizer is left without a trainable parameter",
+            "optimizer: is left without a trainable parameter",
             id="all-frozen",
         ),
     ],
@@ -299,6 +315,6 @@ def test_a_rule_that_makes_no_sense_is_refused(rules: Any, message: str) -> None
 
 def test_all_mistakes_are_told_at_once() -> None:
     rules = {"a": {"match": "("}, "b": {"kind": "biass"}, "c": {}}
-    with pytest.raises(ParamGroupError, match="3 problems") as caught:
-        group_parameters(network(), rules)
+    with pytest.raises(ParamGroupError, match="3 mistakes") as caught:
+        groups_of(network(), rules)
     assert len(str(caught.value).splitlines()) == 4

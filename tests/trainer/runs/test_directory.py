@@ -14,16 +14,9 @@ import yaml
 
 from trainer.errors import StorageError
 from trainer.runs import directory as module
-from trainer.runs.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    find_unfinished,
-    holds_run,
-    name_folder,
-    read_status,
-    reserve,
-)
+from trainer.runs.directory import RunDirectory, name_folder, reserve
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held
+from trainer.runs.status import RunDirectoryError, find_unfinished, holds_run, read_status
 
 FORK = multiprocessing.get_context("fork")
 
@@ -67,11 +60,12 @@ def kill(process):
 
 def test_a_run_holds_what_repeats_it(tmp_path):
     run = create(tmp_path / "run", seed=1)
-    assert run.config_path.read_text() == "seed: 1\n"
-    assert yaml.safe_load(run.overrides_path.read_text(encoding="utf-8")) == ["seed=1", "name=ü"]
+    assert (run.path / "config.yaml").read_text() == "seed: 1\n"
+    overrides = (run.path / "overrides.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(overrides) == ["seed=1", "name=ü"]
     assert run.manifest()["seed"] == 1
     assert run.manifest()["created"] == run.manifest()["started"]
-    status = run.status()
+    status = read_status(run.path)
     assert status["state"] == "running"
     assert (status["pid"], status["host"]) == (os.getpid(), socket.gethostname())
     run.release()
@@ -226,48 +220,50 @@ def test_where_locks_are_not_supported_the_recorded_process_decides(tmp_path, mo
 
 
 def test_the_end_is_recorded_twice(tmp_path):
-    with create(tmp_path / "run") as run:
-        run.running(resume="train run_dir=x resume=auto")
-        assert run.status()["resume"] == "train run_dir=x resume=auto"
-        started = run.status()["started"]
-        run.finish(
-            "preempted",
-            code=143,
-            reason="SIGTERM",
-            resume=["train", "name=a b", "resume=auto"],
-            results={"test/accuracy": 0.5, "val/loss": float("nan")},
-        )
+    run = create(tmp_path / "run")
+    run.running(resume="train run_dir=x resume=auto")
+    assert read_status(run.path)["resume"] == "train run_dir=x resume=auto"
+    started = read_status(run.path)["started"]
+    run.finish(
+        "preempted",
+        code=143,
+        reason="SIGTERM",
+        resume=["train", "name=a b", "resume=auto"],
+        results={"test/accuracy": 0.5, "val/loss": float("nan")},
+    )
+    run.release()
     status = read_status(tmp_path / "run")
     assert status["state"] == "preempted"
     assert started == status["started"] < status["updated"]
     assert status["resume"] == "train 'name=a b' resume=auto"
     assert status["results"] == {"test/accuracy": 0.5, "val/loss": None}
-    end = RunDirectory.open(tmp_path / "run").manifest()["exit"]
+    end = run.manifest()["exit"]
     assert (end["state"], end["code"], end["reason"]) == ("preempted", 143, "SIGTERM")
     assert not is_held(tmp_path / "run")
 
 
 def test_a_resume_is_added_to_the_manifest(tmp_path):
-    with create(tmp_path / "run", device="cpu") as run:
-        run.finish("preempted", code=143)
-    run.checkpoints.mkdir()
-    for folder in (run.path, run.checkpoints):
+    run = create(tmp_path / "run", device="cpu")
+    run.finish("preempted", code=143)
+    run.release()
+    (run.path / "checkpoints").mkdir()
+    for folder in (run.path, run.path / "checkpoints"):
         (folder / ".tmp-1-dead").write_text("half")
-    with RunDirectory.resume(tmp_path / "run", facts={"device": "cuda"}) as run:
-        manifest = run.manifest()
-        assert manifest["device"] == "cpu"
-        assert [start["device"] for start in manifest["resumed"]] == ["cuda"]
-        assert manifest["exit"] is None
-        assert run.status()["state"] == "running"
+    run = RunDirectory.resume(tmp_path / "run", facts={"device": "cuda"})
+    manifest = run.manifest()
+    assert manifest["device"] == "cpu"
+    assert [start["device"] for start in manifest["resumed"]] == ["cuda"]
+    assert manifest["exit"] is None
+    assert read_status(run.path)["state"] == "running"
+    run.release()
     assert not list((tmp_path / "run").rglob(".tmp*"))
 
 
 def test_no_run_is_no_run(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         assert not holds_run(path)
-        for attempt in (RunDirectory.open, lambda path: RunDirectory.resume(path, facts={})):
-            with pytest.raises(RunDirectoryError, match="holds no run"):
-                attempt(path)
+        with pytest.raises(RunDirectoryError, match="holds no run"):
+            RunDirectory.resume(path, facts={})
     assert list(tmp_path.iterdir()) == []
 
 

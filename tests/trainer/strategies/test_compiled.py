@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
-from data.updates import UpdateSampler
+from toy_blocks import blocks, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
@@ -16,64 +14,35 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 
-class Block(nn.Module):
-    """A unit for `wrap_modules`."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(9, 9)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
 class Network(nn.Module):
     """A model without a length, as most are and nn.Sequential is not."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(Block(), Block(), nn.Linear(9, 3))
+        self.blocks = blocks()
 
     def forward(self, x):
         return self.blocks(x)
 
 
-class Points:
-    """Random numbers, each with its class."""
+def train(strategy, **options):
+    """Train two epochs with a short last batch, compiled if there are options for it.
 
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(23, 9, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(3, (23,), generator=generator)
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.labels[index]
-
-
-def train(strategy, backend=None):
-    """Train two epochs with a short last batch; return weights, metrics, the number of graphs."""
+    Return weights, metrics and the number of graphs.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = strategy.prepare(Network().double())
-    sizes = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
-    train = UpdateSampler(
-        Shuffled(23, seed=1), batch_size=10, gradient_accumulation_steps=2, **sizes
-    )
-    val = UpdateSampler(Sequential(10), batch_size=4 * strategy.group.world_size, **sizes)
     trainer = Trainer(
         model,
         Classification(3),
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        Loader(Points(), train, seed=0),
-        Loader(Points(), val, seed=0),
+        *loaders(strategy.group),
         strategy=strategy,
         precision="fp64",
         options=TrainerOptions(max_epochs=2, log_every_n_steps=1),
-        compiled=torch.compile(model, backend=backend) if backend else None,
+        compiled=torch.compile(model, **options) if options else None,
     )
     trainer.fit()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -81,14 +50,24 @@ def train(strategy, backend=None):
     return weights, trainer.metrics, graphs
 
 
-# What inductor writes for CPUs is C++.
-INDUCTOR = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
-]
+# Inductor writes C++ for a CPU. A kernel takes g++ two seconds: one for all sizes of a batch.
+INDUCTOR = pytest.param(
+    {"backend": "inductor", "dynamic": True},
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+    ],
+    id="inductor",
+)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """What one test compiled another need not compile again."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("how", [pytest.param({"backend": "aot_eager"}, id="aot_eager"), INDUCTOR])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -96,14 +75,14 @@ INDUCTOR = [
         pytest.param(FSDP, {"wrap_modules": ["Block"]}, id="fsdp"),
     ],
 )
-def test_a_compiled_model_trains_as_any(ranks, kind, options, backend, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool outlives the processes
 
     def both(rank):
         strategy = kind("gloo", 60, "cpu", **options)
         strategy.setup()
-        plain, compiled = train(strategy), train(strategy, backend)
+        plain, compiled = train(strategy), train(strategy, **how)
         strategy.group.leave()
         return plain, compiled
 
@@ -132,10 +111,10 @@ def test_gradients_leave_while_others_are_computed(ranks):
             backward.append(torch.is_grad_enabled())
             return graph.forward
 
-        _, _, graphs = train(strategy, backend)
+        _, _, graphs = train(strategy, backend=backend)
         strategy.group.leave()
         return graphs, backward.count(True), backward.count(False)
 
-    for whole, trained, judged in ranks(2, graphs):
-        assert whole > judged > 0
-        assert trained > 2 * judged  # pieces of the model; evaluation's is one
+    for whole, trained, evaluated in ranks(2, graphs):
+        assert whole > evaluated > 0
+        assert trained > 2 * evaluated  # pieces of the model; evaluation's is one

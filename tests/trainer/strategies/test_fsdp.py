@@ -4,14 +4,11 @@ import io
 
 import pytest
 import torch
-from torch import nn
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
-from data.updates import UpdateSampler
 from scripts.convert import convert
+from toy_blocks import blocks, loaders
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints import shards as checkpoint_shards
@@ -26,30 +23,6 @@ from trainer.trainer import Trainer
 STOP, UPDATES = 4, 6
 
 
-class Block(nn.Module):
-    """A unit for `wrap_modules`."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(9, 9)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
-class Points:
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(23, 9, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(3, (23,), generator=generator)
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.labels[index]
-
-
 class Stop(Callback):
     def __init__(self, at):
         self.at = at
@@ -61,19 +34,12 @@ class Stop(Callback):
 
 def make_trainer(strategy, stop=None, accumulation=2):
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(9, 3)).double()
-    model = strategy.prepare(model)
-    sizes = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
-    train = UpdateSampler(
-        Shuffled(23, seed=1), batch_size=10, gradient_accumulation_steps=accumulation, **sizes
-    )
-    val = UpdateSampler(Sequential(10), batch_size=4 * strategy.group.world_size, **sizes)
+    model = strategy.prepare(blocks().double())
     return Trainer(
         model,
         Classification(3),
         torch.optim.AdamW(model.parameters(), lr=0.05),
-        Loader(Points(), train, seed=0),
-        Loader(Points(), val, seed=0),
+        *loaders(strategy.group, accumulation),
         strategy=strategy,
         precision="fp64",
         callbacks={"ema": EMA(decay=0.8), "stop": Stop(stop)},

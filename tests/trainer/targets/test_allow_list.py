@@ -122,7 +122,7 @@ def test_what_is_no_path(path: Any) -> None:
 
 
 def test_a_misspelt_name_gets_the_nearest() -> None:
-    with pytest.raises(TargetError, match=r"torch\.nn has no 'Linaer'; did you mean 'Linear'"):
+    with pytest.raises(TargetError, match=r"torch\.nn has no 'Linaer'; did you mean Linear"):
         locate("torch.nn.Linaer")
 
 
@@ -212,7 +212,7 @@ def test_packages_of_the_working_folder_may_be_named(folder: Path) -> None:
 
 def test_a_misspelt_package_of_the_user_gets_the_nearest(folder: Path) -> None:
     (folder / "my_networks.py").touch()
-    assert "did you mean 'my_networks'?" in (refusal("my_netwroks.Net") or "")
+    assert "did you mean my_networks?" in (refusal("my_netwroks.Net") or "")
 
 
 def test_a_package_of_the_user_does_not_open_others(folder: Path) -> None:

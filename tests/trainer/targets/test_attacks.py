@@ -17,7 +17,7 @@ from trainer.targets.signatures import bind_problems
 PATHS = """
 trainer.runs.manifest._git
 trainer.runs.manifest.code_record
-trainer.files.atomic.AppendLog
+trainer.files.append_log.AppendLog
 trainer.files.atomic.replacing
 trainer.errors.leave_at_once
 trainer.runs.directory.reserve
@@ -28,8 +28,8 @@ trainer.targets.instantiate.instantiate
 trainer.targets.nameable.is_offered
 trainer.runs.lock.RunLock
 trainer.strategies.ddp.DDP
-data.loading.collate.map_leaves
-data.loading.collate.rebuild
+data.batch.map_leaves
+data.batch.rebuild
 data.loading.workers.kill
 data.loading.fetch.Fetcher
 data.sources.locked
@@ -39,7 +39,7 @@ models.weights.fetch
 models.pretrained.load_weights
 models.pretrained.LoadReport
 callbacks.support.event_file.rewind
-callbacks.support.weights_file.write_weights
+trainer.checkpoints.weights.write_safetensors
 callbacks.swa.measure
 callbacks.checkpoint.CheckpointStore
 callbacks.ema.EMA.load_state_dict
@@ -149,7 +149,7 @@ def test_most_are_refused_by_their_names_alone() -> None:
 CALLS = [
     pytest.param(
         {
-            "_target_": "data.loading.collate.map_leaves",
+            "_target_": "data.batch.map_leaves",
             "function": {
                 "_target_": "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
                 "_args_": [["system"], "os", "os"],
@@ -180,7 +180,9 @@ CALLS = [
         {"_target_": "torch.nn.Identity", "_convert_": {"_target_": "os.system", "c": "COMMAND"}},
         id="in-a-key-of-hydras",
     ),
-    pytest.param({"_target_": "trainer.files.atomic.AppendLog", "path": "FILE"}, id="cut-a-file"),
+    pytest.param(
+        {"_target_": "trainer.files.append_log.AppendLog", "path": "FILE"}, id="cut-a-file"
+    ),
     pytest.param({"_target_": "trainer.errors.leave_at_once", "code": 0}, id="leave"),
     pytest.param(
         {"_target_": "trainer.runs.manifest._git", "_args_": ["-c", "alias.x=!COMMAND", "x"]},
@@ -266,8 +268,8 @@ def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_window.py").write_text(
-        "from data.loading.collate import map_leaves\nfrom torch.nn import Linear\n"
-        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
+        "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
+        "from trainer.files.append_log import AppendLog\nfrom torch.nn.utils import skip_init\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loading.loader import Loader
 from data.noise import WithNoise
 from data.orders import Shuffled
 from data.updates import UpdateSampler
-from models import gan
+from toy_gan import LATENT, SAMPLES, Images, network
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
@@ -16,7 +16,7 @@ from trainer.strategies.strategy import Strategy
 from trainer.tasks.gan import GAN
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH, LATENT = 21, 8, 5
+BATCH = 8
 NODE = {
     "lr": 1e-2,
     "optimizers": {
@@ -24,25 +24,6 @@ NODE = {
         "discriminator": {"_target_": "torch.optim.SGD", "params": {"match": "^discriminator"}},
     },
 }
-
-
-class Images:
-    """Images in [-1, 1] with labels that no one asks for."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.rand(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.x[index], 0
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return gan.GAN(in_channels=1, image_size=8, latent_dim=LATENT, width=4).double()
 
 
 def trained(steps: int, strategy: Strategy, r1: float) -> dict[str, Tensor]:

@@ -255,7 +255,7 @@ def test_assigned_buffers_are_put_back_and_averaged() -> None:
 
 def test_a_refused_update_moves_no_assigned_buffer() -> None:
     trainer = trainer_of(Restless, Scaled(centred=True))
-    trainer.options = trainer.updater._options = TrainerOptions(max_steps=1, on_nonfinite="skip")
+    trainer.options = TrainerOptions(max_steps=1, on_nonfinite="skip")
     before = weights(trainer)
     stream = trainer.train_loader.epoch(0)
     bad = next(stream)

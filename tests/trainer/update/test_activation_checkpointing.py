@@ -78,7 +78,7 @@ def test_a_pattern_without_a_match_is_an_error() -> None:
     ],
 )
 def test_segments_that_cannot_be_cut(model: nn.Module, segments: int) -> None:
-    with pytest.raises(ModelError, match="checkpoint_segments"):
+    with pytest.raises(ModelError, match=r"trainer\.activation_checkpointing_segments"):
         checkpoint_segments(model, segments)
 
 
@@ -115,17 +115,53 @@ class Chancy(nn.Module):
         return torch.tanh(self.layer(x - self.mean) * self.mask) * scale
 
 
+class Held(nn.Module):
+    """A block within which generators are attributes: one of each kind, and numpy's others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.torch = torch.Generator().manual_seed(3)
+        self.python = random.Random(4)
+        self.numpy = [np.random.default_rng(5), np.random.RandomState(6)]
+        self.others = {"sfc": np.random.Generator(np.random.SFC64(7))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(6, generator=self.torch, dtype=x.dtype)
+        scale = self.python.random() + sum(g.normal() for g in self.numpy)
+        return torch.tanh(self.layer(x) * noise) * (scale + self.others["sfc"].random())
+
+
+class Assigning(nn.Module):
+    """A block that counts its passes and makes a generator in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.passes:
+            self.generator = torch.Generator().manual_seed(3)
+        self.passes += 1
+        noise = torch.rand(6, generator=self.generator, dtype=x.dtype)
+        return torch.tanh(self.layer(x) * noise) * self.passes
+
+
+BLOCKS = {"chance": Chancy, "held": lambda: nn.Sequential(Held()), "assigned": Assigning}
+
+
 def moving(kind: str) -> nn.Sequential:
     torch.manual_seed(1)
-    if kind == "chance":
-        blocks = [Chancy(), Chancy()]
+    if kind in BLOCKS:
+        blocks = [BLOCKS[kind](), BLOCKS[kind]()]
     else:
         norm = parametrizations.spectral_norm if kind == "spectral" else spectral_norm
         blocks = [nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(2)]
     return nn.Sequential(*blocks, nn.Linear(6, 1)).double()
 
 
-@pytest.mark.parametrize("kind", ["chance", "spectral", "spectral-hook"])
+@pytest.mark.parametrize("kind", [*BLOCKS, "spectral", "spectral-hook"])
 @pytest.mark.parametrize(
     "apply",
     [
@@ -149,3 +185,26 @@ def test_what_a_block_moves_is_moved_once(kind: str, apply) -> None:
         assert torch.equal(a.grad, b.grad)
     for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_next_pass_draws_what_it_would_have_drawn() -> None:
+    plain, saving = moving("held"), moving("held")
+    checkpoint_modules(saving, ["*"])
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for model in (plain, saving):
+        model(x).sum().backward()
+    assert torch.equal(plain(x), saving(x))
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lambda m: checkpoint_modules(m, ["0"]), id="globs"),
+        pytest.param(lambda m: checkpoint_segments(m, 2), id="segments"),
+    ],
+)
+def test_a_generator_without_a_state_is_refused(apply) -> None:
+    model = moving("held")
+    model[0][0].python = random.SystemRandom()
+    with pytest.raises(ModelError, match=r"activation_checkpointing: 0\.0 holds .*SystemRandom"):
+        apply(model)

@@ -17,7 +17,8 @@ from data.orders import Shuffled
 from data.updates import UpdateSampler
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError
+from trainer.lr_schedulers.horizon import ScheduleError
+from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -244,7 +245,7 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
 
     made, lines = run(max_epochs=1)
     norms: list[float] = []
-    apply = made.updater._optimizers.zero_grad
+    apply = made.optimizers.zero_grad
 
     def zero_grad() -> None:
         gradients = [p.grad for p in made.model.parameters() if p.grad is not None]
@@ -252,7 +253,7 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
         apply()
         made.model.zero_grad()
 
-    made.updater._optimizers.zero_grad = zero_grad  # type: ignore[method-assign]
+    made.optimizers.zero_grad = zero_grad  # type: ignore[method-assign]
     made.fit()
     logged = lines.of("train/grad_norm")
     assert logged[1] < norms[0]  # the head's alone

@@ -27,6 +27,7 @@ from trainer.options import Clipping, GradientNoise, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update import guard
+from trainer.update.copies import Memory
 from trainer.update.guard import DeviceGuard, HostGuard, guard_of
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -162,13 +163,13 @@ def same(a: Any, b: Any) -> bool:
 @EACH
 def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
     gpu(True)
-    parts = trainer_of(name, tmp_path / "stop").parts
+    stop = trainer_of(name, tmp_path / "stop")
     expected = DeviceGuard if name in ON_DEVICE else HostGuard
-    assert type(guard_of(parts, ())) is expected
-    skip = trainer_of(name, tmp_path / "skip", on_nonfinite="skip").parts
-    assert type(guard_of(skip, ())) is HostGuard
+    assert type(guard_of(stop, Memory([]))) is expected
+    skip = trainer_of(name, tmp_path / "skip", on_nonfinite="skip")
+    assert type(guard_of(skip, Memory([]))) is HostGuard
     gpu(False)
-    assert type(guard_of(parts, ())) is HostGuard
+    assert type(guard_of(stop, Memory([]))) is HostGuard
 
 
 def test_a_scaled_loss_is_judged_by_the_host(gpu: Callable[[bool], None]) -> None:
@@ -176,7 +177,7 @@ def test_a_scaled_loss_is_judged_by_the_host(gpu: Callable[[bool], None]) -> Non
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer = Trainer(model, Classification(3), optimizer, batches(), precision="fp16")
-    assert type(guard_of(trainer.parts, ())) is HostGuard
+    assert type(guard_of(trainer, Memory([]))) is HostGuard
 
 
 @EACH

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from callbacks.ema import EMA
-from data.loading.loader import MicroBatch
-from data.updates import Piece
+from data.batch import MicroBatch, Piece
 from scripts.composition.compose import compose
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import Clipping, TrainerOptions

@@ -1,9 +1,14 @@
-"""Compare two runs bit by bit: final state, metrics, TensorBoard; wall-clock facts apart."""
+"""Compare two runs bit by bit: `python tests/tools/same_run.py RUN_DIR RUN_DIR`.
 
+Compares the final state, the metrics and TensorBoard's series, without times and memory.
+"""
+
+import argparse
 import fnmatch
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,15 @@ _WALL_CLOCK = (
     "callbacks.metrics_log.offset",
 )
 _SHOWN = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print how two runs differ and return 1, or 0 where they do not."""
+    parser = argparse.ArgumentParser(prog="python tests/tools/same_run.py", description=__doc__)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN_DIR")
+    found = differences(*parser.parse_args(argv).runs)
+    print("\n".join(found) or "the runs are the same")
+    return int(bool(found))
 
 
 def differences(first: Path, second: Path, but: Collection[str] = ()) -> list[str]:
@@ -110,3 +124,7 @@ def _differing(where: str, first: dict[str, str], second: dict[str, str]) -> lis
     shown = [f"{where}: {k}: {first.get(k)} -> {second.get(k)}" for k in keys[:_SHOWN]]
     more = [f"{where}: (+{len(keys) - _SHOWN} more)"] if len(keys) > _SHOWN else []
     return shown + more
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A batch as the loaders hand it to the loop: its place in an update, its tensors, its device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One micro-batch of one rank: a slice of an update's samples.
+
+    A piece without samples of its own borrows the update's first one with `count` 0, so that its
+    rank takes part in every collective with weight zero.
+    """
+
+    indices: tuple[int, ...]  # never empty where the samples have numbers
+    count: int  # samples that count here
+    start: int  # position of the first one in the global batch
+    total: int  # samples of the global batch: all ranks and micro-batches
+    micro_batch: int
+    micro_batches: int
+    epoch: int
+    update: int
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """A collated batch of one rank and what it is within its update."""
+
+    batch: Any
+    piece: Piece
+
+
+def is_namedtuple(value: object) -> bool:
+    """Tell a namedtuple from a plain tuple: it is rebuilt from its fields, not from a list."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def rebuild(like: Any, items: list[Any]) -> Any:
+    """Return a tuple, list or namedtuple of the type of `like` with new items."""
+    if is_namedtuple(like):
+        return type(like)(*items)
+    return tuple(items) if isinstance(like, tuple) else items
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to every leaf of nested dicts, lists, tuples and namedtuples."""
+    if isinstance(batch, Mapping):
+        return {name: map_leaves(function, value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return rebuild(batch, [map_leaves(function, value) for value in batch])
+    return function(batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply a function to every tensor of nested dicts, lists, tuples and namedtuples."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def to_device(
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    non_blocking: bool = True,
+) -> Any:
+    """Move the tensors of a nested batch; what is on the device already is not copied.
+
+    Real and complex numbers take the format of `dtype`; images (N, C, H, W) become channels last.
+    """
+
+    if device.type == "cpu" and dtype is None and not channels_last:
+        return batch  # what a loader gives lies in host memory
+
+    def moved(tensor: Tensor) -> Tensor:
+        kind = None if dtype is None else matching(tensor, dtype)
+        tensor = tensor.to(device, kind, non_blocking=non_blocking)
+        if channels_last and tensor.ndim == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+    return map_tensors(moved, batch)
+
+
+def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the format of a tensor in a run of `dtype`: only float64 has a complex companion."""
+    if tensor.is_complex():
+        return torch.complex128 if dtype == torch.float64 else tensor.dtype
+    return dtype if tensor.is_floating_point() else tensor.dtype

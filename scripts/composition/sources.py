@@ -1,0 +1,153 @@
+"""The folders that Hydra reads configurations from: every file is examined first."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# Hydra's public initialize_config_dir() takes one folder, and of a plain file system: a search
+# path over several folders of an examined scheme is made by hand.
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+
+# What a source of files is to do is public (hydra.plugins.config_source); the one that does it,
+# which ours extends, is not.
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+# The object that initialize_config_dir() makes over its own search path.
+from hydra._internal.hydra import Hydra
+
+# Plugins.register() does not reach the table of sources by scheme.
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+
+from conf.errors import ConfigError, Problem
+from scripts.cli.arguments import Arguments
+from scripts.composition.origins import Notes, shown_path
+from scripts.composition.overrides import NO_HYDRA, choice_problem
+from scripts.composition.trees import UNRESOLVED, first_lines, inside
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+_SCHEME = "examined"
+
+
+class ExaminedSource(FileConfigSource):
+    """A folder of YAML files, each examined before Hydra reads it, and none outside of it."""
+
+    notes: Notes
+
+    @staticmethod
+    def scheme() -> str:
+        """Name the source in Hydra's search path."""
+        return _SCHEME
+
+    def is_group(self, config_path: str) -> bool:
+        """Tell whether a folder exists, inside of this one."""
+        return inside(config_path) and super().is_group(config_path)
+
+    def is_config(self, config_path: str) -> bool:
+        """Tell whether a file exists, inside of this folder."""
+        return inside(config_path) and super().is_config(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a file; one that cannot be read is empty, and noted."""
+        path = self.file(config_path)
+        document = self.notes.read(path)
+        empty = ConfigResult(self.provider, self.path, OmegaConf.create(), {"package": None})
+        if not document.readable:
+            return empty
+        try:
+            result = super().load_config(config_path)
+        except (*UNRESOLVED, yaml.YAMLError, OSError) as error:
+            self.note("", first_lines(error), path)
+            return empty
+        # Hydra wants `# @package` on the very first line; ours may tell the command first.
+        result.header["package"] = package = document.package
+        self._refuse_hydra(result, path)
+        if config_path.split("/")[0] in ("experiment", "debug") and package != "_global_":
+            self.note("", "must open with `# @package _global_`, or its keys go astray", path)
+        return result
+
+    def file(self, config_path: str) -> Path:
+        """Return the file of a config."""
+        return Path(self.path, self._normalize_file_name(config_path))
+
+    def note(self, key: str, message: str, path: Path) -> None:
+        """Note a problem of a file."""
+        self.notes.problems.append(Problem(key, message, file=shown_path(path)))
+
+    def _refuse_hydra(self, result: ConfigResult, path: Path) -> None:
+        package = result.header.get("package") or ""
+        if package == "hydra" or package.startswith("hydra.") or "hydra" in result.config:
+            self.note("hydra", NO_HYDRA, path)
+            result.config = OmegaConf.create()
+        defaults = OmegaConf.to_container(result.config).get("defaults")  # type: ignore[union-attr]
+        for entry in defaults if isinstance(defaults, list) else []:
+            for group, value in entry.items() if isinstance(entry, dict) else ():
+                self._refuse_choice(str(group), value, path)
+            if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry), entry))):
+                self.note("defaults", f"{entry}: {NO_HYDRA}", path)
+                result.config = OmegaConf.create()
+
+    def _refuse_choice(self, entry: str, value: Any, path: Path) -> None:
+        words = entry.split()
+        group = words[-1].partition("@")[0] if words else ""
+        problem = choice_problem(group.lstrip("/"), value)
+        if ".." in Path(f"{group}/{value}").parts:
+            problem = "leads out of the folder of configs"
+        elif words[0:1] == ["optional"] and isinstance(value, str):
+            here = group.lstrip("/") if group.startswith("/") else self._beside(path, group)
+            ours = CONF / here
+            known = self.is_config(f"{here}/{value}") or (ours / f"{value}.yaml").exists()
+            if not known and (self.is_group(here) or ours.is_dir()):
+                problem = f"there is no {group}={value}"
+        if problem:
+            self.note("defaults", f"{entry}: {problem}", path)
+
+    def _beside(self, path: Path, group: str) -> str:
+        return str(path.parent.relative_to(self.path) / group)
+
+
+@contextmanager
+def opened(arguments: Arguments) -> Iterator[Hydra]:
+    """Set Hydra up over our folder and the user's, which comes first; take it down again."""
+    main = _resolved(arguments.config_path or CONF, "--config-path")
+    folders = [(_resolved(d, "--config-dir"), "command-line") for d in arguments.config_dirs]
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    for folder, provider in [*folders, (main, "main")]:
+        option = "--config-dir" if provider == "command-line" else "--config-path"
+        _check_folder(folder, option)
+        path.append(provider, f"{_SCHEME}://{folder}")
+    path.append("schema", "structured://")
+    Plugins.instance()  # registers Hydra's own sources
+    SourcesRegistry.instance().register(ExaminedSource)
+    try:
+        yield Hydra.create_main_hydra2("train", path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _resolved(folder: str | Path, option: str) -> Path:
+    try:
+        return Path(folder).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a link in a circle
+        raise ConfigError([Problem(option, f"{folder}: {first_lines(error)}")]) from error
+
+
+def _check_folder(folder: Path, option: str) -> None:
+    """Raise ConfigError where a folder of configs is none, or cannot be listed."""
+    try:
+        with os.scandir(folder):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError([Problem(option, f"there is no folder {folder}")]) from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError([Problem(option, f"cannot list {folder}: {reason}")]) from error

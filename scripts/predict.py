@@ -1,0 +1,53 @@
+"""`predict run=RUN_DIR source=DIR`: a trained model's answers for files, as a table."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from scripts.cli.shadow import refuse_shadows
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    refuse_shadows()  # before anything of ours could be imported from where another package stands
+    from scripts.cli.console import Command
+
+    with Command() as command:
+        command.code = predict(sys.argv[1:])
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Do what a command line asks for; torch is imported once its keys are sound."""
+    from scripts.cli.arguments import of_run, parse_arguments
+    from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.request import Request
+    from scripts.composition.compose import compose
+    from scripts.prediction.command_line import HELP, take_apart
+
+    arguments = parse_arguments(argv)
+    if arguments.help:
+        print(HELP, end="")
+        return 0
+    log_to_stderr(os.environ.get("RANK", "0") == "0")
+    options, overrides = take_apart(arguments)
+    composed = compose(of_run(arguments, options.run, overrides))
+    strategy = {**composed.config["strategy"], **options.strategy()}
+    request = Request(
+        {**composed.config, "strategy": strategy},
+        composed.overrides,
+        {},
+        list(argv),
+        list(arguments.allow_targets),
+        prediction=options.plain(),
+        files=[line.rstrip("\n") for line in sys.stdin] if options.source == "-" else [],
+    )
+    with importing():
+        if strategy["name"] == "ddp" and "RANK" not in os.environ:
+            from scripts.launching.launch import launch as work
+        else:
+            from scripts.prediction.work import answer as work
+    return work(request)
+
+
+if __name__ == "__main__":
+    main()

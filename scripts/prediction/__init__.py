@@ -1,0 +1,1 @@
+"""`predict`: from a run and a source of samples to a table of answers."""

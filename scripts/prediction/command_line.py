@@ -1,0 +1,50 @@
+"""The command line of `predict`: its help, its own keys, and what overrides the run's."""
+
+from __future__ import annotations
+
+from conf.errors import ConfigError, Problem
+from scripts.cli.arguments import Arguments
+from scripts.prediction.options import Options, names, take_options
+
+HELP = """\
+Answer for pictures, or for other samples, with a trained run.
+
+  predict run=RUN_DIR source=DIR|FILE|GLOB|-|val|test|predict [key=value ...]
+
+  source       a folder (all pictures below it), a file, a glob, - (file names on standard input),
+               or a split of the run's configuration: val, test, predict (data.predict)
+  out          predictions.csv; the suffix says which: .csv, .jsonl, .parquet
+  checkpoint   best (default), last, or a path
+  top_k        1; how many of the likeliest classes are written
+  device       cpu, cuda, cuda:1, mps; default: what the machine has
+  save         logits, probabilities or embeddings:MODULE, into one .npy beside the table
+  draw         true writes each picture with its label into a folder beside the table
+  on_error     raise (default): a broken file ends it with exit 3; skip: its row has the reason
+  resume       auto goes on after the last whole batch of a command that was interrupted
+  overwrite    true replaces a table that exists
+
+Further overrides change the run's configuration, e.g. loader.num_workers=2 loader.batch_size=64 or
+strategy.name=ddp strategy.devices=2. Answers are the same for the same batch size.
+"""
+
+
+def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
+    """Return the keys of `predict`, and the overrides of the run's configuration."""
+    own: dict[str, str] = {}
+    overrides = []
+    for override in arguments.overrides:
+        name, equals, value = override.partition("=")
+        if equals and name in names():
+            own[name] = value
+        elif name == "data.on_error":  # what the error of a broken file names
+            own["on_error"] = value
+        else:
+            overrides.append(override)
+    options = take_options(own)
+    keys = [override.partition("=")[0] for override in overrides]
+    if "strategy.name" not in keys:
+        # A run of many devices is asked on one; who wants more says so.
+        overrides.append("strategy.name=single")
+    elif "strategy.name=ddp" not in overrides and "strategy.name=single" not in overrides:
+        raise ConfigError([Problem("strategy.name", "predict computes on single or ddp")])
+    return options, overrides

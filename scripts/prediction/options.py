@@ -1,0 +1,116 @@
+"""The keys of `predict` that are not the run's configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError, Problem
+
+TABLE = "predictions.csv"
+FORMATS = (".csv", ".jsonl", ".parquet")
+SPLITS = ("val", "test", "predict")
+_WORDS = {"true": True, "false": False, "null": None}
+_DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a command line asks of `predict`; the rest are overrides of the run's configuration."""
+
+    run: str
+    source: str
+    checkpoint: str = "best"
+    out: str = TABLE
+    top_k: int = 1
+    device: str | None = None
+    save: str | None = None  # logits | probabilities | embeddings:MODULE
+    draw: bool = False
+    on_error: str = "raise"  # raise | skip
+    resume: str | None = None  # auto
+    overwrite: bool = False
+
+    @property
+    def table(self) -> Path:
+        """The file that is written."""
+        return Path(self.out)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return asdict(self)
+
+    def strategy(self) -> dict[str, Any]:
+        """Return the keys of `strategy` that `device` stands for."""
+        if self.device is None:
+            return {}
+        kind, number = _DEVICE.fullmatch(self.device).groups()  # type: ignore[union-attr]
+        return {"accelerator": kind, "devices": [int(number)] if number else "auto"}
+
+
+def take_options(overrides: Mapping[str, str]) -> Options:
+    """Check the keys of `predict` as typed. Raises ConfigError with all mistakes at once."""
+    values: dict[str, Any] = {k: _WORDS.get(v, v) for k, v in overrides.items()}
+    problems = [*_missing(values), *_mistakes(values)]
+    if problems:
+        raise ConfigError(problems)
+    return Options(**values | ({"top_k": int(values["top_k"])} if "top_k" in values else {}))
+
+
+def names() -> tuple[str, ...]:
+    """Return the keys that are `predict`'s own."""
+    return tuple(field.name for field in fields(Options))
+
+
+def _missing(values: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    run = values.get("run")
+    if not run:
+        problems.append(Problem("run", "missing: predict run=RUN_DIR source=DIR"))
+    elif not (Path(run) / "config.yaml").is_file():
+        problems.append(Problem("run", f"{run} holds no run: it has no config.yaml"))
+    if not values.get("source"):
+        hint = "a folder, a file, a glob, - (file names on standard input), val or test"
+        problems.append(Problem("source", "missing: what to predict", hint=hint))
+    return problems
+
+
+def _mistakes(values: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    one_of = {
+        "on_error": ("raise", "skip"),
+        "resume": ("auto", None),
+        "draw": (True, False),
+        "overwrite": (True, False),
+    }
+    for key, allowed in one_of.items():
+        if key in values and values[key] not in allowed:
+            known = ", ".join(_spelled(value) for value in allowed)
+            problems.append(Problem(key, f"is {values[key]!r}, not one of {known}"))
+    if not re.fullmatch(r"[1-9]\d{0,5}", str(values.get("top_k", 1))):
+        problems.append(Problem("top_k", f"is {values['top_k']!r}, not a number from 1 on"))
+    if (device := values.get("device")) is not None and not _DEVICE.fullmatch(str(device)):
+        problems.append(Problem("device", f"is {device!r}, not cpu, cuda, cuda:NUMBER or mps"))
+    save = values.get("save")
+    if save is not None and not re.fullmatch(r"logits|probabilities|embeddings:\S+", str(save)):
+        known = "logits, probabilities or embeddings:MODULE"
+        problems.append(Problem("save", f"is {save!r}, not {known}"))
+    return problems + _unfit_table(values)
+
+
+def _unfit_table(values: Mapping[str, Any]) -> list[Problem]:
+    table = Path(str(values.get("out") or TABLE))
+    if table.suffix not in FORMATS:
+        return [Problem("out", f"{table} ends with none of {', '.join(FORMATS)}")]
+    if not table.parent.is_dir():
+        return [Problem("out", f"{table}: there is no folder {table.parent}")]
+    if table.exists() and not values.get("overwrite"):
+        hint = "overwrite=true replaces it"
+        return [Problem("out", f"{table} exists", hint=hint)]
+    return []
+
+
+def _spelled(value: Any) -> str:
+    return next((word for word, meant in _WORDS.items() if meant is value), str(value))

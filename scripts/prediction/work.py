@@ -1,0 +1,226 @@
+"""One process's part of `predict`: the loader, the model, and what the main one writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from conf.check import parse
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from data.loading.fetch import path_of
+from data.loading.on_device import OnDevice
+from data.pictures import Pictures, find_pictures
+from scripts.cli.console import StoppedEarlyError, exit_code
+from scripts.cli.request import Request
+from scripts.prediction.arrays import Drawings, KeptArray, Masks
+from scripts.prediction.options import SPLITS, Options
+from scripts.prediction.table import GrowingTable, check_format
+from trainer.build.check import check_targets
+from trainer.build.data import build_data, eval_loader
+from trainer.build.strategy import build_strategy
+from trainer.checkpoints.archive import digest
+from trainer.errors import Interrupted
+from trainer.files.log_format import on_one_line
+from trainer.inference.facts import InferenceFacts
+from trainer.inference.predictor import Answers, Predictor
+from trainer.inference.rows import Row, Rows
+from trainer.inference.run import facts_of_run, find_checkpoint, load_trainer, pictures_for
+from trainer.runs import manifest
+from trainer.targets.allow_list import allow
+from trainer.trainer import Trainer
+
+logger = logging.getLogger("regimen")
+
+
+def answer(request: Request) -> int:
+    """Answer for every sample of the source; the main process writes."""
+    assert request.prediction is not None
+    options = Options(**request.prediction)
+    check_format(options.table)
+    allow(request.allowed)
+    config = _patient(parse(request.config), options)
+    check_targets(config)
+    run_dir = Path(options.run)
+    facts = facts_of_run(run_dir, config)
+    if facts.outputs["kind"] == "array" and options.save is None:
+        hint = "save=logits writes its answers into a .npy file"
+        raise ConfigError([Problem("task", "says nothing of what its outputs mean", hint=hint)])
+    dataset = _dataset(options, config, facts, request.files)
+    strategy = build_strategy(config)
+    strategy.setup()
+    try:
+        with strategy.group.failing_together():
+            checkpoint = find_checkpoint(run_dir, options.checkpoint)
+            trainer = load_trainer(run_dir, config, facts.num_classes, strategy, str(checkpoint))
+            loader = eval_loader(config, dataset, strategy)
+            header = _header(options, trainer, checkpoint, facts, dataset, loader)
+            _write_all(options, trainer, loader, facts, header)
+            loader.close()
+    finally:
+        strategy.group.leave()
+    return 0
+
+
+def _patient(config: Config, options: Options) -> Config:
+    """Return the configuration with what `on_error` says; as many may be broken as there are."""
+    on_error: Any = options.on_error  # checked by `take_options`
+    data = replace(config.data, on_error=on_error, max_skipped=1 << 62)
+    return replace(config, data=data)
+
+
+def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
+    if options.source not in SPLITS:
+        return pictures_for(facts, config, find_pictures(options.source, lines))
+    if getattr(config.data, options.source) is None:
+        hint = "data.predict names samples without labels; source=DIR reads pictures"
+        raise ConfigError([Problem(f"data.{options.source}", "is null: no samples", hint=hint)])
+    return build_data(config, (options.source,)).sets[options.source]
+
+
+def _header(
+    options: Options,
+    trainer: Trainer,
+    checkpoint: Path,
+    facts: InferenceFacts,
+    dataset: Any,
+    loader: OnDevice,
+) -> dict[str, Any]:
+    """Return where the answers come from: what must be the same for a command that goes on."""
+    names = sha256(dataset.names.tobytes()).hexdigest() if isinstance(dataset, Pictures) else None
+    average = trainer.average
+    return {
+        "run": str(Path(options.run).absolute()),
+        "checkpoint": str(checkpoint),
+        "sha256": digest(checkpoint),
+        "step": trainer.state.global_step,
+        "average": None if average is None else average.name,
+        "source": options.source,
+        "samples": len(dataset),
+        "files_sha256": names,
+        "batch_size": loader.sampler.batch_size,
+        "top_k": options.top_k,
+        "save": options.save,
+        "on_error": options.on_error,
+        "classes": facts.classes,
+        "outputs": facts.outputs,
+        "transforms": facts.transforms,
+        "versions": manifest.versions(),
+    }
+
+
+def _write_all(
+    options: Options,
+    trainer: Trainer,
+    loader: OnDevice,
+    facts: InferenceFacts,
+    header: dict[str, Any],
+) -> None:
+    predictor = Predictor(trainer, options.save)
+    resume = options.resume == "auto"
+    if not trainer.is_main:
+        start = trainer.group.broadcast(None)
+        for _ in predictor(loader, start):
+            pass
+        return
+    with _writing(options, facts, loader, header, resume) as writer:
+        start = trainer.group.broadcast(writer.batches_done)
+        if start:
+            logger.info("going on after %d rows", writer.table.rows)
+        with _resumable(options, writer):
+            for answers in predictor(loader, start):
+                writer.write(answers)
+        writer.finish()
+    count = f"{writer.table.rows} samples"
+    broken = f", {writer.broken} of them broken" if writer.broken else ""
+    print(f"{count}{broken}, written to {on_one_line(options.table)}")
+
+
+@contextmanager
+def _writing(
+    options: Options,
+    facts: InferenceFacts,
+    loader: OnDevice,
+    header: dict[str, Any],
+    resume: bool,
+) -> Iterator[_Writer]:
+    with ExitStack() as stack:
+        table = GrowingTable(options.table, header, header["batch_size"], resume)
+        stack.callback(table.close)
+        yield _Writer(options, facts, loader, table, resume)
+
+
+@contextmanager
+def _resumable(options: Options, writer: _Writer) -> Iterator[None]:
+    """Say how to go on where a signal ends it."""
+    try:
+        yield
+    except (StoppedEarlyError, KeyboardInterrupt) as error:
+        raise Interrupted(
+            f"stopped after {writer.table.rows} of {len(writer.dataset)} samples, kept beside "
+            f"{options.out}; go on with the same command and resume=auto",
+            exit_code(error),
+        ) from error
+
+
+class _Writer:
+    """Write the table, and what is wanted beside it."""
+
+    def __init__(
+        self,
+        options: Options,
+        facts: InferenceFacts,
+        loader: OnDevice,
+        table: GrowingTable,
+        resume: bool,
+    ) -> None:
+        self.table = table
+        self.broken = 0
+        self.batches_done = table.rows // loader.sampler.batch_size
+        self.dataset = loader.dataset
+        path, stem = options.table, options.table.stem
+        masks = Masks(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
+        self._rows = Rows(facts, options.top_k, self._name, masks)
+        self._drawings = Drawings(path.with_name(f"{stem}_pictures")) if options.draw else None
+        self._array = None
+        if options.save is not None:
+            name = f"{stem}.{options.save.partition(':')[0]}.npy"
+            self._array = KeptArray(path.with_name(name), len(self.dataset), resume)
+
+    def write(self, answers: Answers) -> None:
+        """Write a batch's rows."""
+        rows = list(self._rows(answers))
+        if self._array is not None and answers.kept is not None and len(answers.indices):
+            self._array.write(list(answers.indices), answers.kept)
+        if self._drawings is not None:
+            self._draw(answers, rows)
+        self.broken += len(answers.broken)
+        self.table.write(rows)
+
+    def finish(self) -> None:
+        """Give the files their names, the table's last."""
+        if self._array is not None:
+            self._array.finish()
+        self.table.finish()
+
+    def _draw(self, answers: Answers, rows: list[Row]) -> None:
+        assert self._drawings is not None
+        order = sorted((*answers.indices, *answers.broken))
+        for index, row in zip(order, rows, strict=True):
+            if index not in answers.broken:
+                self._drawings(index, row["file"], _label(row))
+
+    def _name(self, index: int) -> str:
+        return path_of(self.dataset, index) or str(index)
+
+
+def _label(row: Row) -> str:
+    said = row.get("prediction", "")
+    text = ", ".join(said) if isinstance(said, list) else str(said)
+    share = row.get("probability")
+    return f"{text} {share:.0%}" if isinstance(share, float) else text

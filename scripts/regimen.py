@@ -1,0 +1,50 @@
+"""`regimen COMMAND ...`: every command under one name."""
+
+import importlib
+import sys
+from typing import NoReturn
+
+from scripts.cli.shadow import refuse_shadows
+
+# The module of each command and what it is for; none is imported before it is asked for.
+COMMANDS = {
+    "train": ("scripts.train", "train a model, sweep (-m), or show the plan (dry_run=true)"),
+    "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
+    "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
+    "export": ("scripts.export", "a trained model as a file for other programs"),
+    "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
+    "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
+}
+
+
+def main() -> NoReturn:
+    """Run the command that the first word names and leave with its exit code."""
+    refuse_shadows()  # before anything of ours could be imported from where another package stands
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in ("--help", "-h", "help"):
+        print(_help())
+        sys.exit(0)
+    if word not in COMMANDS:
+        print(f"error: regimen has no command {word!r}: {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"regimen {word}", *sys.argv[2:]]
+    importlib.import_module(COMMANDS[word][0]).main()
+    sys.exit(0)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  regimen {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Train PyTorch models from YAML.",
+            "",
+            *lines,
+            "",
+            "Each takes --help. `train`, `evaluate` and `predict` are commands of their own, too.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The directory of a run: held while it lasts, with a record of how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from conf.errors import ConfigError
+from conf.schema import Config
+from scripts.cli.console import describe, exit_code, log_file
+from scripts.cli.request import Request
+from scripts.runs.log import Backlog, logged_to
+from scripts.runs.resume import Resume
+from trainer.build.experiment import Experiment
+from trainer.errors import EXIT_CODES, Interrupted, StorageError
+from trainer.inference.facts import facts_of
+from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.trainer import Trainer
+
+logger = logging.getLogger("regimen")
+RUNS = Path("runs")
+
+
+def new_folder(config: Config) -> Path:
+    """Reserve where a run goes: `run_dir`, or a new folder of its name and the time."""
+    if config.run_dir is None:
+        return reserve(name_folder(RUNS, config.name), timestamp())
+    return Path(config.run_dir)
+
+
+@contextmanager
+def held_directory(
+    request: Request, experiment: Experiment, resume: Resume | None, earlier: Backlog
+) -> Iterator[RunDirectory | None]:
+    """Hold the run's directory in the main process, and record there how the run ends."""
+    config, trainer = experiment.config, experiment.trainer
+    directory = None
+    if trainer.is_main:
+        facts = _facts(experiment)
+        if resume is not None and resume.run_dir is not None:
+            directory = RunDirectory.resume(resume.run_dir, facts=facts)
+        else:
+            directory = RunDirectory.create(
+                new_folder(config),
+                config_yaml=request.config_text(),
+                overrides=request.overrides,
+                facts=facts,
+            )
+        if not directory.inference_path.exists():
+            facts_of(config, experiment.data, trainer.task).write(directory.path)
+        directory.running(resume=request.resume_command(directory.path))  # also after a kill -9
+    trainer.run_dir = trainer.group.broadcast(directory and directory.path)
+    with logged_to(directory.log_path if directory else None, earlier):
+        try:
+            yield directory
+        except BaseException as error:
+            if directory is not None:
+                began = trainer.state.updates or (resume is not None and resume.run_dir is not None)
+                if exit_code(error) == ConfigError.exit_code and not began:
+                    _discard(directory, config)
+                else:
+                    _record_failure(request, directory, error)
+            raise
+        finally:
+            if directory is not None:
+                directory.release()
+
+
+def _discard(directory: RunDirectory, config: Config) -> None:
+    """Leave nothing of a run that a mistake kept from starting."""
+    directory.discard()
+    if config.run_dir is None:
+        for folder in (directory.path.parent, RUNS.absolute()):
+            with suppress(OSError):  # other runs are in it
+                folder.rmdir()
+
+
+def _record_failure(request: Request, directory: RunDirectory, error: BaseException) -> None:
+    code = exit_code(error)
+    log_file.error("error: %s", describe(error), exc_info=error)
+    try:
+        directory.finish(
+            "preempted" if code in EXIT_CODES.values() else "failed",
+            code=code,
+            reason=describe(error),
+            resume=request.resume_command(directory.path),
+        )
+    except StorageError:
+        logger.warning("status.json could not be written")
+
+
+def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
+    """List in the manifest the samples that could not be loaded, if there are any."""
+    if skipped := getattr(trainer.train_loader, "skipped", []):
+        listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
+        directory.update_manifest({"skipped_samples": listed})
+
+
+def record_end(
+    request: Request, trainer: Trainer, directory: RunDirectory, results: dict[str, float]
+) -> None:
+    """Record a good end; a run that its time ended before its horizon is not finished."""
+    if trainer.done or not trainer.state.interrupted:
+        directory.finish("finished", results=results)
+        return
+    state = trainer.state
+    where = f"epoch {state.epoch}, step {state.global_step}"
+    command = request.resume_command(directory.path)
+    reason = f"trainer.{state.stop_reason} ended it at {where}"
+    directory.finish("stopped", reason=reason, resume=command, results=results)
+
+
+def interrupted(request: Request, trainer: Trainer) -> Interrupted:
+    """Return the error that ends a run which a signal stopped: what was saved, how to go on."""
+    state = trainer.state
+    assert trainer.run_dir is not None
+    last = trainer.run_dir / "checkpoints" / "last.pt"
+    if not state.updates:
+        saved = "before the first update: there was nothing to save"
+    elif not last.exists():
+        saved = f"nothing was saved of step {state.global_step}: there is no callbacks.checkpoint"
+    else:
+        saved = f"saved {last} at step {state.global_step}"
+    command = request.resume_command(trainer.run_dir)
+    return Interrupted(
+        f"stopped by {state.stop_reason}; {saved}; go on with: {command}", state.stop_code
+    )
+
+
+def _facts(experiment: Experiment) -> dict[str, Any]:
+    config, trainer = experiment.config, experiment.trainer
+    return {
+        "seed": config.seed,
+        "device": str(trainer.strategy.device),
+        "strategy": trainer.strategy.name,
+        "world_size": trainer.group.world_size,
+        "switches": {
+            **experiment.switches,
+            "channels_last": config.trainer.channels_last,
+            "compile": config.trainer.compile,
+            "detect_anomaly": config.trainer.detect_anomaly,
+        },
+        "precision": trainer.precision.name,
+        "data": experiment.data.describe(),
+        "threads": experiment.threads,
+    }

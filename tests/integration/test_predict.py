@@ -1,0 +1,282 @@
+"""`predict`: a row for each sample, in order, whatever reads it; and the same from Python."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+
+from models.small_cnn import SmallCNN
+from trainer import load_run
+
+MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml
+
+
+@pytest.fixture(scope="session")
+def predict(start):
+    """Run `predict ARGUMENTS` to its end."""
+    return lambda arguments, **options: start(arguments, command="predict", **options).wait()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Thirty digits as PNG files of 8 x 8 pixels, in folders, two levels deep."""
+    folder = tmp_path_factory.mktemp("pictures")
+    images, labels = load_digits(return_X_y=True)
+    for number in range(30):
+        place = folder / str(labels[number])
+        place.mkdir(exist_ok=True)
+        pixels = np.round(images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number:02d}.png")
+    return folder
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def by_hand(run, pictures):
+    """Return files and probabilities, computed with nothing of ours but the network."""
+    checkpoint = torch.load(run / "checkpoints" / "best.pt", weights_only=True)
+    model = SmallCNN(num_classes=10, in_channels=1, dropout=0.2).eval()
+    averaged = next(v for v in checkpoint["ema"].values() if isinstance(v, dict))
+    model.load_state_dict(averaged)
+    files = sorted(str(path) for path in pictures.rglob("*.png"))
+    images = torch.stack([torch.from_numpy(np.array(Image.open(f)))[None].float() for f in files])
+    images = F.interpolate(images, (16, 16), mode="bilinear", antialias=True).round() / 255
+    with torch.no_grad():
+        return files, model((images - MEAN) / STD).softmax(1)
+
+
+def test_rows_are_those_of_plain_torch(predict, whole, pictures, tmp_path):
+    done = predict([f"run={whole}", f"source={pictures}", "top_k=3", f"out={tmp_path}/p.csv"])
+    assert done.code == 0, done.err
+    rows = read_csv(tmp_path / "p.csv")
+    files, expected = by_hand(whole, pictures)
+    assert [row["file"] for row in rows] == files
+    best = expected.topk(3)
+    for place, (name, share) in enumerate(
+        (("prediction", "probability"), ("top2", "probability2"), ("top3", "probability3"))
+    ):
+        assert [int(row[name]) for row in rows] == best.indices[:, place].tolist()
+        found = torch.tensor([float(row[share]) for row in rows])
+        torch.testing.assert_close(found, best.values[:, place], atol=1e-6, rtol=0)
+    meta = json.loads((tmp_path / "p.csv.meta.json").read_text())
+    assert meta["average"] == "ema"
+    assert meta["samples"] == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.csv", "p.csv.meta.json"]
+
+
+@pytest.mark.parametrize(
+    ("more", "exact"),
+    [
+        pytest.param(["loader.num_workers=2"], True, id="workers"),
+        pytest.param(["strategy.name=ddp", "strategy.devices=3"], False, id="processes"),
+        pytest.param(["loader.batch_size=7"], False, id="batches"),
+    ],
+)
+def test_how_it_is_read_changes_nothing(predict, whole, pictures, tmp_path, more, exact):
+    for name, arguments in (("one", []), ("other", more)):
+        out = f"out={tmp_path}/{name}.csv"
+        source = f"source={pictures}"
+        done = predict([f"run={whole}", source, out, "save=logits", *arguments])
+        assert done.code == 0, done.err
+    one, other = read_csv(tmp_path / "one.csv"), read_csv(tmp_path / "other.csv")
+    assert [row["file"] for row in one] == [row["file"] for row in other]
+    arrays = [np.load(tmp_path / f"{name}.logits.npy") for name in ("one", "other")]
+    np.testing.assert_allclose(*arrays, atol=0 if exact else 1e-5)
+    assert (one == other) or not exact
+
+
+def test_a_broken_file_ends_it_or_has_a_row(predict, whole, pictures, tmp_path):
+    source = tmp_path / "some"
+    shutil.copytree(pictures, source)
+    (source / "3" / "broken.png").write_bytes(b"no picture")
+    wanted = [f"run={whole}", f"source={source}", "loader.batch_size=8"]
+    done = predict([*wanted, f"out={tmp_path}/a.csv"])
+    assert done.code == 3
+    assert "3/broken.png: no image format" in done.error
+    assert not (tmp_path / "a.csv").exists()
+    more = ["on_error=skip", "save=embeddings:head", f"out={tmp_path}/b.csv"]
+    done = predict([*wanted, *more])
+    assert done.code == 0, done.err
+    rows = read_csv(tmp_path / "b.csv")
+    broken = [number for number, row in enumerate(rows) if row["error"]]
+    assert [rows[number]["file"] for number in broken] == [f"{source}/3/broken.png"]
+    assert rows[broken[0]]["prediction"] == ""
+    kept = np.load(tmp_path / "b.embeddings.npy")
+    assert np.isnan(kept).any(1).nonzero()[0].tolist() == broken
+    assert "1 of them broken" in done.out
+
+
+def test_killed_and_resumed_it_is_the_same_table(start, predict, whole, pictures, tmp_path):
+    wanted = [f"run={whole}", "source=-", "loader.batch_size=2", "loader.num_workers=0"]
+    names = sorted(str(path) for path in pictures.rglob("*.png")) * 40
+    listing = tmp_path / "names"
+    listing.write_text("\n".join(names))
+    piped = {"STANDARD_INPUT": str(listing)}
+    done = predict([*wanted, "save=logits", f"out={tmp_path}/whole.csv"], environment=piped)
+    assert done.code == 0, done.err
+    mine = [*wanted, "save=logits", f"out={tmp_path}/killed.csv"]
+    part = tmp_path / "killed.csv.part"
+    run = start(mine, command="predict", environment=piped)
+    run.until(lambda: part.exists() and part.read_bytes().count(b"\n") > 20)
+    run.kill()
+    assert not (tmp_path / "killed.csv").exists()
+    done = predict([*mine, "resume=auto"], environment=piped)
+    assert done.code == 0, done.err
+    assert "going on after" in done.err
+    assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    arrays = [np.load(tmp_path / f"{name}.logits.npy") for name in ("killed", "whole")]
+    np.testing.assert_array_equal(*arrays)
+    assert not part.exists()
+
+
+def test_a_signal_ends_it_and_another_source_is_refused(start, predict, whole, pictures, tmp_path):
+    names = sorted(str(path) for path in pictures.rglob("*.png")) * 40
+    listing = tmp_path / "names"
+    listing.write_text("\n".join(names))
+    mine = [f"run={whole}", "loader.batch_size=2", f"out={tmp_path}/p.csv"]
+    part = tmp_path / "p.csv.part"
+    piped = {"STANDARD_INPUT": str(listing)}
+    run = start([*mine, "source=-"], command="predict", environment=piped)
+    run.until(lambda: part.exists() and part.read_bytes().count(b"\n") > 5)
+    os.kill(run.pid, signal.SIGTERM)
+    run.wait()
+    assert run.code == 143
+    assert "resume=auto" in run.error
+    done = predict([*mine, f"source={pictures}", "resume=auto"])
+    assert done.code == 4
+    assert "made from another" in done.error
+
+
+def test_parquet_and_lines_hold_what_the_csv_holds(predict, whole, pictures, tmp_path):
+    for suffix in ("csv", "jsonl", "parquet"):
+        done = predict([f"run={whole}", f"source={pictures}/[0-4]/*", f"out={tmp_path}/p.{suffix}"])
+        assert done.code == 0, done.err
+    rows = read_csv(tmp_path / "p.csv")
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    table = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
+    assert lines == table
+    assert [(r["file"], r["prediction"]) for r in rows] == [
+        (line["file"], line["prediction"]) for line in lines
+    ]
+
+
+def test_a_run_stands_alone(train, predict, pictures, tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(pictures, tree / "train")
+    run = tmp_path / "run"
+    arguments = ["experiment=resnet18", "model=small_cnn", "data=image_folder", f"data.root={tree}"]
+    small = ["data.image_size=16", "data.channels=1", "data.mean=[0.5]", "data.std=[0.5]"]
+    limits = ["trainer.max_steps=2", "loader.batch_size=8", "loader.num_workers=0"]
+    done = train([*arguments, *small, *limits, f"run_dir={run}"])
+    assert done.code == 0, done.err
+    tree.rename(tmp_path / "moved")
+    done = predict([f"run={run}", f"source={tmp_path}/moved/train", f"out={tmp_path}/p.csv"])
+    assert done.code == 0, done.err
+    facts = json.loads((run / "inference.json").read_text())
+    assert facts["classes"] == sorted(facts["classes"])
+    assert facts["num_classes"] == len(facts["classes"]) == 10
+    assert len(read_csv(tmp_path / "p.csv")) == 30
+    (run / "inference.json").unlink()  # as a run of an older version
+    done = predict([f"run={run}", f"source={tmp_path}/moved/train", f"out={tmp_path}/q.csv"])
+    assert done.code == 3
+    assert "data.root" in done.error
+
+
+@pytest.mark.parametrize(
+    ("experiment", "source", "check"),
+    [
+        pytest.param("regression", "test", lambda r: float(r["prediction"]), id="regression"),
+        pytest.param("multilabel", "val", lambda r: r["probability"], id="multilabel"),
+        pytest.param(
+            "segmentation",
+            "test",
+            lambda r: Image.open(r["prediction"]).size == (32, 32),
+            id="mask",
+        ),
+    ],
+)
+def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experiment, source, check):
+    run = tmp_path / "run"
+    limits = ["trainer.max_steps=1", "loader.num_workers=0", "trainer.limit_val_batches=1"]
+    done = train([f"experiment={experiment}", *limits, f"run_dir={run}"])
+    assert done.code == 0, done.err
+    done = predict([f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"])
+    assert done.code == 0, done.err
+    rows = read_csv(tmp_path / "p.csv")
+    assert [row["file"] for row in rows] == [str(number) for number in range(len(rows))]
+    assert all(check(row) is not False for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param([], 2, "source: missing", id="no-source"),
+        pytest.param(["source=/nowhere"], 3, "names no picture", id="nothing-there"),
+        pytest.param(["source=test", "out=x.txt"], 2, "ends with none of", id="format"),
+        pytest.param(["source=test", "out=none/x.csv"], 2, "there is no folder", id="folder"),
+        pytest.param(["source=test", "top_k=0"], 2, "top_k", id="top-k"),
+        pytest.param(["source=test", "device=tpu"], 2, "device", id="device"),
+        pytest.param(["source=test", "save=embeddings:fc"], 2, "no such module", id="module"),
+        pytest.param(["source=test", "checkpoint=x"], 4, "no such checkpoint", id="checkpoint"),
+        pytest.param(["source=predict"], 2, "data.predict", id="no-split"),
+        pytest.param(["source=test", "loader.batchsize=3"], 2, "batch_size", id="unknown-key"),
+        pytest.param(["source=test", "strategy.name=fsdp"], 2, "single or ddp", id="fsdp"),
+    ],
+)
+def test_mistakes_write_nothing(predict, whole, tmp_path, arguments, code, said):
+    done = predict([f"run={whole}", *arguments], folder=tmp_path)
+    assert done.code == code, done.err
+    assert said in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_is_not_replaced_unless_asked(predict, whole, tmp_path):
+    (tmp_path / "predictions.csv").write_text("mine")
+    done = predict([f"run={whole}", "source=test"], folder=tmp_path)
+    assert done.code == 2
+    assert "overwrite=true" in done.error
+    assert (tmp_path / "predictions.csv").read_text() == "mine"
+    done = predict([f"run={whole}", "source=test", "overwrite=true"], folder=tmp_path)
+    assert done.code == 0
+    assert len(read_csv(tmp_path / "predictions.csv")) == 270
+
+
+def test_three_lines_of_python(whole, pictures):
+    run = load_run(whole)
+    files = sorted(str(path) for path in pictures.rglob("*.png"))
+    rows = run.predict(files, top_k=2)
+    _, expected = by_hand(whole, pictures)
+    found = torch.tensor([row["probability"] for row in rows])
+    torch.testing.assert_close(found, expected.max(1).values, atol=1e-6, rtol=0)
+    assert [row["prediction"] for row in rows] == [str(n) for n in expected.argmax(1).tolist()]
+    opened = [Image.open(file) for file in files[:3]]
+    assert run.predict(opened, top_k=2) == run.predict(files[:3], top_k=2)
+    assert run.predict([np.array(image) for image in opened], top_k=2) == run.predict(
+        files[:3], top_k=2
+    )
+
+
+def test_a_run_in_python_has_config_metrics_model_and_data(whole):
+    run = load_run(whole)
+    assert run.config.trainer.max_epochs == 2
+    logged = [line["val/accuracy"] for line in run.metrics if "val/accuracy" in line]
+    model = run.model()
+    assert not model.training
+    hits = total = 0
+    for images, labels in run.loader("val"):
+        with torch.no_grad():
+            hits += int((model(images).argmax(1) == labels).sum())
+        total += len(labels)
+    assert hits / total == pytest.approx(max(logged))

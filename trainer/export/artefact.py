@@ -1,0 +1,267 @@
+"""Write a run's model in another format: verified before it has its name, whole or absent (I7)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from trainer.build.data import build_data, build_pipeline, eval_loader
+from trainer.checkpoints.archive import digest
+from trainer.checkpoints.weights import read_safetensors, write_safetensors
+from trainer.errors import ModelError
+from trainer.export.card import model_card
+from trainer.export.formats import FORMATS, check_libraries
+from trainer.export.network import Network, Preprocessing, build_network
+from trainer.files.atomic import sync_folder, write_json, write_text
+from trainer.files.storage import storage_error
+from trainer.inference.run import Run, find_checkpoint
+from trainer.runs import manifest
+from trainer.runs.status import read_status
+from trainer.strategies.strategy import Strategy
+from trainer.targets.instantiate import instantiate
+
+logger = logging.getLogger("regimen")
+
+WEIGHTS = "safetensors"
+_SAMPLES = 32
+_BATCHES = (1, 2, 3, _SAMPLES)
+_TOLERANCE = 1e-4  # of the largest answer, at least of 1
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and how far its answers are from the model's."""
+
+    folder: Path
+    file: Path
+    difference: float
+    remark: str
+
+
+def formats() -> list[str]:
+    """Name the formats."""
+    return [*FORMATS, WEIGHTS]
+
+
+def export_run(
+    run: Run,
+    name: str,
+    out: Path | None = None,
+    preprocessing: Preprocessing = "outside",
+    checkpoint: str = "best",
+    overwrite: bool = False,
+) -> Exported:
+    """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
+
+    Raises ModelError for what cannot be exported or answers differently, CheckpointError,
+    StorageError. Nothing half-written stays.
+    """
+    folder = out or run.path / "exports" / name
+    if folder.exists() and not overwrite:
+        raise ModelError(f"out={folder} exists: overwrite=true replaces it")
+    if name in FORMATS:
+        check_libraries(name)
+    try:
+        folder.parent.mkdir(parents=out is None, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    try:
+        write = _write_weights if name == WEIGHTS else _write_graph
+        file, facts = write(run, name, made, preprocessing, checkpoint)
+        write_json(made / "export.json", facts)
+        write_text(made / "card.md", model_card(run, facts))
+        made.chmod(0o777 & ~_umask())
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(made, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    remark = FORMATS[name].remark if name in FORMATS else ""
+    return Exported(folder, folder / file, facts["verified"]["largest_difference"], remark)
+
+
+def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
+    """Return where a model comes from."""
+    path = find_checkpoint(run.path, checkpoint)
+    trainer = run.trainer(checkpoint)
+    average = trainer.average
+    return {
+        "run": str(run.path.absolute()),
+        "name": run.config.name,
+        "checkpoint": path.name,
+        "sha256": digest(path),
+        "step": trainer.state.global_step,
+        "average": None if average is None else average.name,
+        "results": read_status(run.path).get("results") or {},
+        "versions": manifest.versions(),
+    }
+
+
+def _write_graph(
+    run: Run, name: str, folder: Path, preprocessing: Preprocessing, checkpoint: str
+) -> tuple[str, dict[str, Any]]:
+    form = FORMATS[name]
+    model, task = run.model(checkpoint), run.trainer(checkpoint).task
+    pipeline = build_pipeline(run.config, "eval")
+    network, outside = build_network(model, task, pipeline, preprocessing)
+    network.eval()
+    samples, real = _samples(run, outside)
+    facts = {
+        "format": name,
+        "file": form.file,
+        "preprocessing": preprocessing,
+        "transforms_of_the_caller": {n: run.facts.transforms[n] for n in outside},
+        "input": {"shape": ["batch", *samples.shape[1:]], "dtype": _dtype(samples)},
+        "output": run.facts.outputs["kind"] if preprocessing == "inside" else "logits",
+        "classes": run.facts.classes,
+        "provenance": provenance(run, checkpoint),
+    }
+    form.write(network, samples[:2].clone(), folder / form.file, facts)
+    with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
+        difference = _verify(network, folder / form.file, samples, form.answer, Path(scratch))
+    verified: dict[str, Any] = {
+        "samples": "of the run" if real else "random",
+        "batch_sizes": list(_BATCHES),
+    }
+    verified["largest_difference"] = difference
+    facts["verified"] = verified
+    if preprocessing == "inside" and real:
+        plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
+        with torch.inference_mode():
+            trained = plain(_samples(run, list(pipeline.steps))[0])
+            moved = float((network(samples) - trained).abs().max())
+        verified["difference_of_preprocessing"] = moved
+    return form.file, facts
+
+
+def _verify(
+    network: Network,
+    path: Path,
+    samples: Tensor,
+    answer: Callable[[Path, Sequence[Tensor], Path], list[Tensor]],
+    scratch: Path,
+) -> float:
+    """Return the largest difference to the model over several batch sizes. Raises ModelError."""
+    questions = [samples[:size].clone() for size in _BATCHES]
+    with torch.inference_mode():
+        expected = [network(question) for question in questions]
+    largest = 0.0
+    for asked, wanted, found in zip(
+        questions, expected, answer(path, questions, scratch), strict=True
+    ):
+        scale = max(1.0, float(wanted.abs().max()))
+        same = found.shape == wanted.shape
+        off = float((found.to(wanted) - wanted).abs().max()) if same else float("inf")
+        if not off <= _TOLERANCE * scale:
+            raise ModelError(
+                f"{path.name} answers otherwise than the model (by {off:.2g}, batch of "
+                f"{len(asked)}): does its forward branch on its data, or draw random numbers?"
+            )
+        largest = max(largest, off)
+    return largest
+
+
+def _samples(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
+    """Return inputs after the named transforms: the run's own, or random ones without its data."""
+    kept = {name: run.config.transforms.eval[name] for name in names}
+    transforms = replace(run.config.transforms, eval=kept)
+    loader_options = replace(run.config.loader, num_workers=0, eval_batch_size=_SAMPLES)
+    config = replace(run.config, transforms=transforms, loader=loader_options)
+    split = next((s for s in ("val", "test") if getattr(config.data, s) is not None), None)
+    try:
+        dataset = None if split is None else build_data(config, (split,)).sets[split]
+        if dataset is not None:
+            loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
+            batch = next(iter(loader.epoch(0, 0, 1))).batch
+            inputs = _one_view(batch[0] if isinstance(batch, tuple | list) else batch)
+            return inputs[torch.arange(_SAMPLES) % len(inputs)], True
+    except DataError as error:
+        logger.warning("the run's data are not there (%s): verified with random inputs", error)
+    return _random(run, whole=len(kept) == len(run.config.transforms.eval)), False
+
+
+def _random(run: Run, whole: bool) -> Tensor:
+    form = run.facts.model_inputs
+    if not form or "shape" not in form:
+        raise ModelError(
+            "the form of the model's inputs is not known, and the run's data are not there: "
+            "put them back (data.root), or use format=safetensors"
+        )
+    shape = (_SAMPLES, *form["shape"][-3:])
+    generator = torch.Generator().manual_seed(0)
+    if not whole:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return torch.randn(shape, dtype=getattr(torch, form["dtype"]), generator=generator)
+
+
+def _one_view(batch: Any) -> Tensor:
+    """Return one view of each sample: averages over views are the caller's."""
+    if not isinstance(batch, Tensor):
+        kind = type(batch).__name__
+        raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
+    return batch[:, 0] if batch.ndim == 5 else batch
+
+
+def _write_weights(
+    run: Run, name: str, folder: Path, preprocessing: Preprocessing, checkpoint: str
+) -> tuple[str, dict[str, Any]]:
+    """Write the weights and the configuration; a bare model must take them."""
+    weights: Mapping[str, Tensor] = run.model(checkpoint).state_dict()
+    path = folder / "model.safetensors"
+    write_safetensors(path, weights)
+    shutil.copyfile(run.path / "config.yaml", folder / "config.yaml")
+    bare = instantiate(run.facts.model, _key_="model")
+    bare.load_state_dict(read_safetensors(path))
+    equal = all(torch.equal(v, weights[k].cpu()) for k, v in bare.state_dict().items())
+    if not equal:
+        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
+    facts = {
+        "format": name,
+        "file": path.name,
+        "model": run.facts.model,
+        "transforms_of_the_caller": run.facts.transforms,
+        "input": run.facts.model_inputs,
+        "output": "logits",
+        "classes": run.facts.classes,
+        "provenance": provenance(run, checkpoint),
+        "verified": {"samples": "weights, bit for bit", "largest_difference": 0.0},
+    }
+    return path.name, facts
+
+
+def how_to_load(folder: Path) -> list[str]:
+    """Return the lines of Python that load weights without Regimen's trainer."""
+    facts = json.loads((folder / "export.json").read_text())
+    node = dict(facts["model"])
+    module, _, kind = str(node.pop("_target_")).rpartition(".")
+    arguments = ", ".join(f"{key}={value!r}" for key, value in node.items())
+    return [
+        f"from {module} import {kind}; from safetensors.torch import load_file",
+        f"model = {kind}({arguments})",
+        f"model.load_state_dict(load_file({str(folder / facts['file'])!r}))",
+    ]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

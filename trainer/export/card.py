@@ -1,0 +1,88 @@
+"""The model card beside an exported model: what it is, where it comes from, what is not known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.inference.run import Run
+
+_CURVE = 20  # validations that are listed
+
+
+def model_card(run: Run, facts: Mapping[str, Any]) -> str:
+    """Return the card as Markdown."""
+    origin = facts["provenance"]
+    verified = facts["verified"]
+    lines = [
+        f"# {origin['name']}",
+        "",
+        f"Model: `{run.facts.model['_target_']}`, as `{facts['format']}`: {facts['file']}.",
+        "",
+        "## Input and output",
+        "",
+        f"- Input: {json.dumps(facts['input'])}",
+        f"- Output: {facts['output']}",
+        f"- Classes: {_listed(facts['classes'])}",
+        "- Transforms that the caller applies before, in this order: "
+        + (", ".join(f"`{n}`" for n in facts["transforms_of_the_caller"]) or "none"),
+        "",
+        "## Where it comes from",
+        "",
+        f"- Run `{origin['run']}`, checkpoint `{origin['checkpoint']}` (sha256 "
+        f"`{origin['sha256']}`), step {origin['step']}",
+        f"- Weights: {_weights(origin['average'])}",
+        f"- Data: `{_data(run)}`",
+        f"- Versions: {', '.join(f'{k} {v}' for k, v in origin['versions'].items())}",
+        "",
+        "## Metrics of the run",
+        "",
+        *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
+        "",
+        *_curve(run),
+        "## Verified",
+        "",
+        f"- Against the model in PyTorch on samples: {verified['samples']}; largest difference "
+        f"{verified['largest_difference']:.2g}",
+    ]
+    if (moved := verified.get("difference_of_preprocessing")) is not None:
+        lines.append(f"- Preprocessing in the graph against that of training: {moved:.2g}")
+    lines += [
+        "",
+        "## Limits",
+        "",
+        "- The metrics hold for data like the run's. Nothing was measured on any other data.",
+        "- Fairness, calibration and robustness were not measured.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _listed(classes: list[str] | None) -> str:
+    return ", ".join(classes) if classes else "not named"
+
+
+def _weights(average: str | None) -> str:
+    return "of the checkpoint" if average is None else f"the average of `callbacks.{average}`"
+
+
+def _data(run: Run) -> str:
+    node = run.config.data.train or {}
+    return str(node.get("_target_", "not named"))
+
+
+def _curve(run: Run) -> list[str]:
+    """Return a table of the last validations."""
+    logged = [line for line in run.metrics if any(key.startswith("val/") for key in line)]
+    if not logged:
+        return []
+    names = sorted({key for line in logged for key in line if key.startswith("val/")})
+    rows = [
+        f"| {line['step']} | "
+        + " | ".join(f"{line.get(n, float('nan')):.4f}" for n in names)
+        + " |"
+        for line in logged[-_CURVE:]
+    ]
+    head = ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    return [*head, *rows, ""]

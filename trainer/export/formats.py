@@ -1,0 +1,176 @@
+"""How each format is written, and how it answers when it is loaded again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram, export, save
+
+from trainer.errors import ModelError
+from trainer.export.network import Network
+
+# Loaded in a process of its own: what works there needs nothing of this one.
+_LOAD = {
+    "torch_export": "torch.export.load(path).module()",
+    "torchscript": "torch.jit.load(path)",
+}
+_FRESH = """
+import sys, torch
+path, questions, answers = sys.argv[1:]
+network = {load}
+with torch.inference_mode():
+    torch.save([network(x) for x in torch.load(questions, weights_only=True)], answers)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format of `export`."""
+
+    file: str
+    write: Callable[[Network, Tensor, Path, Mapping[str, Any]], None]
+    answer: Callable[[Path, Sequence[Tensor], Path], list[Tensor]]  # with a folder for its use
+    needs: tuple[str, ...] = ()  # libraries
+    extra: str = ""  # that brings them
+    remark: str = ""
+
+
+def check_libraries(name: str) -> None:
+    """Refuse a format whose libraries are not installed. Raises ModelError."""
+    form = FORMATS[name]
+    for library in form.needs:
+        if importlib.util.find_spec(library) is None:
+            raise ModelError(f"format={name} needs {library}: pip install -e '.[{form.extra}]'")
+
+
+def exported_program(network: Network, example: Tensor) -> ExportedProgram:
+    """Export with a free batch size: without Python's own control flow first, then with it."""
+    shapes = ({0: Dim("batch", min=1)},)
+    for strict in (False, True):
+        try:
+            return export(
+                network,
+                (example,),
+                dynamic_shapes=shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+        except Exception as error:
+            failure = error
+    reason = " ".join(str(failure).split())[:300]
+    raise ModelError(
+        f"the model cannot be exported by torch.export: {reason}; "
+        "format=torchscript or format=safetensors may do"
+    ) from failure
+
+
+def _write_program(
+    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
+) -> None:
+    with _silently():
+        save(
+            exported_program(network, example),
+            path,
+            extra_files={"regimen.json": json.dumps(metadata)},
+        )
+
+
+def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]) -> None:
+    onnx: Any = importlib.import_module("onnx")
+    with _silently():
+        program = torch.onnx.export(
+            exported_program(network, example),
+            input_names=["input"],
+            output_names=["output"],
+            verbose=False,
+        )
+    assert program is not None
+    proto = program.model_proto
+    for key, value in metadata.items():
+        entry = proto.metadata_props.add()
+        entry.key = key
+        entry.value = value if isinstance(value, str) else json.dumps(value)
+    onnx.save(proto, str(path))
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """Keep what exporters say of their own passes from the terminal."""
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _answer_onnx(path: Path, questions: Sequence[Tensor], folder: Path) -> list[Tensor]:
+    runtime: Any = importlib.import_module("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(session.run(None, {"input": x.numpy()})[0]) for x in questions]
+
+
+def _write_torchscript(
+    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
+) -> None:
+    extra = {"regimen.json": json.dumps(metadata)}
+    with _silently():  # that it is deprecated is said once, by us
+        traced = torch.jit.trace(network, (example,))  # type: ignore[no-untyped-call]
+        torch.jit.save(traced, str(path), _extra_files=extra)
+
+
+def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Tensor]]:
+    def answer(path: Path, questions: Sequence[Tensor], folder: Path) -> list[Tensor]:
+        asked, answered = folder / "questions.pt", folder / "answers.pt"
+        torch.save(list(questions), asked)
+        code = _FRESH.format(load=_LOAD[name])
+        command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+        done = subprocess.run(
+            [*command, str(path), str(asked), str(answered)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+        )
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ModelError(f"{path.name} cannot be loaded again: {reason}")
+        answers: list[Tensor] = torch.load(answered, weights_only=True)
+        return answers
+
+    return answer
+
+
+FORMATS: Mapping[str, Format] = {
+    "onnx": Format(
+        "model.onnx",
+        _write_onnx,
+        _answer_onnx,
+        ("onnx", "onnxscript", "onnxruntime"),
+        "onnx",
+    ),
+    "torch_export": Format("model.pt2", _write_program, _answer_fresh("torch_export")),
+    "torchscript": Format(
+        "model.ts",
+        _write_torchscript,
+        _answer_fresh("torchscript"),
+        remark="TorchScript is deprecated in torch; onnx and torch_export are its successors",
+    ),
+}

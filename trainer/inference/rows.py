@@ -1,0 +1,97 @@
+"""One row for each sample: a model's answers in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainer.errors import ModelError
+from trainer.inference.facts import InferenceFacts
+from trainer.inference.predictor import Answers
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """Turn answers into rows, by what the task's outputs are.
+
+    name_of: a sample's file, or its number in the data set, by index.
+    mask_of: where a sample's mask is written, by index and mask; None: masks have no rows.
+    """
+
+    def __init__(
+        self,
+        facts: InferenceFacts,
+        top_k: int,
+        name_of: Callable[[int], str],
+        mask_of: Callable[[int, Tensor], str] | None = None,
+    ) -> None:
+        self._classes = facts.classes
+        self._threshold = float(facts.outputs.get("threshold", 0.5))
+        self._top_k = top_k
+        self._name_of = name_of
+        self._mask_of = mask_of
+        kinds: dict[str, Callable[[Sequence[int], Tensor], list[Row]]] = {
+            "classes": self._likeliest,
+            "labels": self._labels,
+            "values": self._values,
+            "mask": self._masks,
+            "array": self._shapes,
+        }
+        kind = facts.outputs["kind"]
+        if kind not in kinds:
+            raise ModelError(f"task.output_kind is {kind!r}, not one of {', '.join(kinds)}")
+        self._of_kind = kinds[kind]
+
+    def __call__(self, answers: Answers) -> Iterator[Row]:
+        """Yield the rows of a batch by the order of its samples, broken ones among them."""
+        rows = dict(
+            zip(answers.indices, self._of_kind(answers.indices, answers.values), strict=True)
+        )
+        for index in sorted((*rows, *answers.broken)):
+            row = rows.get(index)
+            name = {"file": self._name_of(index)}
+            yield name | ({"error": answers.broken[index]} if row is None else row)
+
+    def _name(self, number: int) -> str:
+        return self._classes[number] if self._classes else str(number)
+
+    def _likeliest(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        best = values.topk(min(self._top_k, values.shape[1]), dim=1)
+        rows = []
+        for shares, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            row: Row = {}
+            for place, (share, number) in enumerate(zip(shares, numbers, strict=True), start=1):
+                row["prediction" if place == 1 else f"top{place}"] = self._name(number)
+                row["probability" if place == 1 else f"probability{place}"] = share
+            rows.append(row)
+        return rows
+
+    def _labels(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        rows = []
+        for shares in values.tolist():
+            found = [(self._name(i), s) for i, s in enumerate(shares) if s > self._threshold]
+            names, parts = [name for name, _ in found], [share for _, share in found]
+            rows.append({"prediction": names, "probability": parts})
+        return rows
+
+    def _values(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        if values.ndim == 1:
+            return [{"prediction": value} for value in values.tolist()]
+        return [
+            {f"prediction{place}": value for place, value in enumerate(row, start=1)}
+            for row in values.flatten(1).tolist()
+        ]
+
+    def _masks(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        if self._mask_of is None:
+            return [{"prediction": mask.tolist()} for mask in values]
+        return [
+            {"prediction": self._mask_of(index, mask)}
+            for index, mask in zip(indices, values, strict=True)
+        ]
+
+    def _shapes(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        return [{"shape": list(values.shape[1:])} for _ in indices]

@@ -1,0 +1,251 @@
+"""A finished run from Python: its configuration, metrics, model and predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from conf.check import parse
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from conf.yaml_file import plain_values
+from data.decode import read_image
+from data.errors import DataError
+from data.loading.collate import collate
+from data.pictures import Pictures
+from models.weights import no_initial_weights
+from trainer import snapshot
+from trainer.build.assembly import Assembly, Known
+from trainer.build.check import check_targets
+from trainer.build.data import build_data, build_pipeline
+from trainer.build.experiment import build_evaluation, build_evaluator
+from trainer.build.strategy import build_strategy
+from trainer.checkpoints.schema import check_payload
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.inference.facts import InferenceFacts, facts_of, read_facts
+from trainer.inference.predictor import Answers, Predictor
+from trainer.inference.rows import Row, Rows
+from trainer.runs.status import RunDirectoryError
+from trainer.strategies.strategy import Strategy
+from trainer.targets.allow_list import allow
+from trainer.targets.renamed import with_present_targets
+from trainer.trainer import Trainer
+from trainer.update.precision import Precision
+
+_SPLITS = ("val", "test")
+
+
+def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
+    """Open the run in a directory; nothing but its configuration is read yet.
+
+    device: auto (what the machine has), cpu, cuda or mps.
+    allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
+    Raises RunDirectoryError where no run is, ConfigError where its configuration is not sound.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "config.yaml").is_file():
+        raise RunDirectoryError(f"{folder} holds no run: it has no config.yaml")
+    allow(allow_targets)
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    config = parse(dict(with_present_targets(plain_values(text, str(folder / "config.yaml")))))
+    check_targets(config)
+    strategy: Any = {"name": "single", "accelerator": device}
+    return Run(folder, replace(config, strategy=replace(config.strategy, **strategy)))
+
+
+class Run:
+    """A run on disk. What takes time is read when it is asked for, and then kept."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        self.config = config
+        self._trainers: dict[str, Trainer] = {}
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @cached_property
+    def facts(self) -> InferenceFacts:
+        """What the run knows of its data: classes, the form of inputs and outputs."""
+        return facts_of_run(self.path, self.config)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """Everything that was logged, a dict for each line: `step`, `epoch`, `train/loss`..."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def model(self, checkpoint: str = "best") -> nn.Module:
+        """Return the network in evaluation mode, with the weights that the run was judged by.
+
+        checkpoint: best, last or a path. Raises CheckpointError.
+        """
+        return _with_judged_weights(self.trainer(checkpoint))
+
+    def predict(
+        self,
+        images: Any,
+        *,
+        top_k: int = 1,
+        batch_size: int | None = None,
+        checkpoint: str = "best",
+    ) -> list[Row]:
+        """Return a row for each picture, as `predict` writes them: prediction, probability...
+
+        images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
+        [H, W, C] too); or, where the run's data are no pictures, a tensor [n, ...] of inputs after
+        the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
+        Raises DataError for what is no picture.
+        """
+        trainer = self.trainer(checkpoint)
+        loader = self.config.loader
+        size = batch_size or loader.eval_batch_size or loader.batch_size
+        rows = Rows(self.facts, top_k, str)
+        predictor = Predictor(trainer)
+        found: list[Row] = []
+        with torch.inference_mode(), predictor.ready():
+            for first, samples in _batches(self._samples(images), size):
+                batch = trainer.to_device(collate(samples))
+                values, _ = predictor.ask(batch, len(samples))
+                indices = range(first, first + len(samples))
+                found += rows(Answers(indices, values, None, {}))
+        for row in found:
+            del row["file"]
+        return found
+
+    def loader(self, split: str = "val") -> Iterator[Any]:
+        """Yield the batches of the run's own val or test data, transformed, on its device."""
+        _check_split(split)
+        strategy = build_strategy(self.config)
+        with no_initial_weights():
+            _, loader = build_evaluation(self.config, strategy, split)
+        return (micro.batch for micro in loader.epoch(0))
+
+    def trainer(self, checkpoint: str = "best") -> Trainer:
+        """Return what evaluates and predicts: the model on its device, and its task."""
+        if checkpoint not in self._trainers:
+            strategy = build_strategy(self.config)
+            strategy.setup()
+            self._trainers[checkpoint] = load_trainer(
+                self.path, self.config, self.facts.num_classes, strategy, checkpoint
+            )
+        return self._trainers[checkpoint]
+
+    def _samples(self, images: Any) -> Iterator[Any]:
+        if self.facts.inputs["kind"] != "picture":
+            yield from images
+            return
+        form = self.pictures([])
+        singles = [images] if isinstance(images, (str, os.PathLike)) else images
+        for image in singles:
+            yield form.brought_to_form(as_picture(image, form.channels))
+
+    def pictures(self, paths: Sequence[str]) -> Pictures:
+        """Return picture files as a data set that the run's network can be given."""
+        return pictures_for(self.facts, self.config, paths)
+
+
+def facts_of_run(path: Path, config: Config) -> InferenceFacts:
+    """Read what a run knows of its data; of an older run, which has not noted it, from the data."""
+    facts = read_facts(path)
+    if facts is not None:
+        return facts
+    splits = tuple(s for s in _SPLITS if getattr(config.data, s) is not None) or ("train",)
+    data = build_data(config, splits)
+    parts = Assembly(config, Known(data.num_classes), Strategy(), Precision("fp32", "cpu"))
+    return facts_of(config, data, parts.task)
+
+
+def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
+    """Return picture files in the form that a run's transforms were given. Raises ConfigError."""
+    inputs = facts.inputs
+    if inputs["kind"] != "picture":
+        hint = "source=val or source=test; or describe a data set in data.predict"
+        raise ConfigError([Problem("source", "the run was not trained on pictures", hint=hint)])
+    return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
+
+
+def load_trainer(
+    run_dir: Path, config: Config, num_classes: int | None, strategy: Strategy, checkpoint: str
+) -> Trainer:
+    """Build a run's model with the weights of a checkpoint (best, last or a path).
+
+    Raises CheckpointError, and what building a model raises.
+    """
+    path = find_checkpoint(run_dir, checkpoint)
+    payload = CheckpointStore(path.parent).load(path)
+    check_payload(payload, path)
+    with no_initial_weights():  # the checkpoint brings its own
+        trainer = build_evaluator(config, num_classes, strategy)
+    snapshot.load_weights(trainer, payload)
+    trainer.state.global_step = snapshot.step_of(payload)
+    return trainer
+
+
+def find_checkpoint(run_dir: Path, name: str) -> Path:
+    """Return a checkpoint's path: `best` (or else the last), `last`, or a path."""
+    folder = run_dir / "checkpoints"
+    names = ("best", "last") if name == "best" else (name,)
+    known = [folder / f"{n}.pt" for n in names]
+    path = next((p for p in known if p.is_file()), Path(name))
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint={name}: {folder} holds no such checkpoint")
+    return path
+
+
+def as_picture(image: Any, channels: int) -> Tensor:
+    """Return a picture, given in any usual form, as uint8 [channels, H, W]. Raises DataError."""
+    if isinstance(image, (str, os.PathLike)):
+        return read_image(Path(image), channels)
+    if hasattr(image, "convert"):  # Pillow's
+        image = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    tensor = torch.as_tensor(np.array(image)) if not isinstance(image, Tensor) else image
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    elif tensor.ndim == 3 and tensor.shape[0] != channels and tensor.shape[2] == channels:
+        tensor = tensor.permute(2, 0, 1)
+    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] != channels:
+        raise DataError(
+            f"a picture of type {tensor.dtype} and shape {list(tensor.shape)}: the run takes "
+            f"uint8 [{channels}, height, width]"
+        )
+    return tensor
+
+
+def _with_judged_weights(trainer: Trainer) -> nn.Module:
+    """Leave the average, where a run was judged by one, in the model."""
+    weights = trainer.evaluation_weights()
+    with weights:
+        state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(state)
+    return trainer.model.eval()
+
+
+def _batches(samples: Iterator[Any], size: int) -> Iterator[tuple[int, list[Any]]]:
+    batch: list[Any] = []
+    first = 0
+    for sample in samples:
+        batch.append(sample)
+        if len(batch) == size:
+            yield first, batch
+            first, batch = first + size, []
+    if batch:
+        yield first, batch
+
+
+def _check_split(split: str) -> None:
+    if split not in _SPLITS:
+        raise ValueError(f"split is {split!r}, not one of {', '.join(_SPLITS)}")

@@ -1,0 +1,36 @@
+"""What is due between two updates, by the options and the counters alone."""
+
+from __future__ import annotations
+
+from trainer.options import TrainerOptions
+from trainer.state import TrainState
+
+
+def is_done(options: TrainerOptions, state: TrainState) -> bool:
+    """Tell whether the horizon is reached."""
+    epochs, steps = options.max_epochs, options.max_steps
+    return (epochs is not None and state.epoch >= epochs) or (
+        steps is not None and state.global_step >= steps
+    )
+
+
+def log_is_due(options: TrainerOptions, state: TrainState, unlogged: bool) -> bool:
+    """Tell whether to log; `unlogged`: something was added up since the epoch's last log line.
+
+    So an epoch whose last update was skipped is logged as well.
+    """
+    step = state.global_step
+    if not state.position and unlogged:
+        return True
+    at_end = not state.position or is_done(options, state)
+    return step > state.logged_at and (step % options.log_every_n_steps == 0 or at_end)
+
+
+def validation_is_due(options: TrainerOptions, state: TrainState) -> bool:
+    """Tell whether to validate, where there is something to validate on."""
+    if state.global_step <= state.validated_at:
+        return False
+    epochs, steps = options.validate_every_n_epochs, options.validate_every_n_steps
+    by_epoch = epochs and not state.position and not state.epoch % epochs
+    by_step = steps and not state.global_step % steps
+    return bool(by_epoch or by_step or is_done(options, state))

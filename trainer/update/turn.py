@@ -1,0 +1,44 @@
+"""Who steps on a loss: optimizers that do so together, and what they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.optimizers.optimizers import Optimizers, needs_closure
+from trainer.task import Task
+from trainer.update.gradients import are_alike
+
+
+class Turn:
+    """Optimizers that step together on one loss; unnamed where all do."""
+
+    def __init__(self, name: str, optimizers: Iterable[Optimizer]) -> None:
+        self.name = name
+        self.every = list(optimizers)
+        # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
+        self.optimizers = [o for o in self.every if not needs_closure(o)]
+        self.searching = [o for o in self.every if needs_closure(o)]
+        self.alike = False  # whether the parameters are of one device and type
+        self._sizes: list[int] = []
+        self._parameters: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained now: a callback may add groups on the way."""
+        sizes = [len(group["params"]) for o in self.every for group in o.param_groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            groups = [group for o in self.every for group in o.param_groups]
+            self._parameters = [p for group in groups for p in group["params"]]
+            self.alike = are_alike(self._parameters)
+        return self._parameters
+
+
+def turns_of(optimizers: Optimizers, task: Task) -> list[Turn]:
+    """Return the turns of an update: the task's, or one of all optimizers."""
+    if not task.turns:
+        return [Turn("", optimizers.optimizers.values())]
+    return [Turn(name, [optimizers.optimizers[name]]) for name in task.turns]
