@@ -14,8 +14,8 @@ from torch import Tensor, constant_pad_nd
 from torchvision.transforms.v2 import functional as F
 
 from data.errors import DataError
+from data.images import column, flipped, means, sampled, windows, within
 from data.keys import Draws
-from data.pixels import column, flipped, means, sampled, windows, within
 from data.transforms import Constants
 
 Values = tuple[Tensor, ...]

@@ -12,11 +12,11 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
 from data.loading.batch_forms import check_per_sample, defer, quick_form
+from data.loading.cache import ImageCache
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader

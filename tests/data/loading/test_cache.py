@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from data.cache import ImageCache
 from data.decode import read_image
 from data.errors import UnreadableError
 from data.image_folder import ImageFolder, image_folder
+from data.loading.cache import ImageCache
 
 KINDS = ["ram", "disk"]
 
