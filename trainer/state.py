@@ -30,8 +30,8 @@ class TrainState:
     validated_at: int = 0
     stop_reason: str | None = None  # why the run ends, once all processes have agreed on it
     stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
-    # What this process alone wishes: reason and code. A signal comes at no particular moment, so
-    # that its handler has a field of its own.
+    # Why this process asks for a stop, and with which code. A signal comes at any moment, so its
+    # handler has a field of its own.
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
 
@@ -56,16 +56,16 @@ class TrainState:
             self.requested = (reason, code)
 
     @property
-    def wish(self) -> tuple[str, int] | None:
-        """What this process wishes beyond what was agreed on: reason and code."""
-        wish = self.signal or self.requested
-        settled = self.stop_code or (self.stop_reason is not None and not (wish and wish[1]))
-        return None if settled else wish
+    def pending(self) -> tuple[str, int] | None:
+        """Reason and code of a stop that this process asks for and that is not agreed on yet."""
+        asked = self.signal or self.requested
+        settled = self.stop_code or (self.stop_reason is not None and not (asked and asked[1]))
+        return None if settled else asked
 
     def settle(self) -> None:
-        """End the run by this process's own wish: there is no other to agree with."""
-        if self.wish is not None:
-            self.stop(*self.wish)
+        """End the run if this process asks for it: there is no other to agree with."""
+        if self.pending is not None:
+            self.stop(*self.pending)
 
     def stop(self, reason: str, code: int = 0) -> None:
         """End the run: all processes have agreed."""

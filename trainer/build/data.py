@@ -72,7 +72,7 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
     steps = build_transforms(config, stage, config.data.num_classes)
-    return Pipeline({name: quick_form(step) for name, step in steps.items()})
+    return Pipeline({name: quick_form(step) for name, step in steps.items() if step is not None})
 
 
 def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:

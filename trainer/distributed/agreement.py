@@ -48,7 +48,7 @@ class Agreement:
         The same for all are `at_once`, to wait for it, and `in_step`: gradients are exchanged
         between this call and the next.
         """
-        wish = state.wish  # read once: a signal may come at any moment
+        wish = state.pending  # read once: a signal may come at any moment
         before, count = self._before, self._count(wish is not None, in_step)
         self._before = count
         agreed = before is not None and before.result() > 0
