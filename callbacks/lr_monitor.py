@@ -15,4 +15,5 @@ class LRMonitor(Callback):
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
         """Return the learning rates."""
-        return {f"lr/{group}": lr for group, lr in trainer.used_learning_rates().items()}
+        used = trainer.optimizers.learning_rates(used=True)
+        return {f"lr/{group}": lr for group, lr in used.items()}

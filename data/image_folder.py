@@ -5,12 +5,12 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data.cache import ImageCache
 from data.decode import read_image
 from data.errors import DataError
 from data.images import Transform
@@ -19,6 +19,19 @@ from data.splits import cut
 from data.transforms import acts_on_batches
 
 logger = logging.getLogger(__name__)
+
+
+class _Cache(Protocol):
+    """What keeps decoded images: `data.loading.cache.ImageCache`."""
+
+    def fill(self, files: "ImageFolder", interrupted: Callable[[], bool]) -> None:
+        """Decode all images, once."""
+
+    def image(self, index: int) -> Tensor | None:
+        """Return an image; None if it is not held."""
+
+    def batch(self, indices: Sequence[int]) -> Tensor | None:
+        """Return images of one size; None if they are not, or one is not held."""
 
 
 class ImageFolder:
@@ -42,7 +55,7 @@ class ImageFolder:
         self.classes = classes
         self.channels = channels
         self.transform = transform
-        self.cache: ImageCache | None = None
+        self.cache: _Cache | None = None
 
     def __len__(self) -> int:
         return len(self.names)

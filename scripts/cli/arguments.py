@@ -35,7 +35,7 @@ class Arguments:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("command line", message, hint="see --help")])
+        raise ConfigError(Problem("command line", message, hint="see --help"))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -56,7 +56,7 @@ def final_block(
             f"{state.epoch} epochs, {state.global_step} updates, {account.seconds:.1f} s{ended}",
         ),
         ("time", account.text()),
-        ("hint", account.hint(request.config, request.choices)),
+        ("hint", account.hint(request.config)),
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))

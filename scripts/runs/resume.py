@@ -164,7 +164,7 @@ def _refuse_left(run: Path, path: Path, payload: dict[str, Any]) -> None:
 
 def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     if not holds_run(folder):
-        raise ConfigError([Problem("resume", f"{folder} holds no run: it has no manifest.json")])
+        raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
         note = "the run was stopped before its first checkpoint: it starts from the beginning"

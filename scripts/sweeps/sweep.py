@@ -65,11 +65,11 @@ def sweep_folder(config: dict[str, Any]) -> Path:
     used = holds_run(folder) or (folder / FILE).exists() or holds_run(folder / "0")
     if used and config["resume"] is None:
         message = f"{folder} holds a run or a sweep already"
-        raise ConfigError([Problem("run_dir", message, hint="resume=auto goes on with it")])
+        raise ConfigError(Problem("run_dir", message, hint="resume=auto goes on with it"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([Problem("run_dir", f"{folder}: {error.strerror}")]) from error
+        raise ConfigError(Problem("run_dir", f"{folder}: {error.strerror}")) from error
     return folder
 
 

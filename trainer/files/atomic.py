@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
 TEMPORARY = ".tmp-"
@@ -111,7 +112,12 @@ def _created(path: Path) -> Iterator[BinaryIO]:
     with open(descriptor, "wb") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield file
+        # A worker forked meanwhile would hold the space of the file, whoever removes it.
+        keep_from_children(descriptor)
+        try:
+            yield file
+        finally:
+            forget(descriptor)
 
 
 def _copy(source: Path, target: Path) -> None:

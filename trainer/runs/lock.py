@@ -7,11 +7,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
 LOCK_FILE = ".lock"
@@ -63,9 +63,9 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            if forget(self._descriptor):
+                os.close(self._descriptor)
             self._descriptor = None
-            _held.remove(self)
 
     def _try(self) -> bool:
         try:
@@ -76,7 +76,7 @@ class RunLock:
             os.close(descriptor)
             return False
         self._descriptor = descriptor
-        _keep_from_children(self)
+        keep_from_children(descriptor)  # a worker of a killed run would hold the lock
         self._sign()
         return True
 
@@ -141,20 +141,3 @@ def _alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def _keep_from_children(lock: RunLock) -> None:
-    """Make forked workers close their copy of the lock: they can outlive a killed run."""
-    if not _at_fork:
-        os.register_at_fork(after_in_child=_release_all)
-        _at_fork.append(_release_all)
-    _held.append(lock)
-
-
-_held: list[RunLock] = []
-_at_fork: list[Callable[[], None]] = []  # registered once, and only by a process that locks
-
-
-def _release_all() -> None:
-    while _held:
-        _held[-1].release()

@@ -47,6 +47,9 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto")
     return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
 
 
+_ALONE: AbstractContextManager[Any] = nullcontext()
+
+
 class Strategy:
     """Train in one process on one device."""
 
@@ -100,7 +103,7 @@ class Strategy:
 
         `counts=False`: the process has no sample in it and computes with a borrowed one.
         """
-        return nullcontext()
+        return _ALONE
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of an evaluation, in which all processes have the saved buffers."""

@@ -73,6 +73,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return (logits.detach().argmax(1) == labels).sum()
+        return logits.detach().argmax(1).eq(labels).count_nonzero()
     best = logits.detach().topk(k, dim=1).indices
-    return (best == labels[:, None]).any(1).sum()
+    return (best == labels[:, None]).any(1).count_nonzero()

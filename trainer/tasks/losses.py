@@ -42,6 +42,7 @@ class Losses:
     terms: Mapping[str, Term]  # a loss without a name has the name ""
     single: nn.Module | None  # a loss that needs neither terms nor denominators
     counted: Sequence[str]  # terms whose denominators depend on the labels
+    ignored: int | None = None  # `ignore_index` of the first cross entropy
     _last: dict[str, Any] = field(default_factory=dict)  # the last labels, and their denominators
 
     @classmethod
@@ -55,7 +56,9 @@ class Losses:
         counted = [name for name, term in terms.items() if _is_counted(term.loss)]
         simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
         simple = simple and _reduction(terms[""].loss) != "sum"
-        return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
+        single = loss if simple and isinstance(loss, nn.Module) else None
+        entropies = [t.loss for t in terms.values() if isinstance(t.loss, _CROSS_ENTROPIES)]
+        return cls(terms, single, counted, entropies[0].ignore_index if entropies else None)
 
     @property
     def names(self) -> list[str]:
@@ -65,13 +68,11 @@ class Losses:
 
     def counting(self, target: Tensor) -> Tensor | None:
         """Return a mask of the labels that are not ignored; None where none can be ignored."""
-        losses = (term.loss for term in self.terms.values())
-        loss = next((m for m in losses if isinstance(m, _CROSS_ENTROPIES)), None)
-        if loss is None or target.is_floating_point():
+        if self.ignored is None or target.is_floating_point():
             return None
         if any(isinstance(count, int) for count in self.counts(target).values()):
             return None
-        return target != loss.ignore_index
+        return target != self.ignored
 
     @property
     def modules(self) -> dict[str, nn.Module]:

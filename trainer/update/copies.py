@@ -42,6 +42,8 @@ class Memory:
 
         What has another shape or format than before is taken as it is.
         """
+        if not self._owners:
+            return
         now = _buffers(self._owners)
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
             return
