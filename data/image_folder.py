@@ -183,11 +183,11 @@ def _class_names(train: Path) -> list[str]:
         raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
     seen: dict[str, str] = {}
     for name in classes:
-        twin = seen.setdefault(unicodedata.normalize("NFC", name), name)
-        if twin != name:
+        earlier = seen.setdefault(unicodedata.normalize("NFC", name), name)
+        if earlier != name:
             raise DataError(
                 f"data.root: two folders of {train} have names that look the same, "
-                f"{twin!r} and {name!r} (Unicode forms): merge them"
+                f"{earlier!r} and {name!r} (Unicode forms): merge them"
             )
     return classes
 

@@ -90,7 +90,7 @@ def restore(
     is the `same_run` nothing is taken over that tells of a run directory's files.
     """
     trainer.setup()
-    _rehearse(trainer)
+    _warm_up(trainer)
     compare_names(payload, trainer.model.state_dict())
     with taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)
@@ -135,7 +135,7 @@ def _take_over(
     return notes
 
 
-def _rehearse(trainer: Trainer) -> None:
+def _warm_up(trainer: Trainer) -> None:
     """Let the strategy's wrapper learn what it had learnt when the run was saved."""
 
     batches: list[MicroBatch] = []
@@ -146,7 +146,7 @@ def _rehearse(trainer: Trainer) -> None:
         trainer.updater.try_out(batches)
 
     trainer.wrapped.train()
-    trainer.strategy.rehearse(trainer.wrapped, compute)
+    trainer.strategy.warm_up(trainer.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:

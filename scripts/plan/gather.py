@@ -1,4 +1,4 @@
-"""`dry_run=true`: everything checked and built, and shown."""
+"""`dry_run=true`: collect the plan from a built experiment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
-    """Print the plan and keep it as `plan.txt`, the one file that a dry run writes."""
+    """Print the plan and write it to `plan.txt`, the only file of a dry run."""
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     print(render(plan, width=width, colour=sys.stdout.isatty()))
@@ -112,11 +112,11 @@ def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
     if explained:
         yield explained
     if experiment.data.sets.get("val") is None:
-        yield "no validation split: nothing is monitored, the last checkpoint is the one to use"
+        yield "no validation split: no metric is monitored, use the last checkpoint"
     if experiment.data.sets.get("test") is None:
-        yield "no test split: the run ends with its validation figures"
+        yield "no test split: the run ends with its validation metrics"
     if experiment.checkpointed:
-        yield f"activations computed again in backward: {', '.join(experiment.checkpointed)}"
+        yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     callbacks = experiment.trainer.callbacks.items()
     for name in (n for n, c in callbacks if isinstance(c, Checkpoint) and c.background):
         state = memory.parameters + memory.buffers + (memory.optimizer or 0)

@@ -1,4 +1,4 @@
-"""Where the time of a run went, and what could be done about it."""
+"""How a run spent its time, and which settings would reduce it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SHOWN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The seconds that a run's training took, by kind, on the host's clock.
+    """The seconds of a run by kind of work, by the host's clock.
 
-    What a GPU computes counts where the host waits for it: mostly at the log lines.
+    The time of a GPU is counted where the host waits for it, which is mostly at the log lines.
     """
 
     spent: Mapping[Kind, float]
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum over all kinds."""
         return sum(self.spent.values())
 
     def text(self) -> str:
-        """Return the shares, the largest first."""
+        """Return the fraction of each kind, the largest first."""
         shares = sorted(self._shares().items(), key=lambda pair: -pair[1])
         return ", ".join(f"{share:.0%} {_NAMES[kind]}" for kind, share in shares if share >= _SHOWN)
 
     def hint(self, config: Mapping[str, Any]) -> str:
-        """Say which keys make the largest avoidable part smaller; empty where none is large."""
+        """Return the settings that reduce the largest avoidable part; empty if it is small."""
         shares = self._shares()
         avoidable: list[Kind] = ["data", "evaluation", "checkpoints", "callbacks"]
         kind = max(avoidable, key=lambda k: shares.get(k, 0.0))

@@ -93,7 +93,7 @@ class Run:
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
-        return _with_judged_weights(self.trainer(checkpoint))
+        return _with_evaluated_weights(self.trainer(checkpoint))
 
     def predict(
         self,
@@ -223,7 +223,7 @@ def as_picture(image: Any, channels: int) -> Tensor:
     return tensor
 
 
-def _with_judged_weights(trainer: Trainer) -> nn.Module:
+def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
     """Leave the average, where a run was judged by one, in the model."""
     weights = trainer.evaluation_weights()
     with weights:

@@ -33,7 +33,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def set_device(device):
-        assert device.index is not None, "torch makes no device without a number its current one"
+        assert device.index is not None, "torch.cuda.set_device needs an index"
         chosen.append(device)
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
