@@ -30,8 +30,8 @@ class TrainState:
     validated_at: int = 0
     stop_reason: str | None = None  # why the run ends, once all processes have agreed on it
     stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
-    # The reason and the code of a stop that this process requests. A signal can arrive at any
-    # moment, so its handler writes to a field of its own.
+    # The stop that this process alone asks for: reason and code. A signal can arrive at any moment,
+    # so its handler writes to a field of its own.
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
 
@@ -56,16 +56,16 @@ class TrainState:
             self.requested = (reason, code)
 
     @property
-    def pending(self) -> tuple[str, int] | None:
-        """Reason and code of a stop that this process requests and that is not agreed on yet."""
-        asked = self.signal or self.requested
-        settled = self.stop_code or (self.stop_reason is not None and not (asked and asked[1]))
-        return None if settled else asked
+    def stop_request(self) -> tuple[str, int] | None:
+        """The stop that this process asks for and that is not agreed on yet: reason and code."""
+        request = self.signal or self.requested
+        settled = self.stop_code or (self.stop_reason is not None and not (request and request[1]))
+        return None if settled else request
 
     def settle(self) -> None:
-        """Stop the run if this process requests it, where there is no other process."""
-        if self.pending is not None:
-            self.stop(*self.pending)
+        """Stop the run at this process's own request, where there is no other process."""
+        if self.stop_request is not None:
+            self.stop(*self.stop_request)
 
     def stop(self, reason: str, code: int = 0) -> None:
         """End the run: all processes have agreed."""

@@ -49,7 +49,7 @@ class Agreement:
         All processes pass the same arguments. `at_once`: wait for the count of this call.
         `in_step`: gradients are exchanged between this call and the next.
         """
-        request = state.pending  # read once: a signal may come at any moment
+        request = state.stop_request  # read once: a signal may come at any moment
         before, count = self._before, self._count(request is not None, in_step)
         self._before = count
         agreed = before is not None and before.result() > 0

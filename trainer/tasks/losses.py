@@ -43,6 +43,9 @@ class Losses:
     single: nn.Module | None  # a loss that needs neither terms nor denominators
     counted: Sequence[str]  # terms whose denominators depend on the labels
     ignored: int | None = None  # `ignore_index` of the first cross entropy
+    # What each update asks of the terms: what a penalty is taken with respect to, and sums.
+    wrt: Mapping[str, str | None] = field(default_factory=dict)
+    summed: Sequence[str] = ()
     _last: dict[str, Any] = field(default_factory=dict)  # the last labels, and their denominators
 
     @classmethod
@@ -58,12 +61,15 @@ class Losses:
         simple = simple and _reduction(terms[""].loss) != "sum"
         single = loss if simple and isinstance(loss, nn.Module) else None
         entropies = [t.loss for t in terms.values() if isinstance(t.loss, _CROSS_ENTROPIES)]
-        return cls(terms, single, counted, entropies[0].ignore_index if entropies else None)
+        ignored = entropies[0].ignore_index if entropies else None
+        wrt = {name: _wrt(term) for name, term in terms.items()}
+        summed = [name for name, term in terms.items() if _reduction(term.loss) == "sum"]
+        return cls(terms, single, counted, ignored, wrt, summed)
 
     @property
     def names(self) -> list[str]:
         """The losses that an evaluation reports; gradient penalties exist in training only."""
-        named = [f"loss_{name}" for name, term in self.terms.items() if name and not _wrt(term)]
+        named = [f"loss_{name}" for name, wrt in self.wrt.items() if name and not wrt]
         return ["loss", *named]
 
     def counting(self, target: Tensor) -> Tensor | None:
@@ -90,7 +96,7 @@ class Losses:
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
-        if not torch.is_grad_enabled() or "inputs" not in map(_wrt, self.terms.values()):
+        if "inputs" not in self.wrt.values() or not torch.is_grad_enabled():
             return inputs
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             raise ModelError(
@@ -109,7 +115,7 @@ class Losses:
             return _value(self.single, output, target), {}
         values = {}
         for name, term in self.terms.items():
-            wrt = _wrt(term)
+            wrt = self.wrt.get(name)
             if not wrt:
                 value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
@@ -117,9 +123,7 @@ class Losses:
                 sources = [inputs] if wrt == "inputs" else _trained(model)
                 values[name] = term.loss(output, target, sources) * term.weight
         counts: dict[str, Any] = self.counts(target)
-        for name in values:
-            if _reduction(self.terms[name].loss) == "sum":
-                counts[name] = SUM
+        counts.update((name, SUM) for name in self.summed if name in values)
         return values, counts
 
 
