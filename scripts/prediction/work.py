@@ -220,7 +220,7 @@ class _Writer:
 
 
 def _label(row: Row) -> str:
-    said = row.get("prediction", "")
-    text = ", ".join(said) if isinstance(said, list) else str(said)
+    prediction = row.get("prediction", "")
+    text = ", ".join(prediction) if isinstance(prediction, list) else str(prediction)
     share = row.get("probability")
     return f"{text} {share:.0%}" if isinstance(share, float) else text

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.same_run import state_of
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
+from same_run import state_of
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.reader import read_checkpoint

@@ -18,9 +18,11 @@ from scripts.runs.abandoned import Moment
 from scripts.runs.report import best_of
 from scripts.sweeps.leaderboard import Ranking
 from trainer import snapshot
-from trainer.build.experiment import build_callbacks
+from trainer.build.assembly import Assembly, Known
 from trainer.callback import Average, Callback, Saver
 from trainer.errors import ModelError
+from trainer.strategies.strategy import Strategy
+from trainer.update.precision import Precision
 
 
 class Half(Average):
@@ -115,7 +117,8 @@ def test_checkpoints_are_written_last_under_any_name(make_trainer: Any, tmp_path
         "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
         "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
     }
-    callbacks = build_callbacks(nodes)
+    config: Any = SimpleNamespace(callbacks=nodes)
+    callbacks = Assembly(config, Known(None), Strategy(), Precision()).callbacks
     assert list(callbacks) == ["ema", "saves"]
     trainer = make_trainer(callbacks, tmp_path)
     trainer.fit()

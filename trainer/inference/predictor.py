@@ -29,7 +29,7 @@ class Answers:
 
 
 class Predictor:
-    """Ask a trainer's model, with the weights that its run was judged by.
+    """Ask a trainer's model, with the weights that its run was evaluated with.
 
     keep: "logits", "probabilities", "embeddings:MODULE" (what a module of the model returns), or
     None: nothing but the answers. Raises ModelError for a module that is not there.
@@ -81,7 +81,7 @@ class Predictor:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Use the judged weights, in evaluation; draws are keyed by the seed alone."""
+        """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(rng.keyed(trainer.strategy.device, derived(0, "predict")))

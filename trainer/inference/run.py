@@ -89,7 +89,7 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def model(self, checkpoint: str = "best") -> nn.Module:
-        """Return the network in evaluation mode, with the weights that the run was judged by.
+        """Return the network in evaluation mode, with the weights that the run was evaluated with.
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
@@ -224,7 +224,7 @@ def as_picture(image: Any, channels: int) -> Tensor:
 
 
 def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
-    """Leave the average, where a run was judged by one, in the model."""
+    """Leave the average, where a run was evaluated with one, in the model."""
     weights = trainer.evaluation_weights()
     with weights:
         state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
