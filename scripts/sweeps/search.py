@@ -53,7 +53,10 @@ def _run_trial(it: Sweep, study: Any, base: list[Swept], space: list[Dimension])
     """Run the job that the study asks for, unless it finished in an earlier start."""
     trial = study.ask()
     job = base + [_suggested(trial, dimension) for dimension in space]
-    (config,) = checked(it.arguments, [job])
+    try:
+        (config,) = checked(it.arguments, [job])
+    except ConfigError:
+        config = {}  # of combinations that were not sampled, the job tells
     outcome = it.plan(job, config)
     if outcome.state == NOT_STARTED:
         it.run(outcome, job)
