@@ -17,13 +17,14 @@ def sweep(arguments: Arguments) -> int:
         return search(arguments)
     jobs = distinct(split_jobs(arguments))
     configs = checked(arguments, jobs)
-    it = Sweep(arguments, configs[0], len(jobs))
+    varied = [override.key for override in jobs[0] if override.varies]
+    it = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
     check_built(arguments, [job for job, config in pairs if not it.is_done(job, config)])
     with it.held():
         planned = [(it.plan(job, config), job) for job, config in pairs]
         it.write()
         for outcome, job in planned:
-            if it.stop.number is None and outcome.state != "finished":
+            if not it.ended and outcome.state != "finished":
                 it.run(outcome, job)
-        return it.close([override.key for override in jobs[0] if override.varies])
+        return it.close()

@@ -6,90 +6,78 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
 
-from callbacks.support.monitor import AUTO, Monitor
+from scripts.sweeps.groups import Groups
 from scripts.sweeps.process import NOT_STARTED, Outcome
+from scripts.sweeps.ranking import Ranking
 from trainer.files.atomic import write_text
 from trainer.files.log_format import on_one_line
-from trainer.metric_names import epoch_metric
 
 FILE = "leaderboard.csv"
 SHOWN = 20  # jobs of the table on the screen
-_BEST = "best/"
 _GAP = "  "
 _NARROW = 6  # characters that a column keeps
 
 
-class Ranking:
-    """Compare jobs by the metric that their checkpoints are chosen by."""
-
-    def __init__(self, config: dict[str, Any], jobs: Sequence[Outcome]) -> None:
-        nodes = [node for node in config["callbacks"].values() if node]
-        modes = {
-            epoch_metric(node["monitor"]): node.get("mode", AUTO)
-            for node in nodes
-            if node.get("monitor") not in (None, AUTO)  # there the task decides
-        }
-        best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
-        name = next(best, None) or next(reversed(modes), "val/loss")
-        self._monitor = Monitor(name, modes.get(name, AUTO))
-        self.name = str(self._monitor.name)
-
-    def value(self, job: Outcome) -> float | None:
-        """Return a job's best value, or its last where the best was not recorded."""
-        found = job.results.get(_BEST + self.name, job.results.get(self.name))
-        return found if isinstance(found, int | float) else None
-
-    def rank(self, job: Outcome) -> float | None:
-        """Return a number that is smaller for a better job; None for one without a value."""
-        value = self.value(job)
-        return None if value is None else self._monitor.rank(value)
-
-    def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
-        """Return jobs from the best to the worst; then those that failed, then the rest."""
-
-        def place(job: Outcome) -> tuple[bool, bool, bool, float, int]:
-            rank = self.rank(job)
-            waits = job.state == NOT_STARTED
-            return waits, job.failed, rank is None, rank or 0.0, job.number
-
-        return sorted(jobs, key=place)
-
-
-def write_csv(folder: Path, jobs: Sequence[Outcome], ranking: Ranking, count: int) -> None:
-    """Write all jobs, ranked, with every override that was given.
+def write_csv(
+    folder: Path, jobs: Sequence[Outcome], ranking: Ranking, groups: Groups, count: int
+) -> None:
+    """Write all jobs, ranked, with every override that was given and the statistics of its group.
 
     A search knows its next jobs one by one: those missing of `count` are listed without numbers.
     """
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    header = ["job", "status", *keys, ranking.name, "seconds", "run_dir"]
+    header = ["job", "status", *keys, ranking.name, "seconds", "run_dir", *groups.header]
     writer.writerow(header)
     for job in ranking.ranked(jobs):
         value = ranking.value(job)
         overrides = [job.overrides.get(key, "") for key in keys]
         measured = "" if value is None else repr(value)
-        writer.writerow([job.number, job.state, *overrides, measured, _seconds(job), job.run_dir])
+        facts = [measured, _seconds(job), job.run_dir, *groups.cells(job, repr)]
+        writer.writerow([job.number, job.state, *overrides, *facts])
     unknown = ["", NOT_STARTED, *[""] * (len(header) - 2)]
     writer.writerows([unknown] * (count - len(jobs)))
     write_text(folder / FILE, text.getvalue())
 
 
-def show(folder: Path, jobs: Sequence[Outcome], ranking: Ranking, varied: Sequence[str]) -> None:
+def show(
+    folder: Path,
+    jobs: Sequence[Outcome],
+    ranking: Ranking,
+    groups: Groups,
+    varied: Sequence[str],
+) -> None:
     """Print the best jobs as a table, and why jobs failed, each reason on a line of its own."""
     print(f"\n{on_one_line(f'sweep {folder}')}")
     ranked = ranking.ranked(jobs)
-    for line in table(_rows(ranked[:SHOWN], ranking, varied), get_terminal_size().columns):
-        print(line)
+    _print_table(_rows(ranked[:SHOWN], ranking, varied))
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
+    if groups.keys:
+        print(f"\n{ranking.name} over {', '.join(groups.keys)}")
+        _print_table(_group_rows(groups, varied))
     for job in jobs:
         if job.failed:
             reason = on_one_line(job.reason or "see its output above")
             print(f"job {job.number} {job.state} (exit {job.code}): {reason}")
     print(on_one_line(f"leaderboard: {folder / FILE}"))
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    cells = [[on_one_line(cell) for cell in row] for row in rows]
+    for line in table(cells, get_terminal_size().columns):
+        print(line)
+
+
+def _group_rows(groups: Groups, varied: Sequence[str]) -> list[list[str]]:
+    shared = [key for key in varied if key not in groups.keys]
+    rows = [[*short_keys(shared), *groups.header]]
+    for job in groups.best_first()[:SHOWN]:
+        statistics = groups.cells(job, lambda value: f"{value:.4f}")
+        rows.append([*(job.overrides.get(key, "") for key in shared), *statistics])
+    return rows
 
 
 def _rows(jobs: Sequence[Outcome], ranking: Ranking, varied: Sequence[str]) -> list[list[str]]:
@@ -99,7 +87,7 @@ def _rows(jobs: Sequence[Outcome], ranking: Ranking, varied: Sequence[str]) -> l
         values = [job.overrides.get(key, "") for key in varied]
         measured = "" if value is None else f"{value:.4f}"
         rows.append([str(job.number), job.state, *values, measured, _seconds(job)])
-    return [[on_one_line(cell) for cell in row] for row in rows]
+    return rows
 
 
 def _seconds(job: Outcome) -> str:

@@ -39,14 +39,15 @@ def search(arguments: Arguments) -> int:
     jobs = [[*base, *values] for values in samples(space)]
     checked(arguments, jobs)
     study = _study(settings["sampler"], config["seed"])
-    it = Sweep(arguments, config, settings["n_trials"])
+    varied = [dimension.key.lstrip("+") for dimension in space]
+    it = Sweep(arguments, config, varied, settings["n_trials"])
     check_built(arguments, jobs)
     with it.held():
         it.write()
         for _ in range(settings["n_trials"]):
-            if it.stop.number is None:
+            if not it.ended:
                 _run_trial(it, study, base, space)
-        return it.close([dimension.key.lstrip("+") for dimension in space])
+        return it.close()
 
 
 def _run_trial(it: Sweep, study: Any, base: list[Swept], space: list[Dimension]) -> None:

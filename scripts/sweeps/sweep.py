@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conf.check import parse
+from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments
 from scripts.cli.request import run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
 from scripts.sweeps.folder import find_sweep, has_finished, hold_folder, job_folders
-from scripts.sweeps.leaderboard import Ranking, show, write_csv
+from scripts.sweeps.groups import Groups, group_keys
+from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
+from scripts.sweeps.ranking import Ranking
 from trainer.runs.status import holds_run
 
 Job = Sequence[Swept]
@@ -28,7 +32,10 @@ class Sweep:
 
     arguments: Arguments
     config: dict[str, Any]  # of the first job: the metric that all are compared by
+    varied: Sequence[str]  # keys
     count: int  # jobs, those included that are not known yet
+    settings: SweepConfig = field(init=False)
+    group_by: Sequence[str] = field(init=False)
     found: Path | None = field(init=False)  # the sweep to go on with
     folder: Path = field(init=False)
     known: dict[tuple[str, ...], Path] = field(init=False)
@@ -36,6 +43,8 @@ class Sweep:
     stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
+        self.settings = parse(self.config).sweep or SweepConfig()
+        self.group_by = group_keys(self.settings.group_by, self.varied)
         self.found = find_sweep(self.config)
         self.known = job_folders(self.found) if self.found else {}
 
@@ -91,21 +100,34 @@ class Sweep:
             texts += [override.text for override in job if override.key == "resume"]
         return command(flags(self.arguments), texts, outcome.run_dir)
 
+    @property
+    def ended(self) -> bool:
+        """Tell whether no further job is to start: after a signal, or a failure if so asked."""
+        failed = any(outcome.failed for outcome in self.outcomes)
+        return self.stop.number is not None or (self.settings.fail_fast and failed)
+
     def write(self) -> None:
         """Write the leaderboard as it stands."""
-        write_csv(self.folder, self.outcomes, self.ranking, self.count)
+        write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+
+    @property
+    def groups(self) -> Groups:
+        """Return the statistics of the jobs that differ in `sweep.group_by` only."""
+        return Groups(self.group_by, self.outcomes, self.ranking)
 
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
         return Ranking(self.config, self.outcomes)
 
-    def close(self, varied: Sequence[str]) -> int:
+    def close(self) -> int:
         """Print the table and return the exit code."""
         self.write()
-        show(self.folder, self.outcomes, self.ranking, varied)
+        show(self.folder, self.outcomes, self.ranking, self.groups, self.varied)
+        if self.ended:
+            why = "sweep.fail_fast ended it" if self.stop.number is None else "interrupted"
+            print(f"{why}; go on with the sweep: {self._resume_command()}")
         if self.stop.number is not None:
-            print(f"interrupted; go on with the sweep: {self._resume_command()}")
             return self.stop.code
         return next((outcome.code for outcome in self.outcomes if outcome.code), 0)
 

@@ -212,6 +212,15 @@ def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
     assert capfd.readouterr().out.count("job output 0.1") == 2
 
 
+def test_the_first_failure_ends_a_sweep_that_asks_for_it(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run_dir=there", "optimizer.lr=1.5,0.1", "seed=1", "sweep.fail_fast=true"]
+    assert run(*argv) == 5
+    assert {row["status"] for row in board(Path("there"))} == {"failed", "not started"}
+    assert "sweep.fail_fast ended it; go on with the sweep: train -m" in capfd.readouterr().out
+
+
 def test_the_newest_unfinished_sweep_is_gone_on_with(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
