@@ -1,5 +1,6 @@
 """The jobs of a sweep, one after the other, in one folder."""
 
+import itertools
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ class Sweep:
     found: Path | None = field(init=False)  # the sweep to go on with
     folder: Path = field(init=False)
     known: dict[tuple[str, ...], Path] = field(init=False)
-    outcomes: list[Outcome] = field(default_factory=list)
+    free: Iterator[int] = field(init=False)  # numbers of new folders
+    planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,8 @@ class Sweep:
     def held(self) -> Iterator[None]:
         """Hold the sweep's folder, and note signals instead of ending at once."""
         self.folder, lock = hold_folder(self.config, self.found)
+        taken = {path.name for path in self.folder.iterdir()}
+        self.free = (number for number in itertools.count() if str(number) not in taken)
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         try:
@@ -67,21 +71,22 @@ class Sweep:
 
     def plan(self, job: Job, config: dict[str, Any]) -> Outcome:
         """Give a job its folder, a new one the next free number; a finished job is read."""
-        done, name = self.is_done(job, config), _identity(job)
-        folder = self.known.setdefault(name, self.folder / str(self._free_number()))
-        again = next((o for o in self.outcomes if o.run_dir == folder), None)
-        if again is not None:
+        name = _identity(job)
+        if name in self.planned:
             self.count -= 1
-            return again
+            return self.planned[name]
+        done = self.is_done(job, config)
+        folder = self.known.get(name) or self.folder / str(next(self.free))
         values = {o.key: o.value for o in job if not belongs_outside(o.key)}
-        self.outcomes.append(Outcome(int(folder.name), folder, values))
+        outcome = self.planned[name] = Outcome(int(folder.name), folder, values)
         if done:
-            note_outcome(self.outcomes[-1], 0)
-        return self.outcomes[-1]
+            note_outcome(outcome, 0)
+        return outcome
 
-    def _free_number(self) -> int:
-        taken = {path.name for path in (*self.folder.iterdir(), *self.known.values())}
-        return next(n for n in range(len(taken) + 1) if str(n) not in taken)
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Return all jobs that are known so far, in the order of the grid."""
+        return list(self.planned.values())
 
     def run(self, outcome: Outcome, job: Job) -> None:
         """Run a job to its end, and write the leaderboard as it stands then."""
