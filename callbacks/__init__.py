@@ -1,1 +1,1 @@
-"""What a run does beside training: one file a callback."""
+"""The callbacks of a run, one in each file."""

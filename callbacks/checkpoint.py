@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from trainer import snapshot
 from trainer.callback import Saver
+from trainer.checkpoints.background import Staging, Writer
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
@@ -30,6 +31,14 @@ class Saved(NamedTuple):
     value: float
 
 
+class _UnderWay(NamedTuple):
+    """A save whose end is not known yet, and what holds if it fails."""
+
+    step: int
+    ranking: list[Saved]
+    saved: dict[str, Any]
+
+
 class Checkpoint(Saver):
     """Save between two updates: every so often, and at the end, whatever ended the run.
 
@@ -41,6 +50,10 @@ class Checkpoint(Saver):
     best to keep (-1: every checkpoint, 0: no best); the newest two are kept anyway. `save_last`:
     also name the newest `last.pt`. `save_weights`: also write the best's weights, those that were
     evaluated, to `best.safetensors`.
+
+    In the `background` a save costs the loop a copy of the state in host memory; a thread writes
+    it, one save at a time. The first one is waited for, and so is every one at the end of the run,
+    whatever ends it.
 
     A save that fails is a warning, tried again when values are next logged; at the end it is an
     error. Earlier checkpoints stay as they are.
@@ -55,6 +68,7 @@ class Checkpoint(Saver):
         mode: str = AUTO,
         save_last: bool = True,
         save_weights: bool = False,
+        background: bool = True,
     ) -> None:
         for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
             if value is not None and value < 1:
@@ -67,12 +81,17 @@ class Checkpoint(Saver):
         self._monitor = Monitor(monitor, mode)
         self._save_last = save_last
         self._save_weights = save_weights
+        self.background = background
         self._store: CheckpointStore | None = None
         self._values: dict[str, float] = {}  # logged at the update `_values_at`
         self._values_at = -1
         self._ranking: list[Saved] = []  # the best first
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
+        self._writer = Writer()
+        self._staging, self._weights_staging = Staging(), Staging()
+        self._under_way: _UnderWay | None = None
+        self._wrote = False
 
     @property
     def monitor(self) -> str | None:
@@ -121,45 +140,92 @@ class Checkpoint(Saver):
         self._values |= scalars
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Save if it is time to."""
+        """Take note of a save that has ended meanwhile; save if it is time to."""
         state = trainer.state
+        logged = state.logged_at == state.global_step
+        if logged or trainer.group.world_size == 1:  # several processes agree where they meet
+            self._settle(trainer, wait=False)
         due = self._due(trainer)
-        again = self._failures and state.logged_at == state.global_step
-        if not again and not due:
+        if not due and not (self._failures and logged):
             return
         try:
-            self.save_now(trainer, ranked=due)
+            # What writing imports is imported by the first save, with no thread beside it: a
+            # worker forked in the middle of an import could never finish that.
+            self._save(trainer, ranked=due, wait=not (self.background and self._wrote))
         except StorageError as error:
-            self._failures += 1
-            # A disk that stays full must not fill the log: the 1st, 2nd, 4th, 8th... are told.
-            if trainer.is_main and self._failures & (self._failures - 1) == 0:
-                _log.warning("no checkpoint at step %d: %s", state.global_step, error)
+            self._warn(trainer, state.global_step, error)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save where the run ended. Raises StorageError."""
         state = trainer.state
         self.save_now(trainer, ranked=trainer.done or not state.interrupted)
 
+    def teardown(self, trainer: Trainer) -> None:
+        """Wait for a save that is under way when an exception ends the run."""
+        try:
+            self._writer.finish()
+        except Exception as error:
+            _log.warning("the last save failed: %s", error)
+
     def save_now(self, trainer: Trainer, ranked: bool = True) -> None:
-        """Save, unless this very state is saved already or nothing is trained yet.
+        """Save and wait, unless this very state is saved already or nothing is trained yet.
 
         A save that the run would not do if nothing disturbed it is not `ranked`: it must not
         decide which checkpoint is the best. Between two updates only; a collective of all
         processes. Raises StorageError on all.
         """
+        self._save(trainer, ranked, wait=True)
+
+    def _save(self, trainer: Trainer, ranked: bool, wait: bool) -> None:
         trainer.updater.confirm()  # or what a GPU left out would be saved as done
-        counters = trainer.state.state_dict()
-        if self._store is None or not trainer.state.updates or counters == self._saved:
+        with trainer.timer.spending("checkpoints"):
+            self._settle(trainer, wait=True)
+            counters = trainer.state.state_dict()
+            if self._store is None or not trainer.state.updates or counters == self._saved:
+                return
+            self._under_way = _UnderWay(trainer.state.global_step, self._ranking, self._saved)
+            if ranked:
+                self._ranking = self._with_this(trainer)
+            self._saved = counters
+            try:
+                work = self._work(trainer, self._store)
+            except StorageError:
+                self._take_back()
+                raise
+            if trainer.is_main:
+                self._writer.start(work)
+            if wait:
+                self._finish(trainer)
+
+    def _settle(self, trainer: Trainer, wait: bool) -> None:
+        """Take note of how the save under way ended, if it has; its failure is a warning."""
+        save = self._under_way
+        if save is None or not (wait or trainer.group.broadcast(not self._writer.busy)):
             return
-        before = self._ranking
-        self._ranking = self._with_this(trainer) if ranked else before
         try:
-            with trainer.timer.spending("checkpoints"):
-                self._write(trainer, self._store)
+            self._finish(trainer)
+        except StorageError as error:
+            self._warn(trainer, save.step, error)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for the save under way; its failure is raised on all processes."""
+        try:
+            trainer.group.on_main(self._writer.finish)
         except StorageError:
-            self._ranking = before
+            self._take_back()
             raise
-        self._saved, self._failures = counters, 0
+        self._under_way, self._failures, self._wrote = None, 0, True
+
+    def _take_back(self) -> None:
+        assert self._under_way is not None
+        _, self._ranking, self._saved = self._under_way
+        self._under_way = None
+
+    def _warn(self, trainer: Trainer, step: int, error: StorageError) -> None:
+        self._failures += 1
+        # A disk that stays full must not fill the log: the 1st, 2nd, 4th, 8th... are told.
+        if trainer.is_main and self._failures & (self._failures - 1) == 0:
+            _log.warning("no checkpoint at step %d: %s", step, error)
 
     def _due(self, trainer: Trainer) -> bool:
         state = trainer.state
@@ -184,31 +250,43 @@ class Checkpoint(Saver):
         """Return the values that belong to the state as it is."""
         return self._values if self._values_at == trainer.state.updates else {}
 
-    def _write(self, trainer: Trainer, store: CheckpointStore) -> None:
-        """Write on the main process, or each its shards. Raises StorageError on all."""
+    def _work(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
+        """Return what the main process is to write, once each has written its shards.
+
+        With a copy of all that the training goes on changing. Raises StorageError on all.
+        """
         step, strategy = trainer.state.global_step, trainer.strategy
         strategy.group.on_main(store.prepare)
-        payload = strategy.write_shards(snapshot.take(trainer), store.path_of(step))
+        copy = self._staging.copy if self.background else snapshot.on_host
+        payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
         is_best = bool(self._ranking) and self._ranking[0].step == step
         names = ["last"] * self._save_last + ["best"] * is_best
+        metrics = dict(self._fresh(trainer))
+        kept = [saved.step for saved in self._ranking]
+        weights = self._judged_weights(trainer) if is_best and self._save_weights else None
 
-        def save() -> None:
-            store.save(payload, step=step, metrics=self._fresh(trainer), names=names)
+        def write() -> None:
+            self._staging.wait()
+            store.save(payload, step=step, metrics=metrics, names=names)
             if self._save_top_k >= 0:
-                store.prune([saved.step for saved in self._ranking])
+                store.prune(kept)
+            if weights is not None:
+                self._write_weights(store.folder, weights)
 
-        strategy.group.on_main(save)
-        if is_best and self._save_weights:
-            self._write_weights(trainer, store.folder)
+        return write
 
-    def _write_weights(self, trainer: Trainer, folder: Path) -> None:
+    def _judged_weights(self, trainer: Trainer) -> Mapping[str, Any]:
         with trainer.evaluation_weights():
             weights = trainer.strategy.model_state(trainer.model)
-            if trainer.is_main:
-                try:
-                    write_safetensors(folder / "best.safetensors", weights)
-                except StorageError as error:
-                    _log.warning("%s", error)
+            # What the context lends is gone after it, written in the background or not.
+            return dict(self._weights_staging.copy(weights)) if trainer.is_main else weights
+
+    def _write_weights(self, folder: Path, weights: Mapping[str, Any]) -> None:
+        self._weights_staging.wait()
+        try:
+            write_safetensors(folder / "best.safetensors", weights)
+        except StorageError as error:
+            _log.warning("%s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranking, the state being saved included."""

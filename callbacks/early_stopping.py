@@ -1,4 +1,4 @@
-"""End a run that no longer improves."""
+"""Stop a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stop after `patience` validations in a row without a better `monitor`.
 
-    `patience`: None never stops for that. `min_delta`: what a better value must be better by.
-    `min_epochs`: no stop before so many epochs; what happened in them counts all the same.
-    `check_finite`: stop as soon as the metric is NaN or infinite. A metric that no validation
-    gives (`train/loss`) is looked at after every epoch: its mean over that epoch.
+    `patience`: None disables this. `min_delta`: the minimum improvement of a better value.
+    `min_epochs`: no stop before this many epochs, whose validations are counted nevertheless.
+    `check_finite`: stop as soon as the metric is NaN or infinite. A metric of the training
+    (`train/loss`) is compared after every epoch, by its mean over the epoch.
     """
 
     def __init__(
@@ -43,38 +43,38 @@ class EarlyStopping(Callback):
         self._check_finite = check_finite
         self.best: float | None = None
         self.waited = 0  # validations since the best one
-        self._looked_at = 0  # step; a boundary that a signal broke off comes again
+        self._looked_at = 0  # step; a boundary that a signal interrupted is repeated
 
     @property
     def monitor(self) -> str | None:
-        """The metric's name; None until the task is known, where it is left to that."""
+        """The name of the metric; None if there is none, or `auto` is not resolved yet."""
         return None if self._monitor.name == AUTO else self._monitor.name
 
     def setup(self, trainer: Trainer) -> None:
-        """Refuse to wait for a metric that cannot come."""
+        """Resolve the metric. Raises CallbackError if the run does not compute it."""
         self._monitor.resolve(trainer)
         if self._patience and self.monitor is None:
             raise CallbackError(
-                f"callbacks.{self.name}.patience={self._patience}: this task is judged by no "
-                f"metric; name one in callbacks.{self.name}.monitor"
+                f"callbacks.{self.name}.patience={self._patience}: this task has no metric "
+                f"to monitor; set callbacks.{self.name}.monitor"
             )
         if self._patience and self._monitor.on_validation and trainer.val_loader is None:
             raise CallbackError(
                 f"callbacks.{self.name}.monitor={self.monitor}: there is no validation set; "
-                f"monitor train/loss, or drop it with '~callbacks.{self.name}'"
+                f"monitor train/loss, or remove the callback with '~callbacks.{self.name}'"
             )
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Repeat a verdict that was saved but not carried out any more."""
-        self._judge(trainer)
+        """Repeat a stop that was due when the checkpoint was saved."""
+        self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Look at a validation."""
+        """Compare the metric of a validation."""
         if self._monitor.on_validation:
             self._look(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Look at an epoch."""
+        """Compare the training metric of an epoch."""
         state = trainer.state
         at_end = not state.position and state.global_step > self._looked_at
         if at_end and self.monitor is not None and not self._monitor.on_validation:
@@ -89,22 +89,22 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        self._judge(trainer)
+        self._stop_if_due(trainer)
 
-    def _judge(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if self._patience is None or self.waited < self._patience:
             return
         if trainer.state.epoch >= self._min_epochs:
-            best = "never a number" if self.best is None else f"best {self.best:.6g}"
+            best = "it was never a number" if self.best is None else f"best {self.best:.6g}"
             trainer.state.request_stop(
                 f"{self.monitor} has not improved in {self.waited} validations ({best})"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was."""
+        """Return the best value and the number of validations since."""
         return {"best": self.best, "waited": self.waited, "looked_at": self._looked_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on waiting."""
+        """Load the counters."""
         self.best, self.waited = state["best"], state["waited"]
         self._looked_at = state["looked_at"]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class EMA(Average):
     """Keep `average = decay * average + (1 - decay) * weights`, after every applied update.
 
-    `warmup`: the decay of step n is at most (1 + n) / (10 + n), so that a short run is not judged
-    by its first weights. `use_buffers`: average BatchNorm's statistics too, instead of copying
-    them. `use_for_evaluation`: validation and test, and so the choice of the best checkpoint, see
-    the average; training never does. A checkpoint holds both: `model` and `ema`.
+    `warmup`: the decay of step n is at most (1 + n) / (10 + n), so that the first weights do not
+    dominate the average of a short run. `use_buffers`: average BatchNorm's statistics too, instead
+    of copying them. `use_for_evaluation`: validation and test, and so the choice of the best
+    checkpoint, use the average; training never does. A checkpoint holds both `model` and `ema`.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class EMA(Average):
         self._average = WeightAverage(use_buffers)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Begin at the model's weights, or go on."""
+        """Start from the model's weights, or continue a loaded average."""
         self._average.begin(trainer.model)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Average, unless the update was skipped.
+        """Update the average, unless the update was skipped.
 
-        One that a GPU left out moves no weights, and ends the run before the average is used.
+        An update that a GPU skipped changes no weights, and ends the run before the average is
+        used.
         """
         state = trainer.state
         if state.skipped_in_a_row or state.global_step % self._update_every:
@@ -56,19 +57,20 @@ class EMA(Average):
         self._average.update(1 - self.decay(state.global_step))
 
     def decay(self, step: int) -> float:
-        """Return the decay of the update that made `step`."""
+        """Return the decay of the update with which `global_step` becomes `step`."""
         return min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights."""
-        self._average.take_buffers()  # those that are not averaged, also between two averagings
+        # The copied buffers change between two updates of the average.
+        self._average.take_buffers()
         return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, in the form of the model's state."""
+        """Return the average as a state dict of the model."""
         self._average.take_buffers()
         return {"model": self._average.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over an average."""
+        """Load an average."""
         self._average.load_state_dict(state["model"])

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Histograms(Callback):
-    """Write a histogram of every trained tensor, `weights/<name>`, every `every_n_epochs` epochs.
+    """Write a histogram of every parameter, `weights/<name>`, every `every_n_epochs` epochs.
 
-    They go to the file of the TensorBoard callback, which must be among the run's callbacks.
+    They are written to the event file of the TensorBoard callback, which the run must have.
     """
 
     def __init__(self, every_n_epochs: int = 1, bins: int = 64) -> None:
@@ -33,14 +33,14 @@ class Histograms(Callback):
         self._board: TensorBoard | None = None
 
     def setup(self, trainer: Trainer) -> None:
-        """Find where to write."""
+        """Find the TensorBoard callback. Raises CallbackError if there is none."""
         boards = [c for c in trainer.callbacks.values() if isinstance(c, TensorBoard)]
         if not boards:
             raise CallbackError(f"callbacks.{self.name} needs callbacks.tensorboard")
         self._board = boards[0]
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Write."""
+        """Write the histograms."""
         if self._board is None or trainer.state.epoch % self._every_n_epochs:
             return
         for name, parameter in trainer.model.named_parameters():

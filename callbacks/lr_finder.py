@@ -1,4 +1,4 @@
-"""The learning rate range test: which rate makes the loss fall fastest, which lets it explode."""
+"""The learning rate range test."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _log = logging.getLogger(__name__)
 class LRFinder(Callback):
     """Raise the learning rate from `min_lr` to `max_lr` over `updates`, then end the run.
 
-    It also ends where the smoothed loss exceeds `stop_factor` times its best. `lr_finder.json` in
-    the run directory holds the curve and a suggestion: the rate at the steepest descent. Groups
-    keep the ratios of their rates; the largest is the one reported. The schedule is overruled.
+    The run also ends when the smoothed loss exceeds `stop_factor` times its minimum.
+    `lr_finder.json` in the run directory holds the curve and a suggestion: the rate at which the
+    loss falls fastest. Groups keep the ratios of their rates; the largest rate is reported. The
+    schedule has no effect.
 
     Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
@@ -51,12 +52,12 @@ class LRFinder(Callback):
         self.losses: list[float] = []
 
     def setup(self, trainer: Trainer) -> None:
-        """Ask for the loss of every update."""
+        """Raise CallbackError unless the loss of every update is logged."""
         if trainer.options.log_every_n_steps != 1:
             raise CallbackError(f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Begin at the smallest rate."""
+        """Set the smallest rate."""
         rates = list(trainer.learning_rates().values())
         self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
         self._set(trainer)
@@ -66,7 +67,7 @@ class LRFinder(Callback):
         self._set(trainer)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Note the loss of an update and the rate that made it."""
+        """Record the loss of an update and its learning rate."""
         if "train/loss" not in scalars:
             return
         self.rates.append(self.rate(trainer.state.updates - 1))
@@ -77,20 +78,20 @@ class LRFinder(Callback):
             trainer.state.request_stop("the learning rate range test is done")
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Report."""
+        """Write the report."""
         self._report(trainer)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Report what there is: the last rates may well have been too large."""
+        """Write the report: the run may have diverged at the largest rates."""
         self._report(trainer)
 
     def rate(self, update: int) -> float:
-        """Return the rate of an update, counted from 0."""
+        """Return the rate of an update; the first has index 0."""
         share = min(1.0, update / (self._updates - 1))
         return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
 
     def suggestion(self) -> float | None:
-        """Return the rate where the smoothed loss falls fastest; None where it never falls."""
+        """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
         smooth = smoothed(self.losses, self._smoothing)
         slopes = [later - former for former, later in pairwise(smooth)]
         best = min(range(len(slopes)), key=slopes.__getitem__, default=None)
@@ -112,7 +113,7 @@ class LRFinder(Callback):
 
 
 def smoothed(values: list[float], smoothing: float) -> list[float]:
-    """Return the moving averages of the values, corrected for their start."""
+    """Return the exponential moving averages of the values, with bias correction."""
     average, weight, result = 0.0, 0.0, []
     for value in values:
         average = smoothing * average + (1 - smoothing) * value

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 class LRMonitor(Callback):
-    """Add `lr/<group>` to every log line: the rate that its last update was made with."""
+    """Add `lr/<group>` to every log line: the learning rate of its last update."""
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
-        """Return the learning rates; they are on the host anyway."""
-        return {f"lr/{group}": lr for group, lr in trainer.used_learning_rates().items()}
+        """Return the learning rates."""
+        used = trainer.optimizers.learning_rates(used=True)
+        return {f"lr/{group}": lr for group, lr in used.items()}

@@ -17,14 +17,15 @@ _MIB = 2**20
 
 
 class Memory(Callback):
-    """Add `memory/peak_*` to the log line that closes an epoch, in MiB.
+    """Add `memory/peak_*` to the last log line of an epoch, in MiB.
 
-    CUDA: what tensors took (`allocated`) and what torch held for them (`reserved`), peaks of this
-    epoch. Elsewhere `rss`: the resident memory of this process, the peak of its whole life.
+    With CUDA these are the peaks of the epoch: the memory of tensors (`allocated`) and of torch's
+    caching allocator (`reserved`). Otherwise `rss` is the peak resident memory of this process
+    since its start.
     """
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Begin a new peak."""
+        """Reset the peaks."""
         if trainer.strategy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.device)
 
@@ -42,6 +43,6 @@ class Memory(Callback):
 
 
 def peak_rss() -> int:
-    """Return the largest resident size that this process has had, in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux

@@ -18,11 +18,11 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog(Callback):
-    """Append `{"step": .., "epoch": .., "train/loss": ..}`, one object a line.
+    """Append `{"step": .., "epoch": .., "train/loss": ..}`, one JSON object on each line.
 
-    Several lines may share a step; a (step, key) pair is written once, the first time. `epoch`
-    counts completed epochs. JSON knows no NaN and no infinity: they become null. A resumed run
-    cuts what was written after its checkpoint.
+    Several lines may have the same step; a (step, key) pair is written only the first time. `epoch`
+    counts completed epochs. NaN and infinity, which JSON lacks, become null. A resumed run removes
+    the lines that were written after its checkpoint.
     """
 
     of_run = True
@@ -32,16 +32,16 @@ class MetricsLog(Callback):
         self._log: AppendLog | None = None
         self._offset = 0
         self._step = -1
-        self._keys: set[str] = set()  # written at that step
+        self._keys: set[str] = set()  # already written for that step
 
     def setup(self, trainer: Trainer) -> None:
-        """Open the file. Raises StorageError where there can be none."""
+        """Open the file. Raises StorageError if it cannot be opened."""
         if trainer.run_dir is not None and trainer.is_main:
             self._path = trainer.run_dir / FILE
             self._log = AppendLog(self._path)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Forget the lines that the run before wrote after its last checkpoint."""
+        """Remove the lines that were written after the checkpoint."""
         if self._log is not None:
             self._log.truncate(self._offset)
 
@@ -49,7 +49,7 @@ class MetricsLog(Callback):
         """Append a line."""
         if self._path is None:
             return
-        if self._log is None:  # a test follows the training
+        if self._log is None:  # the test, after the training
             self._log = AppendLog(self._path)
         state = trainer.state
         if state.global_step != self._step:
@@ -60,19 +60,19 @@ class MetricsLog(Callback):
             self._log.write(line(state.global_step, state.epoch, fresh))
 
     def teardown(self, trainer: Trainer) -> None:
-        """Close the file; a later line opens it again."""
+        """Close the file; `on_log` opens it again."""
         if self._log is not None:
             self._offset = self._log.offset()
             self._log.close()
             self._log = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how long the file is, and what its last step has."""
+        """Return the size of the file, and the keys of its last step."""
         offset = self._log.offset() if self._log is not None else self._offset
         return {"offset": offset, "step": self._step, "keys": sorted(self._keys)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what has been written."""
+        """Load the size of the file and the keys of its last step."""
         self._offset = state["offset"]
         self._step, self._keys = state["step"], set(state["keys"])
 

@@ -1,4 +1,4 @@
-"""Log what the model is made of, before its training begins."""
+"""Log a summary of the model before training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _log = logging.getLogger(__name__)
 class ModelSummary(Callback):
     """Log the modules down to `depth` with shapes, parameters and FLOPs.
 
-    The shapes are those of two training samples; drawing them changes no random state.
+    The shapes are those of a batch of two training samples, which are loaded without a change of
+    the random state.
     """
 
     def __init__(self, depth: int = 1) -> None:
         self._depth = depth
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Log the table; a resumed run's is in its log already."""
+        """Log the table, except in a resumed run, whose log has it already."""
         if trainer.resumed:
             return
-        # On every process: a sharded model's forward pass is a matter of all of them.
+        # On every process: the forward pass of a sharded model is a collective.
         summary = summarize(
             trainer.model,
             example(trainer),

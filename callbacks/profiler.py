@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler(Callback):
-    """Record `active` updates, after `wait` that are left out and `warmup` that are thrown away.
+    """Record `active` updates, after `wait` idle ones and `warmup` ones whose results are dropped.
 
-    Each recording is a trace in the run directory's `tensorboard/profile/`, for TensorBoard's
-    profile plugin or https://ui.perfetto.dev; `profile.txt` lists the costliest operators.
+    Each recording is a trace in `tensorboard/profile/` of the run directory, for TensorBoard's
+    profile plugin or https://ui.perfetto.dev; `profile.txt` lists the most expensive operators.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Profiler(Callback):
         self._folder = Path()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Begin to wait."""
+        """Start the profiler."""
         if trainer.run_dir is None or not trainer.is_main:
             return
         self._folder = trainer.run_dir
@@ -59,12 +59,12 @@ class Profiler(Callback):
         self._profile.start()
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Count an update."""
+        """Advance the profiler's schedule."""
         if self._profile is not None:
             self._profile.step()
 
     def teardown(self, trainer: Trainer) -> None:
-        """End the recording; one that is not complete is not written."""
+        """Stop the profiler without writing an incomplete recording."""
         if self._profile is not None:
             self._profile.on_trace_ready = None
             self._profile.stop()

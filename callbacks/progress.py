@@ -1,4 +1,4 @@
-"""Show how far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Show the progress of a run: a bar on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    # No watching thread: forking loader workers from a process with threads is asking for trouble.
+    # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
     monitor_interval: ClassVar[int] = 0
 
 
 class Progress(Callback):
-    """Show epoch, rate, time left and the last logged values; a line closes every epoch.
+    """Show epoch, rate, time left and the last logged values; log a line after every epoch.
 
-    `bar`: true, false, or None for a bar where stderr is a terminal. Without one, a line at most
-    every `every_seconds` says how far the epoch is. Shown are the last values of train/loss and of
-    the validation, in the line that closes an epoch its train/epoch_loss; between two log lines
-    nothing is read from the device.
+    `bar`: true, false, or None for a bar if stderr is a terminal. Without a bar, the progress of
+    the epoch is logged at most every `every_seconds`. The values are the last train/loss and those
+    of the validation; after an epoch its train/epoch_loss. Only logged values are shown, so that
+    nothing is read from the device for them.
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
@@ -43,11 +43,11 @@ class Progress(Callback):
         self._bar: _Bar | None = None
         self._values: dict[str, float] = {}
         self._begun = self._told = 0.0  # time: the epoch's start, the last line
-        self._position = 0  # in the epoch, when this process began it
+        self._position = 0  # in the epoch, when this process started it
         self._consoles: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Choose the form."""
+        """Choose between a bar and lines."""
         self._shown = trainer.is_main
         self._values = {k: v for k, v in trainer.metrics.items() if _is_shown(k)}
         self._wants_bar = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
@@ -57,7 +57,7 @@ class Progress(Callback):
                 handler.addFilter(self._make_room)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Begin a bar."""
+        """Start a bar."""
         self._begun = self._told = time.monotonic()
         self._values.pop(_EPOCH_LOSS, None)
         self._position = trainer.state.position
@@ -69,18 +69,18 @@ class Progress(Callback):
                 unit=" steps",
                 leave=False,
                 dynamic_ncols=True,
-                miniters=1,  # tqdm's own choice would freeze the bar when the steps get slower
+                miniters=1,  # tqdm's default would freeze the bar when steps become slower
                 mininterval=0.2,
             )
             self._bar.set_postfix_str(_text(self._values), refresh=False)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Advance."""
+        """Advance the bar."""
         if self._bar is not None:
             self._bar.update()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Show values."""
+        """Show the logged values."""
         self._values |= {k: v for k, v in scalars.items() if _is_shown(k)}
         if self._bar is not None:
             self._bar.set_postfix_str(_text(self._values), refresh=False)
@@ -88,27 +88,27 @@ class Progress(Callback):
             self._tell(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        """Say what the run is doing."""
+        """Show that the run validates."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"{_text(self._values)}, validating")
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Say that it trains again."""
+        """Show that the run trains again."""
         if self._bar is not None:
             self._bar.set_postfix_str(_text(self._values), refresh=False)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Close an epoch, once its validation is done."""
+        """Log the line of an epoch, after its validation."""
         if not trainer.state.position:
             self._close(trainer, trainer.state.epoch)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Close an epoch that a horizon in steps, or a signal, cut short."""
+        """Log the line of an incomplete epoch, after `max_steps` or a signal."""
         if trainer.state.position:
             self._close(trainer, trainer.state.epoch + 1)
 
     def teardown(self, trainer: Trainer) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar and the log filters."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -137,7 +137,7 @@ class Progress(Callback):
         _say(f"{where}: {_text(self._values)} ({rate:.3g} steps/s{left})")
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Take the bar off the line that a log record is about to be written to."""
+        """Clear the bar before a log record is written to its line."""
         if self._bar is not None:
             self._bar.clear()
         return True
@@ -151,7 +151,7 @@ def _console_handlers() -> list[logging.Handler]:
 
 
 def _say(line: str) -> None:
-    """Log a line, or print it where no one has set up logging."""
+    """Log a line, or print it if logging has no handlers."""
     if logging.getLogger().handlers:
         _log.info("%s", line)
     else:
@@ -163,7 +163,7 @@ def _is_shown(key: str) -> bool:
 
 
 def _closing(values: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the last interval's loss where the epoch's is known."""
+    """Drop the loss of the last interval if that of the epoch is known."""
     left_out = _LOSS if _EPOCH_LOSS in values else None
     return {key: values[key] for key in sorted(values) if key != left_out}
 

@@ -1,4 +1,4 @@
-"""Keep what a diverged run can be understood from."""
+"""Save the model and its gradients when a run diverges."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _log = logging.getLogger(__name__)
 class StateDump(Callback):
     """Write the model, its gradients and a table of both when a run diverges.
 
-    `divergence.txt` has one line a tensor: its norm, its largest magnitude, how many of its values
-    are not finite. `tensors`: also write `divergence.pt`, for `torch.load(weights_only=True)`.
+    `divergence.txt` has one line for each tensor: its norm, its largest magnitude and the number of
+    values that are not finite. `tensors`: also write `divergence.pt`, which
+    `torch.load(weights_only=True)` reads.
     """
 
     def __init__(self, tensors: bool = True) -> None:
         self._tensors = tensors
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Write, if this is what happened; a failure to do so hides nothing."""
+        """Write the files after a DivergedError; a failure to write is only logged."""
         if not isinstance(error, DivergedError) or trainer.run_dir is None or not trainer.is_main:
             return
         try:
@@ -42,7 +43,7 @@ class StateDump(Callback):
 
     def _write(self, trainer: Trainer, folder: Path, error: DivergedError) -> None:
         write_text(folder / REPORT, "\n".join(report(trainer, error)) + "\n")
-        _log.info("what the model looked like: %s", folder / REPORT)
+        _log.info("state of the diverged model: %s", folder / REPORT)
         if self._tensors:
             with replacing(folder / TENSORS) as file:
                 torch.save(content(trainer), file)
@@ -64,7 +65,7 @@ def report(trainer: Trainer, error: DivergedError) -> Iterator[str]:
 
 
 def line(name: str, tensor: Tensor) -> str:
-    """Return the figures of one tensor; norm and magnitude are those of its finite values."""
+    """Return the line of one tensor; norm and magnitude are those of its finite values."""
     finite = torch.isfinite(tensor)
     values = tensor.detach().double().where(finite, 0)
     largest = values.abs().amax().item() if values.numel() else 0.0
@@ -73,7 +74,7 @@ def line(name: str, tensor: Tensor) -> str:
 
 
 def content(trainer: Trainer) -> dict[str, Any]:
-    """Return what `divergence.pt` holds."""
+    """Return the contents of `divergence.pt`."""
     gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
     return {
         "model": dict(trainer.model.state_dict()),

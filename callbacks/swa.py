@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class SWA(Average):
-    """Average the weights after every epoch from `start_epoch` on, each with the same weight.
+    """Keep the mean of the weights at the end of every epoch after `start_epoch`.
 
-    `start_epoch`: epochs trained before the first one that counts (an int), or a share of
-    max_epochs (a float below 1). `update_bn`: BatchNorm's statistics of the average are measured
-    on the training data, after every epoch that counts; `bn_batches` bounds that pass.
-    `use_for_evaluation`: validation and test, from then on, see the average.
+    `start_epoch`: the number of epochs before the first one that is averaged (an int), or a
+    fraction of max_epochs (a float below 1). `update_bn`: recompute BatchNorm's statistics of the
+    average on the training data after every averaged epoch, on at most `bn_batches` updates.
+    `use_for_evaluation`: validation and test use the average once there is one.
 
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
     """
@@ -43,7 +43,7 @@ class SWA(Average):
     ) -> None:
         if start_epoch < 0 or (start_epoch > 1 and start_epoch != int(start_epoch)):
             raise CallbackError(
-                f"start_epoch={start_epoch}: choose a whole number of epochs, or a share of "
+                f"start_epoch={start_epoch}: choose a whole number of epochs, or a fraction of "
                 "trainer.max_epochs between 0 and 1"
             )
         self._start_epoch = start_epoch
@@ -54,22 +54,22 @@ class SWA(Average):
         self.averaged = 0  # epochs
 
     def setup(self, trainer: Trainer) -> None:
-        """Find the first epoch."""
+        """Resolve `start_epoch`. Raises CallbackError for a fraction without max_epochs."""
         if not isinstance(self._start_epoch, float) or self._start_epoch >= 1:
             return
         if trainer.options.max_epochs is None:
             raise CallbackError(
-                f"callbacks.{self.name}.start_epoch={self._start_epoch} is a share of "
+                f"callbacks.{self.name}.start_epoch={self._start_epoch} is a fraction of "
                 "trainer.max_epochs, which is not set: give a number of epochs"
             )
         self._start_epoch = int(self._start_epoch * trainer.options.max_epochs)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Take a loaded average up again."""
+        """Continue a loaded average, if there is one."""
         self._average.begin(trainer.model)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Average the weights that this epoch ended with."""
+        """Add the weights at the end of this epoch to the average."""
         if trainer.state.epoch <= self._start_epoch:
             return
         self._average.update(1 / (self.averaged + 1))
@@ -80,7 +80,7 @@ class SWA(Average):
                 self._average.take_buffers()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Say so if there was nothing to average."""
+        """Warn if no epoch was averaged."""
         if not self.averaged:
             _log.warning("callbacks.%s: the run ended before its start_epoch", self.name)
 
@@ -90,17 +90,17 @@ class SWA(Average):
         return self._average.exchanged(trainer.model) if used else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, in the form of the model's state, and how many epochs it is of."""
+        """Return the average as a state dict of the model, and the number of averaged epochs."""
         return {"model": self._average.state_dict(), "averaged": self.averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over an average."""
+        """Load an average."""
         self._average.load_state_dict(state["model"])
         self.averaged = state["averaged"]
 
 
 def norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the modules that keep running statistics."""
+    """Return the BatchNorm modules in training mode that keep running statistics."""
     found = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     return [m for m in found if m.track_running_stats and m.training]
 
@@ -109,8 +109,8 @@ def norms(model: nn.Module) -> list[_BatchNorm]:
 def measure(trainer: Trainer, batches: int | None) -> None:
     """Set BatchNorm's statistics to their mean over the training data.
 
-    As torch's `update_bn`, but dropout stays off and no random state is touched: the training that
-    goes on must not depend on it.
+    Like torch's `update_bn`, but without dropout and with the random state restored, so that the
+    training that follows does not depend on it.
     """
     modules, state = norms(trainer.model), rng.capture()
     kept = [(m, m.training) for m in trainer.model.modules()]
@@ -134,7 +134,7 @@ def measure(trainer: Trainer, batches: int | None) -> None:
 
 def _run(trainer: Trainer, batches: int | None) -> None:
     limits = [n for n in (batches, trainer.options.limit_train_batches) if n is not None]
-    trainer.train_loader.close()  # of the workers of the epoch that has just ended
+    trainer.train_loader.close()  # ends the workers of the last epoch
     for micro_batches in islice(trainer.draw(trainer.state.epoch), min(limits, default=None)):
         for micro_batch in micro_batches:
             with trainer.precision.autocast():

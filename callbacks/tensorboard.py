@@ -1,4 +1,4 @@
-"""Write what is logged to TensorBoard, on the axis of applied updates."""
+"""Write logged values to TensorBoard; the x axis is the number of applied updates."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ _log = logging.getLogger(__name__)
 
 
 class TensorBoard(Callback):
-    """Write scalars, and the settings that `hparams` names, to `tensorboard/` in the run directory.
+    """Write scalars and hyper-parameters to `tensorboard/` in the run directory.
 
-    `hparams`: globs over the dotted keys of the run's `config.yaml`, shown in TensorBoard's HParams
-    tab beside the run's last metrics. A disk that is full costs a warning, not the run.
+    `hparams`: globs over the dotted keys of the run's `config.yaml`; the matching settings are
+    shown in TensorBoard's HParams tab with the run's last metrics. A full disk causes a warning,
+    and the run continues.
     """
 
     of_run = True
 
     def __init__(self, hparams: Sequence[str] = ()) -> None:
-        if isinstance(hparams, str):  # a sequence too, of its letters
+        if isinstance(hparams, str):  # a string is a Sequence as well
             raise CallbackError(f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
         self._hparams = hparams
         self._folder: Path | None = None
         self._file: EventFile | None = None
-        self._sizes: dict[str, int] = {}  # of earlier processes' files
+        self._sizes: dict[str, int] = {}  # of the files of earlier processes
         self._warned = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Begin a file, after the resumed run's files were cut to what its checkpoint knew."""
+        """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
         if trainer.run_dir is None or not trainer.is_main:
             return
         self._folder = trainer.run_dir / FOLDER
@@ -56,7 +57,7 @@ class TensorBoard(Callback):
             self._try(lambda: file.scalars(trainer.state.global_step, scalars))
 
     def write(self, step: int, summary: Summary) -> None:
-        """Write any summary (an image, a histogram), for other callbacks."""
+        """Write a summary (an image, a histogram) for another callback."""
         if self._file is not None:
             file = self._file
             self._try(lambda: file.summary(step, summary))
@@ -70,7 +71,7 @@ class TensorBoard(Callback):
         self.write(0, session_end(failed=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the files and how long they are."""
+        """Return the files and their sizes."""
         own = {self._file.path.name: self._file.size} if self._file is not None else {}
         return {"sizes": {**self._sizes, **own}}
 
@@ -96,9 +97,9 @@ class TensorBoard(Callback):
             if not self._warned and self._folder is not None:
                 self._warned = True
                 path = self._file.path if self._file is not None else self._folder
-                _log.warning("%s; training goes on without it", storage_error(path, error))
+                _log.warning("%s; training continues without it", storage_error(path, error))
 
 
 def command(folder: Path) -> str:
-    """Return the command that shows a log directory, to this machine only."""
+    """Return the command that serves a log directory to this machine only."""
     return f"tensorboard --logdir {shlex.quote(str(folder))} --host 127.0.0.1"

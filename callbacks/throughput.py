@@ -1,4 +1,4 @@
-"""Log how fast the training is, and say so when it waits for its data."""
+"""Log the speed of the training, with a hint if it waits for data."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ _log = logging.getLogger(__name__)
 
 
 class Throughput(Callback):
-    """Add samples a second, seconds an update, and the part of these spent waiting for data.
+    """Log samples per second, seconds per update, and the time spent waiting for data.
 
-    They are `time/samples_per_second`, `time/step_seconds`, `time/data_wait` and `time/data_share`.
+    The keys are `time/samples_per_second`, `time/step_seconds`, `time/data_wait` (seconds per
+    update) and `time/data_share` (a fraction of the time).
 
-    Evaluations and checkpoints are not counted. `hint_share`: share of the time spent waiting for
-    data from which on it is worth a hint, given once; 1 gives none.
+    Evaluations and checkpoints are not counted. `hint_share`: log a hint, once, if a greater
+    fraction of the time is spent waiting for data; 1 disables it.
     """
 
     def __init__(self, hint_share: float = 0.3) -> None:
         if not 0 <= hint_share <= 1:
-            raise CallbackError(f"hint_share={hint_share}: choose a share from 0 to 1")
+            raise CallbackError(f"hint_share={hint_share}: choose a fraction from 0 to 1")
         self._hint_share = hint_share
         self._intervals = 0
         self._samples = 0
         self._updates = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Count from here: a resumed run has seen samples that cost this one no time."""
+        """Start counting here: the samples before a resume took no time of this process."""
         self._samples, self._updates = trainer.state.samples, trainer.state.updates
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
-        """Return the figures since the last log line."""
+        """Return the values since the last log line."""
         state, seconds, waited = trainer.state, trainer.timer.total, trainer.timer.data
         samples, updates = state.samples - self._samples, state.updates - self._updates
         self._samples, self._updates = state.samples, state.updates
@@ -52,7 +53,7 @@ class Throughput(Callback):
 
     def _hint(self, share: float) -> None:
         self._intervals += 1
-        # The first interval waits for worker processes to start: that says nothing of the rest.
+        # The first interval includes the start of worker processes and is not representative.
         if self._intervals < 2 or share <= self._hint_share:
             return
         self._hint_share = 1.0

@@ -1,4 +1,4 @@
-"""Fine-tune in stages: parameters that begin to train after some epochs or steps."""
+"""Fine-tuning in stages: unfreeze parameters after a number of epochs or steps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _KEYS = {"pattern", "epoch", "step"}
 class Unfreeze(Callback):
     """Freeze parameters at the start and let them train from an epoch or a step on.
 
-    `stages`: by name, `{pattern: "layer4.*", epoch: 2}` or `{pattern: .., step: 500}`; neither
-    means never, None drops a stage. `pattern` is a glob over full parameter names; the first stage
-    that matches a parameter decides, and what none matches trains from the start. BatchNorm whose
-    parameters are frozen stays in evaluation: its statistics, too, are the pretrained ones.
+    `stages`: by name, `{pattern: "layer4.*", epoch: 2}` or `{pattern: .., step: 500}`. Without
+    epoch and step the parameters stay frozen; None drops a stage. `pattern` is a glob over full
+    parameter names; the first stage that matches a parameter decides, and parameters that no stage
+    matches train from the start. BatchNorm with frozen parameters stays in evaluation mode, so that
+    it keeps its pretrained statistics.
 
-    What is frozen follows from epoch and step, so a resumed run needs no state. Parameters stay in
-    their optimizer's group: without a gradient they are passed over, weight decay included.
+    The frozen parameters follow from epoch and step, so a resumed run needs no state. Parameters
+    stay in their optimizer's group, which skips them, weight decay included, without a gradient.
     """
 
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
@@ -39,13 +40,13 @@ class Unfreeze(Callback):
             unknown = stage.keys() - _KEYS
             if unknown or "pattern" not in stage or {"epoch", "step"} <= stage.keys():
                 raise CallbackError(
-                    f"stages.{name}={dict(stage)}: give pattern, and epoch or step or neither"
+                    f"stages.{name}={dict(stage)}: give pattern, and at most one of epoch and step"
                 )
         self._members: dict[str, list[nn.Parameter]] = {}
         self._frozen: set[str] = set()  # names of stages
 
     def setup(self, trainer: Trainer) -> None:
-        """Find each stage's parameters, and freeze them."""
+        """Find the parameters of each stage, and freeze them."""
         self._members = {name: [] for name in self._stages}
         for parameter_name, parameter in trainer.model.named_parameters():
             for name, stage in self._stages.items():
@@ -56,7 +57,7 @@ class Unfreeze(Callback):
             if not members:
                 raise CallbackError(
                     f"callbacks.{self.name}.stages.{name}.pattern={self._stages[name]['pattern']}: "
-                    "matches no parameter that an earlier stage leaves over"
+                    "matches no parameter, or only those of earlier stages"
                 )
             if not all(member.requires_grad for member in members):
                 raise CallbackError(
@@ -69,17 +70,17 @@ class Unfreeze(Callback):
             _log.info("callbacks.%s needs strategy.find_unused_parameters=true", self.name)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Freeze what is frozen now."""
+        """Unfreeze the stages that have begun in a resumed run."""
         self._follow(trainer)
         self._settle_norms(trainer.model)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Look whether a stage's step has come."""
+        """Unfreeze the stages that begin at this step."""
         if self._frozen:
             self._follow(trainer)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Look whether a stage's epoch has come."""
+        """Unfreeze the stages that begin with this epoch."""
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -111,7 +112,7 @@ class Unfreeze(Callback):
 
 
 def started(stage: Mapping[str, Any], state: TrainState) -> bool:
-    """Whether the parameters of a stage train at this point of the run."""
+    """Return whether a stage has begun."""
     if "step" in stage:
         return bool(state.global_step >= stage["step"])
     return "epoch" in stage and bool(state.epoch >= stage["epoch"])

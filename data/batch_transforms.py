@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, constant_pad_nd
 from torchvision.transforms.v2 import functional as F
 
-from data.draws import Draws
 from data.errors import DataError
-from data.pixels import chosen, column, means, sampled, windows, within
+from data.images import column, flipped, means, sampled, windows, within
+from data.keys import Draws
 from data.transforms import Constants
 
 Values = tuple[Tensor, ...]
@@ -37,7 +37,7 @@ class RandomHorizontalFlip:
         return (draws.uniform() < self.p,)
 
     def __call__(self, images: Tensor, flip: Tensor) -> Tensor:
-        return chosen(flip, images.flip(self.axis), images)
+        return flipped(images, flip, self.axis)
 
     on_masks = __call__
 

@@ -5,12 +5,12 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data.cache import ImageCache
 from data.decode import read_image
 from data.errors import DataError
 from data.images import Transform
@@ -19,6 +19,19 @@ from data.splits import cut
 from data.transforms import acts_on_batches
 
 logger = logging.getLogger(__name__)
+
+
+class _Cache(Protocol):
+    """What keeps decoded images: `data.loading.cache.ImageCache`."""
+
+    def fill(self, files: "ImageFolder", interrupted: Callable[[], bool]) -> None:
+        """Decode all images, once."""
+
+    def image(self, index: int) -> Tensor | None:
+        """Return an image; None if it is not held."""
+
+    def batch(self, indices: Sequence[int]) -> Tensor | None:
+        """Return images of one size; None if they are not, or one is not held."""
 
 
 class ImageFolder:
@@ -42,7 +55,7 @@ class ImageFolder:
         self.classes = classes
         self.channels = channels
         self.transform = transform
-        self.cache: ImageCache | None = None
+        self.cache: _Cache | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -170,11 +183,11 @@ def _class_names(train: Path) -> list[str]:
         raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
     seen: dict[str, str] = {}
     for name in classes:
-        twin = seen.setdefault(unicodedata.normalize("NFC", name), name)
-        if twin != name:
+        earlier = seen.setdefault(unicodedata.normalize("NFC", name), name)
+        if earlier != name:
             raise DataError(
                 f"data.root: two folders of {train} have names that look the same, "
-                f"{twin!r} and {name!r} (Unicode forms): merge them"
+                f"{earlier!r} and {name!r} (Unicode forms): merge them"
             )
     return classes
 

@@ -1,4 +1,8 @@
-"""Images and targets held in memory as two tensors."""
+"""Images in memory: a data set of them, and windows, mirrors and grids read from batches.
+
+What is read from a batch is computed element by element: a sum or a matrix product may round
+otherwise in a batch of another size, and a sample must be the same in every batch, to the bit.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +14,9 @@ from torch.nn import functional as F
 from data.transforms import acts_on_batches
 
 Transform = Callable[[Any], Any]
+Affine = tuple[Tensor, Tensor, Tensor]
+
+_LARGE = 32768  # bytes of an image: from here on new memory for a batch costs more than a loop
 
 
 class ImageTensors:
@@ -77,3 +84,78 @@ def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
         for chunk in torch.split(images, 1024)
     ]
     return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
+
+
+def column(values: Tensor, images: Tensor) -> Tensor:
+    """Return values (n,) in a shape that goes with images (n, ...)."""
+    return values.view(-1, *[1] * (images.ndim - 1))
+
+
+def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return the images (n, ...) of `one` where `which` (n,) says so, of `other` elsewhere.
+
+    Bytes are taken eight at a time: `torch.where` is no faster with small numbers than with large.
+    """
+    fits = one.element_size() == 1 and one.shape[-1] % 8 == 0
+    if fits and one.is_contiguous() and other.is_contiguous():
+        words = torch.where(column(which, one), one.view(torch.int64), other.view(torch.int64))
+        return words.view(one.dtype)
+    return torch.where(column(which, one), one, other)
+
+
+def flipped(images: Tensor, which: Tensor, axis: int) -> Tensor:
+    """Mirror those images (n, ...) of which `which` (n,) says so along an axis."""
+    if images.device.type != "cpu" or images[0].nbytes < _LARGE:
+        return chosen(which, images.flip(axis), images)
+    result = images.clone()
+    for row in which.nonzero()[:, 0].tolist():
+        result[row] = images[row].flip(axis)
+    return result
+
+
+def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:
+    """Cut a window (n, C, *size) from each image, whole rows at a time."""
+    images = images.contiguous()
+    samples, channels, height, width = images.shape
+    planes = torch.arange(samples * channels, device=images.device).view(samples, channels, 1)
+    rows = planes * height + top[:, None, None] + torch.arange(size[0], device=images.device)
+    starts = rows * width + left[:, None, None]
+    every = images.view(-1).as_strided((images.numel() - size[1] + 1, size[1]), (1, 1))
+    return every.index_select(0, starts.view(-1)).view(samples, channels, *size)
+
+
+def within(first: Tensor, length: Tensor, side: int) -> Tensor:
+    """Tell which of `side` positions lie in each interval (n, side)."""
+    positions = torch.arange(side, device=first.device)
+    return (positions >= first[:, None]) & (positions < (first + length)[:, None])
+
+
+def sampled(
+    images: Tensor, x: Affine, y: Affine, size: tuple[int, int], mode: str, outside: str
+) -> Tensor:
+    """Read images where affine functions say; integer images are rounded back.
+
+    x, y: (a, b, c), each (n,): an output pixel at (u, v) is read at a u + b v + c. Coordinates run
+    from -1 to 1 over the whole image. mode and outside: as `grid_sample`'s.
+    """
+    values = images if images.is_floating_point() else images.to(torch.float32)
+    v, u = (_centres(side, values) for side in size)
+    grid = torch.stack([_affine(x, u, v), _affine(y, u, v)], -1)
+    read = F.grid_sample(values, grid.to(values.dtype), mode, outside, align_corners=False)
+    return read if images.is_floating_point() else read.round_().to(images.dtype)
+
+
+def _centres(side: int, like: Tensor) -> Tensor:
+    """Return the coordinates of the centres of `side` pixels."""
+    return torch.linspace(1 / side - 1, 1 - 1 / side, side, device=like.device)
+
+
+def _affine(function: Affine, u: Tensor, v: Tensor) -> Tensor:
+    a, b, c = (number[:, None, None] for number in function)
+    return (a * u) + (b * v[:, None] + c)
+
+
+def means(values: Tensor, unit: int) -> Tensor:
+    """Return the mean of each image (n, 1, 1, 1): an exact sum of multiples of 1 / unit."""
+    whole = (values * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
+    return whole.to(values.dtype) / (unit * values[0].numel())

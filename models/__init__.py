@@ -1,1 +1,1 @@
-"""Networks of our own and adapters to others'."""
+"""Networks, and adapters to those of torchvision and timm."""

@@ -1,13 +1,13 @@
-"""What can be wrong with a model that was asked for; the text names the key and the way out."""
+"""Errors of building a model; their text names the key and a solution."""
 
 from conf.errors import ConfigError
 
 
 class ModelError(ConfigError, ValueError):
-    """A model that cannot be built as it was described."""
+    """A model cannot be built from its configuration."""
 
 
 class WeightsError(ValueError):
-    """Initial weights that cannot be read or do not fit."""
+    """Initial weights cannot be read or do not match the model."""
 
     exit_code = 4

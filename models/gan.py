@@ -1,6 +1,6 @@
 """A generator and a discriminator in one module (Radford et al., 2015, arXiv:1511.06434).
 
-Both are reached through `forward`, so that wrappers such as DDP see every call.
+Both are called through `forward`, so that wrappers such as DDP see every call.
 """
 
 import math
@@ -15,7 +15,7 @@ _GROUPS: Final = 8  # of channels, in the generator
 
 
 class Generator(nn.Module):
-    """Grow noise (N, latent_dim) to images in [-1, 1]: a quarter of the size, doubled twice."""
+    """Map noise to images in [-1, 1]: from a quarter of their size, upsampled twice."""
 
     def __init__(
         self, latent_dim: int, channels: int, image_size: int, width: int, norm: str
@@ -39,14 +39,14 @@ class Generator(nn.Module):
         """Map (N, latent_dim) to (N, channels, image_size, image_size)."""
         if noise.shape[1:] != (self.seed.in_features,):
             raise ModelError(
-                f"noise of {list(noise.shape[1:])} numbers reaches a generator whose "
-                f"model.latent_dim is {self.seed.in_features}"
+                f"the noise has shape {list(noise.shape[1:])} per sample, but model.latent_dim "
+                f"is {self.seed.in_features}"
             )
         return self.layers(self.grid(self.seed(noise)))  # type: ignore[no-any-return]
 
 
 class Discriminator(nn.Module):
-    """Judge images: one logit each, high for real ones. No BatchNorm: samples stay independent."""
+    """Map images to one logit each, high for real images; without BatchNorm."""
 
     def __init__(self, channels: int, image_size: int, width: int) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ def _norm(norm: str, channels: int) -> nn.Module:
 
 
 class GAN(nn.Module):
-    """The two players; parameters are named `generator.*` and `discriminator.*`.
+    """Generator and discriminator; parameters are named `generator.*` and `discriminator.*`.
 
-    `norm`: of the generator. `group` keeps samples independent, so that training does not follow
-    how an update is split; `batch` is that of the paper, whose statistics do.
+    `norm`: the normalization of the generator. With `group` the samples are independent, so that
+    training does not depend on how an update is split; `batch`, as in the paper, does.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GAN(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % 4:
-            raise ModelError(f"a GAN's image size is a multiple of 4, not {image_size}")
+            raise ModelError(f"model.image_size={image_size} is not a multiple of 4")
         if norm not in ("group", "batch"):
             raise ModelError(f"model.norm={norm!r} is neither group nor batch")
         self.latent_dim = latent_dim

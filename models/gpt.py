@@ -1,4 +1,4 @@
-"""A small causal language model in the manner of GPT-2 (Radford et al., 2019)."""
+"""A small causal language model like GPT-2 (Radford et al., 2019)."""
 
 import math
 
@@ -41,16 +41,16 @@ class GPT(nn.Module):
             self.head.weight = self.token_embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token numbers (N, T), T <= context, to logits (N, T, num_classes)."""
+        """Map token ids (N, T), T <= context, to logits (N, T, num_classes)."""
         length = tokens.shape[-1]
         if length > self.context:
-            raise ModelError(f"{length} tokens reach a model whose model.context is {self.context}")
+            raise ModelError(f"the input has {length} tokens, but model.context is {self.context}")
         positions = torch.arange(length, device=tokens.device)
         x = self.dropout(self.token_embed(tokens) + self.pos_embed(positions))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
     def _scale_residuals(self, depth: int) -> None:
-        # 2 * depth branches add up on the residual stream: each starts smaller by that root.
+        # 2 * depth branches are added to the residual stream, so each is scaled by the square root.
         std = 0.02 / math.sqrt(2 * depth)
         for block in self.blocks:
             assert isinstance(block, Block)

@@ -1,4 +1,4 @@
-"""Activation functions by name, each place of a network with a module of its own."""
+"""Activation functions by name, and image sizes."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def make_activation(name: str) -> nn.Module:
-    """Return a new activation module; quantization and hooks need one for each place."""
+    """Return a new activation module; quantization and hooks need one for each use."""
     if name not in ACTIVATIONS:
         near = get_close_matches(name, ACTIVATIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ACTIVATIONS)}"

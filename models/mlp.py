@@ -1,4 +1,4 @@
-"""A multi-layer perceptron with neither BatchNorm nor dropout: every update is a pure function."""
+"""A multi-layer perceptron without BatchNorm and dropout."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from models.layers import height_width, make_activation
 
 
 class MLP(nn.Module):
-    """Flatten, then linear layers with an activation between each two.
+    """Flatten the input, then linear layers with an activation between each two.
 
     `in_features` replaces `in_channels * height * width` for inputs that are not images.
     """

@@ -1,4 +1,4 @@
-"""Fine-tuning: start a network from trained weights, its head resized, with a report."""
+"""Fine-tuning: load trained weights into a network whose head may have another size."""
 
 import logging
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Which names were taken over, and what became of the others."""
+    """The names of the weights that were loaded, and of those that were not."""
 
     loaded: tuple[str, ...]
-    adapted: tuple[str, ...]  # the first convolution, spread over another number of channels
-    resized: tuple[str, ...]  # of the head, with another number of classes: left as initialised
-    dropped: tuple[str, ...]  # left out on request
+    adapted: tuple[str, ...]  # of the first convolution, with another number of input channels
+    resized: tuple[str, ...]  # of the head, with another number of classes: not loaded
+    dropped: tuple[str, ...]  # excluded by `drop`
     missing: tuple[str, ...]  # in the network only
     unexpected: tuple[str, ...]  # in the weights only
 
     def __str__(self) -> str:
-        """Name what did not simply load, each kind shortened to its first names."""
+        """Return the number of loaded tensors, and the first names of each other kind."""
         kinds = ("adapted", "resized", "dropped", "missing", "unexpected")
         parts = [f"{len(self.loaded)} tensors loaded"]
         parts += [f"{kind}: {_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
@@ -45,17 +45,17 @@ def fine_tune(
     strict: bool = True,
     average: bool = True,
 ) -> nn.Module:
-    """Give `model` the weights of a file, a run directory or torchvision, and return it.
+    """Load the weights of a file, a run directory or torchvision into `model`, and return it.
 
     Args:
         model: the network, built for the new classes.
         weights: a file, a run directory, or `torchvision:ResNet18_Weights.DEFAULT`.
-        checkpoint: which one of a run directory.
-        prefix: take the names that begin with it, and cut it off.
-        drop: globs over names whose weights stay as initialised.
+        checkpoint: the checkpoint of a run directory.
+        prefix: load only names with this prefix, and remove it from them.
+        drop: globs over names that are not loaded.
         head: the module that may have another number of outputs (default: the last layer).
-        strict: refuse names that only one side has.
-        average: of a run that kept an average of its weights (EMA, SWA), take that one.
+        strict: raise WeightsError for names that only the weights or only the network have.
+        average: load the average of the weights (EMA, SWA) of a run that kept one.
     """
     if not weights_wanted():
         return model
@@ -64,7 +64,7 @@ def fine_tune(
     if strict and differing:
         raise WeightsError(
             f"{weights} does not fit the network: {report}; "
-            "leave names out with model.drop, or allow it with model.strict=false"
+            "exclude names with model.drop, or allow it with model.strict=false"
         )
     log.log(
         logging.WARNING if differing else logging.INFO, "initial weights %s: %s", weights, report
@@ -78,7 +78,7 @@ def load_weights(
     drop: Sequence[str] = (),
     head: str | None = None,
 ) -> LoadReport:
-    """Copy into `model` what fits; shapes may differ in the head and in the input channels only."""
+    """Load `state` into `model`; shapes may differ in the head and in the input channels only."""
     own = model.state_dict()
     dropped = _dropped(drop, [*state, *own])
     wanted = {name: value for name, value in state.items() if name not in dropped}
@@ -89,7 +89,7 @@ def load_weights(
     loaded = [name for name in shared if name not in resized]
     if not loaded:
         raise WeightsError(
-            f"no name of the weights is one of the network's: {_names(tuple(state))} "
+            f"no name of the weights is in the network: {_names(tuple(state))} "
             f"against {_names(tuple(own))}; see model.prefix"
         )
     with torch.no_grad():
@@ -108,7 +108,7 @@ def load_weights(
 def _differing(
     model: nn.Module, own: dict[str, Tensor], given: dict[str, Tensor], head: str
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the names of a head of other size, and the input layer's weight made to fit."""
+    """Return the names of a head of another size, and the adapted weight of the input layer."""
     first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
     resized: list[str] = []
     adapted: dict[str, Tensor] = {}
@@ -143,7 +143,7 @@ def _only_channels_differ(given: Tensor, own: Tensor) -> bool:
 def _misfit(name: str, given: Tensor, own: Tensor) -> WeightsError:
     return WeightsError(
         f"{name} has shape {tuple(given.shape)} in the weights and {tuple(own.shape)} in the "
-        f"network; leave it out with model.drop=[{name}]"
+        f"network; exclude it with model.drop=[{name}]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Fit a ready network to other numbers of classes and input channels."""
+"""Change the numbers of classes and of input channels of a network."""
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ def find_head(model: nn.Module) -> str:
 
 
 def resize_head(model: nn.Module, num_classes: int, outputs: int | None = None) -> list[str]:
-    """Replace every head by a fresh one of `num_classes` outputs; return their names.
+    """Replace every head by a new one with `num_classes` outputs; return their names.
 
-    A head is a linear or convolution layer with `outputs` outputs (default: the last layer alone).
+    A head is a linear or convolution layer with `outputs` outputs (default: only the last layer).
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Head)}
     if outputs is None:
@@ -34,14 +34,14 @@ def resize_head(model: nn.Module, num_classes: int, outputs: int | None = None) 
 
 @torch.no_grad()
 def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
-    """Let the first convolution take `in_channels`.
+    """Replace the first convolution by one with `in_channels` input channels.
 
-    `trained` weights go on computing what they did of grey images; fresh ones keep the spread
-    that the network's own initialisation gave them.
+    `trained` weights compute the same result for grey images as before; untrained ones keep the
+    distribution of the network's own initialization.
     """
     found = next(((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)), None)
     if found is None:
-        raise ModelError(f"{type(model).__name__} has no convolution whose input could be resized")
+        raise ModelError(f"{type(model).__name__} has no convolution for model.in_channels")
     name, old = found
     if old.in_channels == in_channels:
         return
@@ -56,10 +56,10 @@ def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
 
 
 def adapt_channels(weight: Tensor, in_channels: int) -> Tensor:
-    """Spread a convolution's weight (out, in, h, w) over `in_channels` channels.
+    """Adapt a convolution's weight (out, in, h, w) to `in_channels` channels.
 
-    Each new channel takes the sum of the old ones divided by their new number, so that an image
-    repeated over its channels gives what the grey image gave.
+    Each new channel is the sum of the old ones divided by the new number of channels, so that the
+    result is the same for images whose channels are equal.
     """
     total = weight.sum(dim=1, keepdim=True)
     return (total / in_channels).expand(-1, in_channels, -1, -1).contiguous()

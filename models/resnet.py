@@ -1,7 +1,7 @@
 """Residual networks (He et al., 2015, arXiv:1512.03385), for small and for large images.
 
-Modules are named as in torchvision, so that its ImageNet weights load by name; each activation is
-a module of its own.
+Modules have the names of torchvision's, so that its ImageNet weights can be loaded; each activation
+is a separate module.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ Stem = Literal["cifar", "imagenet"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
 
@@ -37,7 +37,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the 3x3 one takes the stride."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut; the 3x3 convolution has the stride."""
 
     expansion = 4
 
@@ -63,7 +63,7 @@ class Bottleneck(nn.Module):
         return self.act3(out + self.downsample(x))  # type: ignore[no-any-return]
 
 
-# The kind of block and how many each stage has (Table 1 of the paper).
+# The type of the blocks and their number in each stage (Table 1 of the paper).
 DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
@@ -74,8 +74,9 @@ DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, int, int, int]
 class ResNet(nn.Module):
     """Stem, four stages of residual blocks, global average pooling and a linear head.
 
-    `depth` is 18, 34 or 50. The stem `cifar` keeps the image size, `imagenet` quarters it.
-    `zero_init_residual` starts every block as its shortcut: the last BatchNorm's weight is zero.
+    `depth` is 18, 34 or 50. The stem `cifar` keeps the image size, `imagenet` divides it by
+    4. `zero_init_residual` sets the weight of the last BatchNorm of each block to zero, so that the
+    block starts as its shortcut.
     """
 
     def __init__(

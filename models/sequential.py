@@ -1,4 +1,4 @@
-"""A network written down as a list of layers, traced so that a misfit names its layer."""
+"""A network from a list of layers; an error of shapes names the layer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,10 +13,10 @@ def from_layers(
     input_shape: Sequence[int],
     num_classes: int | None = None,
 ) -> nn.Sequential:
-    """Chain `layers` and try them on zeros of `input_shape` (one sample, without its batch).
+    """Chain `layers` and call them on zeros of `input_shape` (one sample without batch dimension).
 
-    Layers given as a mapping keep their names; one that is None is left out. Lazy layers take
-    their sizes from the trace. `num_classes` adds a linear layer `head` of that many outputs.
+    Layers of a mapping keep their names; None is dropped. Lazy layers get their sizes from this
+    call. `num_classes` adds a linear layer `head` with that many outputs.
     """
     named = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     model = nn.Sequential()
@@ -34,7 +34,7 @@ def from_layers(
 def trace(model: nn.Sequential, input_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return each layer's name and output shape (without the batch), for one sample.
 
-    Runs in evaluation mode: dropout draws nothing and BatchNorm's statistics stay.
+    Runs in evaluation mode: no dropout, and no change of BatchNorm's statistics.
     """
     x = torch.zeros(1, *input_shape)
     shapes = [("input", tuple(x.shape[1:]))]
@@ -60,13 +60,13 @@ def _apply(
         path = " -> ".join(f"{given} {_text(shape)}" for given, shape in shapes)
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"model.layers.{name} ({layer}) does not take the shape {_text(shapes[-1][1])} "
-            f"that reaches it: {reason} [{path}]"
+            f"model.layers.{name} ({layer}) does not accept its input of shape "
+            f"{_text(shapes[-1][1])}: {reason} [{path}]"
         ) from error
     if not isinstance(out, Tensor):
         raise ModelError(
             f"model.layers.{name} ({layer}) returns a {type(out).__name__}; "
-            "layers in a list pass on one tensor"
+            "layers in a list must return one tensor"
         )
     return out
 

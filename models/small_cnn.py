@@ -1,4 +1,4 @@
-"""A small convolutional network: the quickest to train that still sees images."""
+"""A small convolutional network that trains quickly."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from models.layers import make_activation
 
 
 class SmallCNN(nn.Module):
-    """Convolution, BatchNorm, activation and halving for each width, then a linear head."""
+    """Convolution, BatchNorm, activation and 2x2 pooling for each width, then a linear head."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SmallCNN(nn.Module):
 
 
 def _stage(in_channels: int, width: int, activation: str) -> nn.Sequential:
-    # ceil_mode keeps an odd last row, and lets images smaller than 2**stages through.
+    # ceil_mode keeps an odd last row, and accepts images smaller than 2**stages.
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),

@@ -1,4 +1,4 @@
-"""Any model of the package timm by its name (an extra: `pip install timm`)."""
+"""Models of the package timm by name (not a dependency: `pip install timm`)."""
 
 import importlib
 from typing import Any
@@ -20,10 +20,10 @@ def build(
     try:
         timm = importlib.import_module("timm")
     except ImportError:
-        raise ModelError("model=timm takes the package timm: pip install timm") from None
+        raise ModelError("model=timm needs the package timm: pip install timm") from None
     if name.split(".")[0] not in timm.list_models():
         near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
-        raise ModelError(f"model.name: timm has no model {name!r}; near: {near}")
+        raise ModelError(f"model.name: timm has no model {name!r}; similar: {near}")
     try:
         model: nn.Module = timm.create_model(
             name,

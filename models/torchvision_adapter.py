@@ -1,4 +1,4 @@
-"""Any torchvision model by its name, with trained weights, for our classes and channels."""
+"""Models of torchvision by name, with trained weights, for other classes and channels."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from models.errors import ModelError
 from models.resize import resize_head, resize_input
 from models.weights import fetch, weights_wanted
 
-# The side outputs of these two would make the output a tuple while training; with trained weights
-# they expect their input transformed, which their builders note only as they load them.
+# The auxiliary outputs of these two would make the output a tuple in training. With trained weights
+# they need `transform_input`, which their builders set only if they load the weights themselves.
 _INCEPTIONS = ("googlenet", "inception_v3")
 
 
@@ -26,9 +26,9 @@ def build(
 ) -> nn.Module:
     """Build torchvision's model `name`; `arguments` go to its builder.
 
-    `weights` names an entry of the model's weights, such as `DEFAULT` or `IMAGENET1K_V2`: the body
-    takes them, the head is fresh if its number of classes differs. Segmentation models return
-    their main output, a tensor.
+    `weights` names an entry of the model's weights, such as `DEFAULT` or `IMAGENET1K_V2`. The head
+    is initialized anew if its number of classes differs. Segmentation models return their main
+    output, a tensor.
     """
     builder = _builder(name)
     arguments = _defaults(name, builder) | arguments
@@ -56,7 +56,7 @@ def _builder(name: str) -> Callable[..., nn.Module]:
 def _defaults(name: str, builder: Callable[..., nn.Module]) -> dict[str, Any]:
     defaults: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(builder).parameters:
-        defaults["weights_backbone"] = None  # torchvision would download them unasked
+        defaults["weights_backbone"] = None  # torchvision would download them by default
     if name in _INCEPTIONS:
         defaults |= {"aux_logits": False, "init_weights": True}
     return defaults
@@ -78,7 +78,7 @@ def _trained(
     if classes != num_classes and builder.__module__.startswith("torchvision.models.detection"):
         raise ModelError(
             f"model.num_classes={num_classes}: the trained head of {name} has {classes} classes "
-            "and cannot be resized; leave out model.weights"
+            "and cannot be resized; remove model.weights"
         )
     if name in _INCEPTIONS:
         arguments = {"transform_input": True} | arguments
@@ -90,7 +90,7 @@ def _trained(
 
 
 def _load(model: nn.Module, name: str, state: dict[str, Tensor]) -> None:
-    if name in _INCEPTIONS:  # their files hold the side outputs, too
+    if name in _INCEPTIONS:  # their files contain the auxiliary outputs, too
         own = model.state_dict()
         state = {key: value for key, value in state.items() if key in own}
     model.load_state_dict(state)

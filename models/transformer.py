@@ -1,4 +1,4 @@
-"""The pre-norm transformer block (Xiong et al., 2020, arXiv:2002.04745) that ViT and GPT share."""
+"""The pre-norm transformer block (Xiong et al., 2020, arXiv:2002.04745) of ViT and GPT."""
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -7,12 +7,12 @@ from models.errors import ModelError
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; `causal` lets a position see only itself and those before it."""
+    """Multi-head self-attention; with `causal` a position attends to itself and earlier ones."""
 
     def __init__(self, dim: int, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
         if dim % heads:
-            raise ModelError(f"model.dim={dim} is no multiple of model.heads={heads}")
+            raise ModelError(f"model.dim={dim} is not a multiple of model.heads={heads}")
         self.heads = heads
         self.causal = causal
         self.dropout = dropout
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a GELU between, the inner one `ratio` times as wide."""
+    """Two linear layers with a GELU between; the inner dimension is `ratio` times as large."""
 
     def __init__(self, dim: int, ratio: float, dropout: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a LayerNorm and beside a shortcut."""
+    """Attention and feed-forward, each after a LayerNorm and with a shortcut."""
 
     def __init__(
         self, dim: int, heads: int, mlp_ratio: float, dropout: float, causal: bool = False
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 def initialise(model: nn.Module, std: float = 0.02) -> None:
-    """Draw linear and embedding weights from a truncated normal; biases are zero."""
+    """Initialize linear and embedding weights from a truncated normal, and biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std)

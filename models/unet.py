@@ -11,7 +11,7 @@ from models.layers import make_activation
 
 
 class UNet(nn.Module):
-    """Halve `depth` times, come back up, and join each level's features on the way."""
+    """Downsample `depth` times, then upsample and concatenate the features of each level."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class UNet(nn.Module):
         out = levels.pop()
         for stage in self.up:
             skip = levels.pop()
-            # To the size of the level it joins, so that odd sizes need no padding.
+            # Resized to the size of that level, so that odd sizes need no padding.
             out = stage(torch.cat([skip, interpolate(out, size=skip.shape[-2:])], dim=1))
         return self.head(out)  # type: ignore[no-any-return]
 

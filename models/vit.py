@@ -11,9 +11,9 @@ from models.transformer import Block, initialise
 
 
 class ViT(nn.Module):
-    """Patches, a class token, learned positions, pre-norm blocks and a linear head.
+    """Patch embedding, a class token, learned positions, pre-norm blocks and a linear head.
 
-    The blocks are `blocks.0`, `blocks.1`, ...: layer-wise learning rates count on these names.
+    The blocks are `blocks.0`, `blocks.1`, ...: layer-wise learning rates rely on these names.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ViT(nn.Module):
         height, width = height_width(image_size)
         if height % patch_size or width % patch_size:
             raise ModelError(
-                f"image size {height}x{width} does not split into patches of "
+                f"images of {height}x{width} cannot be divided into patches of "
                 f"model.patch_size={patch_size}"
             )
         self.image_size = (height, width)
@@ -53,7 +53,7 @@ class ViT(nn.Module):
         if tuple(x.shape[-2:]) != self.image_size:
             given = "x".join(map(str, x.shape[-2:]))
             wanted = "x".join(map(str, self.image_size))
-            raise ModelError(f"images of {given} reach a ViT whose model.image_size is {wanted}")
+            raise ModelError(f"the images have size {given}, but model.image_size is {wanted}")
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
         tokens = self.blocks(self.dropout(tokens + self.pos_embed))

@@ -1,4 +1,4 @@
-"""Read trained weights: from a file, a run directory or torchvision. Nothing in them is run."""
+"""Read trained weights from a file, a run directory or torchvision, without executing code."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ _wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 def no_initial_weights() -> Iterator[None]:
     """Build models without reading their initial weights.
 
-    For whoever loads a checkpoint next: a resumed or evaluated run must not need the files, or the
-    network, that it once started from.
+    Used before a checkpoint is loaded: a resumed or evaluated run must not need the files, or the
+    network connection, of its initial weights.
     """
     token = _wanted.set(False)
     try:
@@ -34,7 +34,7 @@ def no_initial_weights() -> Iterator[None]:
 
 
 def weights_wanted() -> bool:
-    """Say whether a model being built now is to read its initial weights: not on `meta`."""
+    """Return whether a model should load its initial weights; False on the meta device."""
     return _wanted.get() and torch.get_default_device().type != "meta"
 
 
@@ -47,8 +47,8 @@ def read_weights(
     """Return a state dict from `source`.
 
     `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
-    `torchvision:ResNet18_Weights.DEFAULT`. Names keep what follows `prefix`; others are left out.
-    `average`: of a checkpoint with an average of its weights (EMA, SWA), take that one.
+    `torchvision:ResNet18_Weights.DEFAULT`. `prefix` is removed from names; those without it are
+    dropped. `average`: return the average of the weights (EMA, SWA) if a checkpoint has one.
     """
     if source.startswith("torchvision:"):
         state: Mapping[str, Any] = _from_torchvision(source.removeprefix("torchvision:"))
@@ -56,7 +56,7 @@ def read_weights(
         state = _from_file(_locate(Path(source), checkpoint), average)
     chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
     if not chosen:
-        raise WeightsError(f"{source} has no name that begins with {prefix!r}")
+        raise WeightsError(f"{source} has no name with the prefix {prefix!r}")
     return chosen
 
 
@@ -98,18 +98,18 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Any]:
         raise WeightsError(str(error)) from error
     averaged = _average(loaded)
     if average and averaged is not None:
-        log.info("%s: taking the average of the weights, not the trained ones", path)
+        log.info("%s: loading the average of the weights instead of the last weights", path)
         return averaged
     for key in ("model", "state_dict"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
-        raise WeightsError(f"{path} holds no state dict: no mapping of names to tensors")
+        raise WeightsError(f"{path} is not a state dict, a mapping of names to tensors")
     return loaded
 
 
 def _average(checkpoint: Any) -> Mapping[str, Any] | None:
-    """Return the average that a run's checkpoint keeps beside its weights: EMA's, or SWA's."""
+    """Return the average of the weights (EMA or SWA) in a checkpoint; None if there is none."""
     if not isinstance(checkpoint, Mapping) or "format_version" not in checkpoint:
         return None
     states = [checkpoint.get("ema"), *(checkpoint.get("callbacks") or {}).values()]

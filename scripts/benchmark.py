@@ -6,6 +6,7 @@ a ratio is taken within a turn: the machine's speed may change from turn to turn
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
     "data": "loading and transforming images, against torchvision sample by sample",
     "growth": "cost of an update and memory as data set and run grow",
+    "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
     "ddp": "throughput of one and two processes, and their start, against the same by hand",
 }
 
@@ -21,6 +23,7 @@ BENCHMARKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that is named and return the exit code."""
     arguments = _parser().parse_args(argv)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
     benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     report = benchmark.measure(arguments.rounds)
     print(report.text())

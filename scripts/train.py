@@ -1,18 +1,68 @@
 """`train experiment=resnet18 [key=value ...]`: train, or with -m sweep."""
 
+import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from scripts.cli.shadow import refuse_shadows
+
+if TYPE_CHECKING:
+    from scripts.cli.request import Request
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     from scripts.cli.console import Command
-    from scripts.training import train
 
     with Command() as command:
         command.code = train(sys.argv[1:])
+
+
+def train(argv: Sequence[str]) -> int:
+    """Do what a command line asks for; torch is imported once its keys and types are sound."""
+    from scripts.cli.arguments import parse_arguments
+    from scripts.cli.console import importing, log_to_stderr, logger
+    from scripts.cli.request import Request
+    from scripts.cli.shadow import clashes
+    from scripts.composition.compose import compose
+    from scripts.help import answer
+
+    arguments = parse_arguments(argv)
+    if answer(arguments):
+        return 0
+    log_to_stderr(os.environ.get("RANK", "0") == "0")
+    if arguments.multirun:
+        from scripts.sweeps.grid import sweep
+
+        return sweep(arguments)
+    composed = compose(arguments)
+    for clash in clashes():
+        logger.warning("warning: %s", clash)
+    request = Request(
+        composed.config,
+        composed.overrides,
+        {name: str(choice) for name, choice in composed.choices.items()},
+        list(argv),
+        list(composed.arguments.allow_targets),
+    )
+    with importing():
+        start = _starter(composed.config)
+    with composed.locating():
+        return start(request)
+
+
+def _starter(config: Mapping[str, Any]) -> Callable[["Request"], int]:
+    """Import what trains in this process, or in as many as the strategy asks for."""
+    several = config["strategy"]["name"] in ("ddp", "fsdp") and not config["dry_run"]
+    if several and "RANK" not in os.environ:
+        from scripts.launching.launch import launch
+
+        return launch
+    from scripts.runs.run import run
+
+    return run
 
 
 if __name__ == "__main__":

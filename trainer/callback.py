@@ -1,4 +1,4 @@
-"""What can be hooked into a run: the moments of the loop, as methods to override."""
+"""The interface of callbacks: hooks that the loop calls at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -13,67 +13,68 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Do one thing at some moments of a run; `Trainer.fit` draws the moments in its docstring.
+    """Base class of callbacks; the docstring of `Trainer.fit` shows when each hook is called.
 
-    Only overridden hooks are called. No hook but `scalars`, `on_log` and those after it in a
-    boundary may read a tensor on the host: the loop does not wait for the device in between.
+    Only overridden hooks are called. Only `scalars`, `on_log` and the hooks after it in a boundary
+    may read a tensor on the host, since the loop does not wait for the device elsewhere.
     """
 
     name: str = ""  # the key in the config, and of the state in a checkpoint
-    of_run: bool = False  # its state tells of the run directory's files: another run's is no use
+    of_run: bool = False  # its state describes files of the run directory, and fits no other run
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare: everything is built, nothing is loaded or trained."""
+        """Called when everything is built, before a checkpoint is loaded."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Begin; a checkpoint, if any, has been loaded."""
+        """Called before training; a checkpoint, if any, has been loaded."""
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Begin an epoch, or go on within one after a resume."""
+        """Called at the start of an epoch, or of the rest of an epoch after a resume."""
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Follow an update, applied or skipped."""
+        """Called after each update, applied or skipped."""
 
     def scalars(self, trainer: Trainer) -> Mapping[str, float]:
-        """Contribute values to a log line of training."""
+        """Return values to add to a log line of training."""
         return {}
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Receive the values logged at `trainer.state.global_step`."""
+        """Called with the values logged at `trainer.state.global_step`."""
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        """Precede a validation."""
+        """Called before a validation."""
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Receive a validation's metrics, `val/...`."""
+        """Called after a validation with its metrics, `val/...`."""
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Stand between two updates, logging and validation done: the moment to save."""
+        """Called between two updates, after logging and validation: the time to save."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Close an epoch; `trainer.state.epoch` counts it already."""
+        """Called at the end of an epoch, which `trainer.state.epoch` already includes."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """See the run fail."""
+        """Called when the run fails with an exception."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Close a run that was not broken by an exception."""
+        """Called at the end of a run without an exception."""
 
     def teardown(self, trainer: Trainer) -> None:
-        """Release what `setup` took, whatever happened."""
+        """Release what `setup` acquired; called in any case."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: tensors and plain containers only."""
+        """Return the state that a resumed run needs: tensors and plain containers only."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
 
 class Average(Callback):
-    """A callback that keeps an average of the weights, under any name.
+    """Base class of callbacks that keep an average of the weights, whatever their name.
 
-    One of a run is evaluated instead of the weights; others say so by `used_for_evaluation`.
+    At most one callback of a run may set `used_for_evaluation`: its average is evaluated instead of
+    the weights.
     """
 
     used_for_evaluation: bool = True
@@ -84,16 +85,16 @@ class Average(Callback):
 
 
 class Saver(Callback):
-    """A callback that writes checkpoints, under any name: called last, when all others are done.
+    """Base class of callbacks that write checkpoints, whatever their name; called last.
 
-    Its state may hold a `ranking`, pairs of step and value with the best first: of these
-    checkpoints, the ones that a run keeps when it goes back to an earlier step.
+    Its state may hold a `ranking`: pairs of step and value, the best first. These are the
+    checkpoints that a run keeps when it goes back to an earlier step.
     """
 
     of_run = True
 
     def best_result(self) -> tuple[str, float, int] | None:
-        """Return metric, value and step of the best checkpoint, if one was chosen."""
+        """Return metric, value and step of the best checkpoint, or None."""
         return None
 
 
@@ -114,7 +115,7 @@ class Hooks:
         }
 
     def emit(self, hook: str, *args: Any) -> None:
-        """Call `hook` of every callback that has one."""
+        """Call `hook` of every callback that overrides it."""
         for listener in self._listeners[hook]:
             listener(*args)
 

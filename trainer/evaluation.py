@@ -1,4 +1,4 @@
-"""The metrics of a data set: each sample counted once, for any number of devices (I4)."""
+"""Evaluation: the metrics of a data set, with each sample counted once on any devices (I4)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came
 
 
 class Evaluator:
-    """Judge a model with a task's metrics."""
+    """Evaluate a model with a task's metrics."""
 
     def __init__(self, parts: Parts, waiting: Waiting) -> None:
         wraps = parts.strategy.evaluates_wrapped
@@ -47,10 +47,10 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return `<stage>/<name>` of the first `limit` batches, within the context `weights`.
 
-        Generators are the evaluation's own, keyed by the seed and `step`: the training goes on as
-        if there had been none, and one that is repeated sees the same.
+        The evaluation has its own random states, derived from the seed and `step`: it does not
+        change the training that follows, and a repeated evaluation draws the same numbers.
 
-        Raises EvaluationAbandoned once a signal has asked for a stop.
+        Raises EvaluationAbandoned when a signal has requested a stop.
         """
         sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
         for metric in metrics.values():
@@ -64,7 +64,7 @@ class Evaluator:
                     break
         if self._parts.state.stop_code:
             raise EvaluationAbandoned
-        # A process may have had no sample at all: it must not stay away from the sum over all.
+        # A process may have had no sample at all, but must take part in the reduction.
         for names in self._parts.strategy.group.gather(sums.names):
             sums.take_part(names)
         values = sums.means(self._parts.strategy.group.reduce)
@@ -77,9 +77,9 @@ class Evaluator:
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                sums.add_output(self._judged(batch), count)
+                sums.add_output(self._evaluation_step(batch), count)
             elif self._parts.strategy.evaluates_in_step:
-                # The others wait for this process's part of the parameters.
+                # The other processes wait for this process's shards of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
 
     def _own_generators(self, step: int) -> AbstractContextManager[None]:
@@ -89,7 +89,7 @@ class Evaluator:
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """Have all processes judge with the main one's buffers; a task's own they get back."""
+        """Use the main process's buffers on all processes; restore those of the task after."""
         strategy = self._parts.strategy
         with strategy.evaluating(self._parts.model), ExitStack() as stack:
             if strategy.group.world_size > 1:
@@ -98,7 +98,7 @@ class Evaluator:
                     stack.enter_context(strategy.evaluating(module))
             yield
 
-    def _judged(self, batch: Any) -> StepOutput:
+    def _evaluation_step(self, batch: Any) -> StepOutput:
         try:
             return self._parts.task.evaluation_step(self._module, batch)
         except MISFITS as error:
@@ -115,7 +115,7 @@ class Evaluator:
         try:
             yield
         finally:
-            for module, mode in modes:  # a frozen module stays in evaluation
+            for module, mode in modes:  # a frozen module stays in evaluation mode
                 module.training = mode
 
 
@@ -130,7 +130,7 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
-    """Refuse metrics of which each of several processes would tell its own share: ModelError."""
+    """Raise ModelError for metrics that cannot be combined over several processes."""
     if strategy.devices == 1 or strategy.name not in ("ddp", "fsdp"):
         return
     for name, metric in metrics.items():
@@ -143,12 +143,12 @@ def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
 
 
 def _meets(metric: Metric) -> bool:
-    """Tell whether a metric is torchmetrics', which meets its like when it computes."""
+    """Return whether a metric is from torchmetrics, which synchronizes in `compute`."""
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).mro())
 
 
 def merged(metric: Any, strategy: Strategy) -> Any:
-    """Return a metric of all processes' samples; a collective."""
+    """Return the metric of the samples of all processes; a collective."""
     if hasattr(metric, "merge"):
         metric.merge(strategy.group.reduce)
     elif hasattr(metric, "merge_state") and strategy.group.world_size > 1 and not _meets(metric):

@@ -22,8 +22,8 @@ def log_is_due(options: TrainerOptions, state: TrainState, unlogged: bool) -> bo
     step = state.global_step
     if not state.position and unlogged:
         return True
-    at_end = not state.position or is_done(options, state)
-    return step > state.logged_at and (step % options.log_every_n_steps == 0 or at_end)
+    regular = step % options.log_every_n_steps == 0
+    return step > state.logged_at and (regular or not state.position or is_done(options, state))
 
 
 def validation_is_due(options: TrainerOptions, state: TrainState) -> bool:

@@ -1,4 +1,4 @@
-"""This process's random number generators, as a state that a weights-only load accepts."""
+"""The random number generators of this process: seeding, and a state that can be saved."""
 
 import hashlib
 import os
@@ -14,8 +14,9 @@ import torch
 def capture(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
     """Return the states of torch, `random` and numpy.
 
-    Torch's are those of the CPU and of the CUDA devices among `devices`, which this process
-    computes on; None: of its current one, if it uses any.
+    The states of torch are those of the CPU and of the CUDA devices among `devices`, which this
+    process computes on; None means the current one, if CUDA is in use. `weights_only` loads accept
+    the result.
     """
     return {
         "torch": torch.get_rng_state(),
@@ -26,10 +27,10 @@ def capture(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None) -> list[str]:
-    """Put the generators back; return what could not be restored here, in words.
+    """Restore the generators; return a description of what could not be restored.
 
-    `devices` are those of this process, in the order that `capture` was given them: a process may
-    go on with others than it began with.
+    `devices` are those of this process, in the order in which `capture` was given its own; they may
+    be other devices than those.
     """
     torch.set_rng_state(state["torch"].cpu())
     _restore_python(state["python"])
@@ -43,7 +44,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
-    """Give the generators back as they were: torch's (CPU and `device`), `random` and numpy."""
+    """Restore the generators afterwards: torch's (CPU and `device`), `random` and numpy's."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -55,9 +56,9 @@ def preserved(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def keyed(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from generators that begin at `seed`, and give those of the run back."""
+    """Seed the generators within the context, and restore those of the run afterwards."""
     with preserved(device):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every device
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
@@ -69,7 +70,7 @@ def keyed(device: torch.device, seed: int) -> Iterator[None]:
 def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
     if devices is not None:
         return [device for device in devices if device.type == "cuda"]
-    # Asking an unused CUDA for its state would initialise it: a run on the CPU has none to save.
+    # Reading the state would initialize CUDA, which a run on the CPU does not use.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.device("cuda", torch.cuda.current_device())] if used else []
 
@@ -100,7 +101,7 @@ def capture_numpy(generator: Any = np.random) -> dict[str, Any]:
 
 
 def restore_numpy(state: dict[str, Any], generator: Any = np.random) -> None:
-    """Put numpy's generator back, or another `RandomState`."""
+    """Restore numpy's generator, or another `RandomState`."""
     keys = state["keys"].numpy().astype(np.uint32)
     generator.set_state(
         (state["name"], keys, state["position"], state["has_gauss"], state["cached_gaussian"])
@@ -113,8 +114,8 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed `random`, numpy and torch (every device) from one non-negative integer.
 
-    Rank 0 gets `seed` as it is; the others streams of their own, or all would draw the same
-    dropout masks.
+    Rank 0 uses `seed` itself. Other ranks use a derived seed, or all would draw the same dropout
+    masks.
     """
     value = seed if rank == 0 else derived(seed, rank)
     random.seed(value)
@@ -123,11 +124,11 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> dict[str, bool]:
-    """Set torch's switches for this process; return what holds now, for the manifest.
+    """Set torch's global flags for this process; return their values, for the manifest.
 
-    `deterministic` refuses operations that cannot repeat themselves, and turns cuDNN's benchmark
-    off, since its choice depends on timing. Call it before CUDA is used: cuBLAS reads its part of
-    the setting once.
+    `deterministic` raises for nondeterministic operations and disables cuDNN's benchmark, whose
+    choice depends on timing. Call this before CUDA is used: cuBLAS reads its environment variable
+    once.
     """
     if deterministic:
         os.environ.setdefault(_CUBLAS, ":4096:8")
@@ -140,25 +141,25 @@ def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> d
 
 
 def _set_tf32(enabled: bool) -> None:
-    # The older switches set the newer ones (`fp32_precision`) as well; the other way round torch
-    # raises where the older are read, as `torch.backends.cudnn.flags()` does. CUDA's own: the
-    # global one would change matrix products on some CPUs as well.
+    # The older flags set the newer ones (`fp32_precision`) as well. After setting the newer ones
+    # torch raises where the older are read, as `torch.backends.cudnn.flags()` does. Only CUDA's
+    # flags are set: the global one would change matrix products on some CPUs as well.
     torch.backends.cuda.matmul.allow_tf32 = enabled
     torch.backends.cudnn.allow_tf32 = enabled
 
 
 def tf32_remark(precision: str, tf32: bool, device: torch.device) -> str | None:
-    """Say where a run of full precision is not what torch does by itself; None elsewhere."""
+    """Return a remark if a run in full precision differs from torch's default; else None."""
     if device.type != "cuda" or precision != "fp32" or tf32:
         return None
     return (
-        "trainer.precision=fp32 computes convolutions in IEEE single precision, where torch by "
-        "itself takes TF32: trainer.tf32=true is faster and keeps 10 bits of the mantissa"
+        "trainer.precision=fp32 computes convolutions in IEEE single precision, where torch's "
+        "default is TF32: trainer.tf32=true is faster and keeps 10 bits of the mantissa"
     )
 
 
 def derived(seed: int, *parts: object) -> int:
-    """Return a seed for what the parts name, unrelated to all others."""
+    """Return a seed derived from `seed` and `parts`, independent of those of other parts."""
     text = "/".join(map(str, (seed, *parts)))
     content = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(content, "little") >> 1  # torch takes no more than 63 bits everywhere
+    return int.from_bytes(content, "little") >> 1  # some functions of torch accept 63 bits only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from trainer.update.sums import Sums
 _OLD_ROLES = {"average": "ema", "saver": "checkpoint"}
 
 
-def take(trainer: Trainer) -> dict[str, Any]:
+def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     """Return everything that the rest of the run depends on; a collective of all processes.
 
-    On the main process, which writes it, all tensors are on the host; shards stay where they are.
+    The main process, which writes it, does `on_main` to it (default: `on_host`); shards stay where
+    they are.
     """
     strategy = trainer.strategy
     callbacks = strategy.to_save(
@@ -55,7 +56,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
-    return dict(on_host(payload)) if trainer.is_main else payload
+    return dict((on_main or on_host)(payload)) if trainer.is_main else payload
 
 
 def on_host(tree: Any) -> Any:
@@ -89,7 +90,7 @@ def restore(
     is the `same_run` nothing is taken over that tells of a run directory's files.
     """
     trainer.setup()
-    _rehearse(trainer)
+    _warm_up(trainer)
     compare_names(payload, trainer.model.state_dict())
     with taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)
@@ -134,7 +135,7 @@ def _take_over(
     return notes
 
 
-def _rehearse(trainer: Trainer) -> None:
+def _warm_up(trainer: Trainer) -> None:
     """Let the strategy's wrapper learn what it had learnt when the run was saved."""
 
     batches: list[MicroBatch] = []
@@ -145,7 +146,7 @@ def _rehearse(trainer: Trainer) -> None:
         trainer.updater.try_out(batches)
 
     trainer.wrapped.train()
-    trainer.strategy.rehearse(trainer.wrapped, compute)
+    trainer.strategy.warm_up(trainer.wrapped, compute)
 
 
 def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:

@@ -1,16 +1,16 @@
-"""How far a run has come: counters that are saved with every checkpoint."""
+"""Progress of a run: counters that are saved with every checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-MAX_TIME = "max_time"  # why a run ended that its time ended
+MAX_TIME = "max_time"  # the reason of a run that stopped at its time limit
 _STOP = ("stop_reason", "stop_code", "requested", "signal")
 
 
 @dataclass(slots=True)
 class TrainState:
-    """Count what has happened; a *step* is an optimizer update that was applied.
+    """Count the progress of a run; a *step* is an optimizer update that was applied.
 
     `updates` counts the batches consumed, `skipped_updates` those of them whose gradient was not
     finite, so that `updates == global_step + skipped_updates`.
@@ -24,14 +24,14 @@ class TrainState:
     skipped_in_a_row: int = 0
     micro_batches: int = 0
     samples: int = 0  # samples consumed, over all devices
-    # Values of `global_step` when the boundary's parts were last done: a boundary that was
-    # interrupted is finished, and never repeated, by the run that resumes it.
+    # Values of `global_step` at which the parts of a boundary were last done. The run that resumes
+    # an interrupted boundary finishes it and repeats no part of it.
     logged_at: int = 0
     validated_at: int = 0
     stop_reason: str | None = None  # why the run ends, once all processes have agreed on it
     stop_code: int = 0  # the exit code that goes with it: 0, or 128 + a signal's number
-    # What this process alone wishes: reason and code. A signal comes at no particular moment, so
-    # that its handler has a field of its own.
+    # The stop that this process alone asks for: reason and code. A signal can arrive at any moment,
+    # so its handler writes to a field of its own.
     requested: tuple[str, int] | None = None
     signal: tuple[str, int] | None = None
 
@@ -47,25 +47,25 @@ class TrainState:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was ended from outside, by a signal or the clock: another goes on."""
+        """Whether a signal or the time limit ended the run, so that another run continues it."""
         return bool(self.stop_code) or self.stop_reason == MAX_TIME
 
     def request_stop(self, reason: str, code: int = 0) -> None:
-        """End the run after this update; the first reason stays, a signal's goes before others."""
+        """Ask to end the run after this update; the first reason stays, unless a signal follows."""
         if self.requested is None or (code and not self.requested[1]):
             self.requested = (reason, code)
 
     @property
-    def wish(self) -> tuple[str, int] | None:
-        """What this process wishes beyond what was agreed on: reason and code."""
-        wish = self.signal or self.requested
-        settled = self.stop_code or (self.stop_reason is not None and not (wish and wish[1]))
-        return None if settled else wish
+    def stop_request(self) -> tuple[str, int] | None:
+        """The stop that this process asks for and that is not agreed on yet: reason and code."""
+        request = self.signal or self.requested
+        settled = self.stop_code or (self.stop_reason is not None and not (request and request[1]))
+        return None if settled else request
 
     def settle(self) -> None:
-        """End the run by this process's own wish: there is no other to agree with."""
-        if self.wish is not None:
-            self.stop(*self.wish)
+        """Stop the run at this process's own request, where there is no other process."""
+        if self.stop_request is not None:
+            self.stop(*self.stop_request)
 
     def stop(self, reason: str, code: int = 0) -> None:
         """End the run: all processes have agreed."""

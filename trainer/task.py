@@ -1,4 +1,4 @@
-"""What one step computes: the loss to descend and the sums that metrics are made of."""
+"""The interface of tasks: what a step computes, its loss and the sums for metrics."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from trainer.nested import in_format
 
 
 class Metric(Protocol):
-    """A metric with a state of its own; torchmetrics' classes are such, and meet by themselves.
+    """A metric that keeps a state, such as a class of torchmetrics.
 
-    With several processes any other has either `merge(reduce)`, which replaces its state by that
-    of all processes (`reduce` returns the sum of a tensor over them), or `merge_state(others)`,
-    which takes in the metrics of the other processes.
+    The metrics of torchmetrics synchronize over processes by themselves. With several processes any
+    other metric needs either `merge(reduce)`, which replaces its state by that of all processes
+    (`reduce` returns the sum of a tensor over them), or `merge_state(others)`, which adds the state
+    of the metrics of the other processes.
     """
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take in a batch."""
+        """Add a batch to the state."""
 
     def compute(self) -> Any:
         """Return the value over all batches since `reset`."""
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset the state."""
 
 
 class _Sum:
-    """Mark a loss term as a sum over the samples: it is divided by nothing."""
+    """Marks a loss term as a sum over the samples, which is not divided by a denominator."""
 
 
 SUM: Final = _Sum()
@@ -39,14 +40,14 @@ SUM: Final = _Sum()
 
 @dataclass(slots=True)
 class StepOutput:
-    """Carry one micro-batch's results.
+    """The results of one micro-batch.
 
-    `loss`: the mean over the micro-batch's samples, a scalar, or one value for each sample; or
-    such terms by name, which are added up.
-    `counts`: for a term whose mean has another denominator than the number of samples (tokens,
-    class weights): this micro-batch's part of it, the same that `Task.counts` gives, or `SUM` for
-    a sum over the samples: what is logged of it is the sum divided by their number.
-    `sums`: for each metric the sum over the micro-batch and the number of things summed.
+    `loss`: a scalar, the mean over the samples of the micro-batch, or one value for each sample; or
+    a dict of such terms by name, which are added.
+    `counts`: the denominators of terms whose mean is not over the samples (but over tokens, or with
+    class weights): the part of this micro-batch, as `Task.counts` returns it; or `SUM` for a sum
+    over the samples, which is logged divided by their number.
+    `sums`: for each metric the sum over the micro-batch and the number of summands.
     """
 
     loss: Tensor | Mapping[str, Tensor]
@@ -55,29 +56,30 @@ class StepOutput:
 
 
 class Task:
-    """Say what a model is trained for.
+    """Base class of tasks: the loss and the metrics that a model is trained with.
 
-    The model is an argument of every step, so that wrapped models (DDP, compiled) never leak in.
+    The model is an argument of every step, so that a task never holds a wrapped model (DDP,
+    compiled).
     """
 
-    # Optimizers that take turns on each update's batch, by name (a GAN's, say), each with a loss
-    # of its own; empty: all step together on one loss.
+    # Names of the optimizers that take turns on each update's batch (for example those of a GAN),
+    # each with its own loss. Empty: all step together on one loss.
     turns: Sequence[str] = ()
-    # Loss terms whose denominators depend on the data: `counts` gives them.
+    # Names of the loss terms whose denominators depend on the data; `counts` returns these.
     count_names: Sequence[str] = ()
-    # What `interpret` returns, for who shows predictions: "classes" (probabilities [n, classes]),
-    # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class numbers
-    # [n, H, W]), or "array", of which nothing is known.
+    # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
+    # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
+    # [n, H, W]), or "array" (anything else).
     output_kind: str = "array"
 
     def metric_names(self) -> Sequence[str]:
-        """Name the metrics that an evaluation gives, without the stage: `loss`, `accuracy`."""
+        """Return the names of the metrics of an evaluation, without the stage: `loss`, ..."""
         return ["loss"]
 
     def monitor(self) -> str | None:
-        """Name the metric that tells a better model from a worse one; None: no metric does.
+        """Return the metric that the best checkpoint is chosen by; None if there is none.
 
-        It decides where a callback's `monitor` is `auto`.
+        Callbacks use it where their `monitor` is `auto`.
         """
         return "accuracy" if "accuracy" in self.metric_names() else "loss"
 
@@ -96,25 +98,25 @@ class Task:
     def counts(self, batch: Any) -> Mapping[str, Tensor | float]:
         """Return this batch's part of the denominators of `count_names`, on the host if known.
 
-        An update's denominator is the sum over all its micro-batches and devices, so it must be
-        known before the first of them is differentiated.
+        The denominator of an update is the sum over all its micro-batches and devices, so it must
+        be known before the first backward pass.
         """
         return {}
 
     def own_modules(self) -> Mapping[str, nn.Module]:
-        """Return the modules that are the task's and not the model's, by name: losses, teachers.
+        """Return the modules of the task by name, such as losses and teachers.
 
-        Their trainable parameters are trained, as `task.<name>.<parameter>`, and their state is
-        saved. These are the task's attributes that are modules.
+        The default is all attributes that are modules. Their trainable parameters are trained under
+        the name `task.<name>.<parameter>`, and their state is saved.
         """
         return {name: part for name, part in vars(self).items() if isinstance(part, nn.Module)}
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return metrics with a state of their own; `evaluation_step` updates them."""
+        """Return the metrics that keep a state; `evaluation_step` updates them."""
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Move what the task holds to where the batches are; `dtype`: of the run's numbers."""
+        """Move modules and metrics to the device of the batches, and modules to `dtype`."""
         for module in self.own_modules().values():
             (module if dtype is None else in_format(module, dtype)).to(device)
         for metric in self.metrics().values():
@@ -122,15 +124,15 @@ class Task:
                 metric.to(device)
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's answer for a batch."""
+        """Return the model's output for a batch."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         return model(inputs)
 
     def interpret(self, output: Any) -> Any:
-        """Turn what `prediction_step` returned into what `output_kind` says."""
+        """Convert the result of `prediction_step` to the values that `output_kind` describes."""
         return output
 
 
 def named_modules(task: Task) -> dict[str, nn.Module]:
-    """Return a task's own modules by the names that precede their parameters' (`task.loss`)."""
+    """Return a task's own modules by the prefix of their parameters' names (`task.loss`)."""
     return {f"task.{name}": module for name, module in task.own_modules().items()}

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by the host's clock."""
+"""The time that a run spends on each kind of work, by the host's clock."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Literal
 
 Kind = Literal["data", "forward + backward", "optimizer", "evaluation", "checkpoints", "callbacks"]
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
-_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints")  # of training
+_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints")  # not counted as training
 
 
 class Timer:
-    """Split the seconds of a run by kind: each moment counts once.
+    """Attribute each second of a run to one kind of work.
 
-    Nothing is synchronized for it: what a GPU computes counts where the host waits for it.
+    The device is not synchronized: the time of a GPU is counted where the host waits for it.
     """
 
     def __init__(self) -> None:
         self.spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
-        self._kind: Kind = "callbacks"  # of what no `lap` claims
+        self._kind: Kind = "callbacks"  # of the time that no `lap` counts
         self.start()
 
     def start(self) -> None:
-        """Begin: the time before does not count."""
+        """Start the clock; earlier time is not counted."""
         self._last = perf_counter()
         self.reset()
 
     def lap(self, kind: Kind) -> None:
-        """Count the time since the last call for `kind`."""
+        """Add the time since the last call to `kind`."""
         now = perf_counter()
         self.spent[kind] += now - self._last
         self._last = now
 
     @contextmanager
     def spending(self, kind: Kind) -> Iterator[None]:
-        """Count the time of a context for `kind`, but for contexts of other kinds within."""
+        """Add the time of the context to `kind`, except that of nested contexts."""
         outer = self._kind
         self.lap(outer)
         self._kind = kind
@@ -47,7 +47,7 @@ class Timer:
             self._kind = outer
 
     def reset(self) -> None:
-        """Begin an interval, of which `total` and `data` tell."""
+        """Begin a new interval for `total` and `data`."""
         self._before = dict(self.spent)
 
     @property

@@ -62,17 +62,18 @@ class Trainer:
             Precision(precision, device.type) if isinstance(precision, str) else precision
         )
         self.model = model if strategy else self.precision.convert(model).to(device)
-        self.compiled = self.model if compiled is None else compiled
-        self.wrapped = self.strategy.wrap(self.compiled)
         self.task = task
         task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
-        steps = self.options.gradient_accumulation_steps
-        self.train_loader: BatchSource = as_source(repeatable(train_loader, "train_loader"), steps)
+        self.compiled = self.model if compiled is None else compiled
+        self.wrapped = self.strategy.wrap(self.compiled)
+        self.train_loader = as_source(
+            repeatable(train_loader, "train_loader"), self.options.gradient_accumulation_steps
+        )
         self.val_loader: BatchSource | None = None
-        if val_loader is not None:
+        if val_loader is not None:  # one of unknown length has no truth value
             self.val_loader = as_source(repeatable(val_loader, "val_loader"), 1)
         self.callbacks = dict(callbacks or {})
         for name, callback in self.callbacks.items():
@@ -92,7 +93,7 @@ class Trainer:
         self.unsaved = Unsaved(model, task)
         self._evaluator = Evaluator(self, self.waiting)
         self._deadline: float | None = None
-        validated = self.val_loader is not None
+        validated = val_loader is not None
         refuse_to_wait(self.lr_schedule.monitors, validated, self.options.validates)
 
     @property
@@ -131,10 +132,6 @@ class Trainer:
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""
         return self.optimizers.learning_rates()
-
-    def used_learning_rates(self) -> dict[str, float]:
-        """Return the learning rate that each parameter group's last update was made with."""
-        return self.optimizers.learning_rates(used=True)
 
     def fit(self) -> None:
         """Train until the horizon, or until a stop is requested.

@@ -1,1 +1,1 @@
-"""What several callbacks share."""
+"""Code that several callbacks share."""

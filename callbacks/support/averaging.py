@@ -1,4 +1,4 @@
-"""A running average of a model's weights, and the exchange of the two for an evaluation."""
+"""A running average of a model's weights, which can be swapped into the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.update.copies import own_part
 class WeightAverage:
     """Keep `average += weight * (model - average)` over a model's parameters.
 
-    Buffers of floating point (BatchNorm's statistics) are averaged alike where `use_buffers`, and
-    else are the model's own, as counts always are. This is what torch's `AveragedModel` computes;
-    that one asks the device for its counter at every update, here the host never waits.
+    Floating-point buffers (BatchNorm's statistics) are averaged as well if `use_buffers`, and
+    copied otherwise, as integer buffers always are. torch's `AveragedModel` computes the same, but
+    reads its counter from the device at every update; here the host never waits.
     """
 
     def __init__(self, use_buffers: bool = True) -> None:
@@ -29,7 +29,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
-        """Start from a loaded average, or else from the model's weights; once."""
+        """Start from a loaded average or from the model's weights; later calls do nothing."""
         if self._tensors:
             return
         parameters = {id(p) for p in model.parameters()}
@@ -46,20 +46,21 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
-        """Move towards the model."""
+        """Move the average towards the model's weights by a factor of `weight`."""
         torch._foreach_lerp_(*_columns(self._averaged), weight)
         if self._copied:
             torch._foreach_copy_(*_columns(self._copied))
 
     def take_buffers(self) -> None:
-        """Take the model's buffers as they are."""
+        """Copy the model's buffers that are not averaged."""
         _copy([(model, average) for average, model in self._copied])
 
     @contextmanager
     def exchanged(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the average while the context lasts; without one, leave it alone.
+        """Copy the average into the model within the context; without one, do nothing.
 
-        Values move, tensors stay: wrappers, compiled graphs and optimizers hold the same ones.
+        The tensors of the model stay the same objects, which wrappers, compiled graphs and
+        optimizers refer to.
         """
         if self._loaded:
             self.begin(model)
@@ -72,11 +73,11 @@ class WeightAverage:
             _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the average in the form of the model's own state, in parts where that is."""
+        """Return the average as a state dict of the model, sharded as the model is."""
         return dict(self._tensors or self._loaded)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over an average; one under way takes its values, else `begin` does."""
+        """Load an average: into the current one, or to be used by `begin`."""
         if self._tensors:
             pairs = [(state[name], average) for name, average in self._tensors.items()]
             _copy([(_placed(value, average), average) for value, average in pairs])
@@ -89,10 +90,10 @@ def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Ten
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:
-    """Return a copy of `value` where, and in the parts in which, `like` is."""
+    """Return a copy of `value` with the device and the sharding of `like`."""
     if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
         return value.to(like, copy=True)
-    from torch.distributed.tensor import distribute_tensor  # 2 s, unless there is one anyway
+    from torch.distributed.tensor import distribute_tensor  # an import of 2 s
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 

@@ -1,7 +1,7 @@
-"""What a callback says when it cannot do what its options ask."""
+"""The error of a callback with invalid options."""
 
 from conf.errors import ConfigError
 
 
 class CallbackError(ConfigError, ValueError):
-    """An option of a callback that does not fit it, or the run."""
+    """An option of a callback is invalid, or does not fit the run."""

@@ -1,8 +1,8 @@
-"""TensorBoard's event files, written by the thread that has something to say.
+"""TensorBoard's event files, written synchronously.
 
-tensorboard's own writer hands records to a thread; once the disk is full that thread dies with a
-traceback and raises in whoever writes next. Here a record is one `write`, and one that fails
-leaves the file as it was.
+tensorboard's own writer passes records to a thread. When the disk is full that thread dies with a
+traceback, and the next write raises its error. Here a record is one `write`, and a failed one
+leaves the file unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUFFIX = ".regimen"
 class EventFile:
     """Append events to one file of a log directory; every method may raise OSError.
 
-    The file is opened for each record: some do at a log boundary, and nothing is left open.
+    The file is opened for each record. There are few records, and no file is left open.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -37,20 +37,20 @@ class EventFile:
         self.event(Event(file_version="brain.Event:2"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values at a step."""
+        """Append scalars at a step."""
         pairs = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.summary(step, Summary(value=pairs))
 
     def summary(self, step: int, summary: Summary) -> None:
-        """Append any summary at a step."""
+        """Append a summary at a step."""
         self.event(Event(step=step, summary=summary))
 
     def purge(self, step: int) -> None:
-        """Make a TensorBoard that is watching drop what it has seen from `step` on."""
+        """Make a running TensorBoard drop the values that it has read from `step` on."""
         self.event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def event(self, event: Event) -> None:
-        """Append an event, whole or not at all."""
+        """Append an event completely, or raise OSError and leave the file unchanged."""
         event.wall_time = time.time()
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
@@ -64,7 +64,7 @@ class EventFile:
 
 
 def rewind(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Cut our files to these sizes and remove those without one: a checkpoint knows none of it."""
+    """Truncate our files to the sizes of a checkpoint, and remove those that it does not have."""
     for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
         if path.name not in sizes:
             path.unlink()

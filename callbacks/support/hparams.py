@@ -1,6 +1,6 @@
-"""A run's settings for TensorBoard's HParams tab, in the run's own event file.
+"""The settings of a run for TensorBoard's HParams tab, in the run's own event file.
 
-`SummaryWriter.add_hparams` makes a stray sub-run for them, and refuses lists and None.
+`SummaryWriter.add_hparams` writes them to a separate sub-run, and accepts neither lists nor None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_hparams(config: Path, patterns: Sequence[str]) -> dict[str, Value]:
 
 
 def session_start(hparams: Mapping[str, Value], metrics: Sequence[str]) -> list[Summary]:
-    """Return the summaries that declare the settings and the metrics, and give the settings."""
+    """Return the summaries that declare settings and metrics, and those with the settings."""
     experiment = api_pb2.Experiment(
         hparam_infos=[api_pb2.HParamInfo(name=k, type=_type(v)) for k, v in hparams.items()],
         metric_infos=[
@@ -57,7 +57,7 @@ def session_start(hparams: Mapping[str, Value], metrics: Sequence[str]) -> list[
 
 
 def session_end(*, failed: bool) -> Summary:
-    """Return the summary that closes a session."""
+    """Return the summary that ends a session."""
     status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status)
     return _summary(

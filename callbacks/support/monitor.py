@@ -1,4 +1,4 @@
-"""The metric that a decision hangs on, and which of two of its values is the better one."""
+"""The metric that a callback monitors, and the comparison of its values."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _LARGER = {
 class Monitor:
     """Compare values of the metric `name`.
 
-    `name`: "auto" becomes what the task is judged by, such as val/accuracy; None watches nothing;
-    train/loss stands for train/epoch_loss, the mean over an epoch. `mode`: min, max, or "auto":
-    known from the metric's name, an error if it is not.
+    `name`: "auto" becomes the metric of `Task.monitor`, such as val/accuracy; None monitors
+    nothing; train/loss becomes train/epoch_loss, the mean over an epoch. `mode`: min, max, or
+    "auto", which follows from the metric's name and is an error for unknown names.
     """
 
     def __init__(self, name: str | None, mode: str = AUTO) -> None:
@@ -49,7 +49,7 @@ class Monitor:
             self._sign = _sign(self.name, mode)
 
     def resolve(self, trainer: Trainer) -> None:
-        """Choose the metric, where that was left to the task."""
+        """Replace "auto" by the metric of the task."""
         if self.name == AUTO:
             metric = trainer.task.monitor()
             self.name = None if metric is None else f"val/{metric}"
@@ -57,7 +57,7 @@ class Monitor:
 
     @property
     def on_validation(self) -> bool:
-        """Whether a validation gives the metric."""
+        """Whether the metric is computed by a validation."""
         return self.name is not None and self.name.startswith("val/")
 
     def better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
@@ -71,7 +71,7 @@ class Monitor:
         return -self._sign * value
 
     def value(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric. Raises CallbackError with the names that there are."""
+        """Return the metric. Raises CallbackError with the available names if it is missing."""
         if self.name is None or self.name not in metrics:
             known = ", ".join(sorted(metrics)) or "none yet"
             raise CallbackError(f"monitor={self.name}: no such metric; there are: {known}")

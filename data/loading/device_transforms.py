@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from data.batch import Piece, rebuild
-from data.draws import VERSION, Draws
 from data.errors import DataError, reason
-from data.keys import MICRO_BATCH, SAMPLE, Words, key, keys, preserved_rng, seed_rng
+from data.keys import (
+    DRAWS_VERSION,
+    MICRO_BATCH,
+    SAMPLE,
+    Draws,
+    Words,
+    key,
+    keys,
+    preserved_rng,
+    seed_rng,
+)
 from data.loading.collate import Ragged
 from data.transforms import Standardize, ToFloat, acts_on_batches
 
@@ -66,7 +75,9 @@ class DeviceTransforms:
         present = {name: step for name, step in named.items() if step is not None}
         self.steps = {name: _step(name, step) for name, step in _fused(present).items()}
         # The version of the draws, or None where nothing is drawn for each sample.
-        self.draws = VERSION if any(hasattr(step, "draw") for step in present.values()) else None
+        self.draws = (
+            DRAWS_VERSION if any(hasattr(step, "draw") for step in present.values()) else None
+        )
 
     def __bool__(self) -> bool:
         return bool(self.steps)

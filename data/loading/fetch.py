@@ -65,7 +65,8 @@ class Fetcher:
     on_error: "raise", "replace" (by a sample that the broken one's index and the seed determine:
     the update stays whole) or "drop" (the piece shrinks: evaluation counts nothing twice).
     `replacements`: the samples that may stand in for others; None: all of the data set.
-    `watch` is shared with the workers: each writes the index it is loading, for the obituary.
+    `watch` is shared with the workers: each writes the index it is loading, which the error of a
+    lost worker names.
     """
 
     def __init__(

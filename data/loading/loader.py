@@ -24,9 +24,9 @@ from data.loading.workers import (
     kill,
     kill_at_exit,
     memory_error,
-    obituary,
     shielded_start,
     start_failure,
+    worker_exit_message,
 )
 from data.samplers import own_samples
 from data.streams import Stream, as_dataset
@@ -269,7 +269,7 @@ class Loader:
     def _explain(self, error: Exception) -> str:
         for number, worker in enumerate(self._workers):
             if not worker.is_alive():
-                return obituary(number, worker, self._loading(number))
+                return worker_exit_message(number, worker, self._loading(number))
         if "timed out" in str(error):
             # torch deals the pieces of an epoch to its workers in turn.
             number = self._received % len(self._workers)

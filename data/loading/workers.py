@@ -186,7 +186,7 @@ def kill_at_exit(owner: Any) -> None:
     weakref.finalize(owner, atexit.unregister, close)
 
 
-def obituary(worker_id: int, worker: BaseProcess, sample: str) -> str:
+def worker_exit_message(worker_id: int, worker: BaseProcess, sample: str) -> str:
     """Say how a worker ended and on which sample."""
     code = worker.exitcode
     if code is not None and code < 0:

@@ -1,9 +1,8 @@
 """What data loading costs: our transforms by name, against torchvision's default for each sample.
 
-Three kinds of images: in memory, small JPEG files, and JPEG files of ImageNet's size. Every
-loader is built from the shipped YAML. Its reference is `ImageFolder` (or images in memory, as
-torchvision's `CIFAR10` has them), Pillow and `torchvision.transforms`, sample by sample, with as
-many workers.
+Three kinds of images: in memory, small JPEG files, and JPEG files of ImageNet's size. Every loader
+is built from the shipped YAML. Its reference is `ImageFolder`, or images in memory as torchvision's
+`CIFAR10` has them, with Pillow and `torchvision.transforms`, sample by sample, and as many workers.
 
 A rate is that of a whole pass. The first pass is not counted: it starts workers, warms the file
 cache and fills ours. Without workers it is by the CPU's time, which other processes change least;
@@ -33,15 +32,15 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
 from conf.check import parse
-from data.batch_forms import defer
 from data.images import ImageTensors
+from data.loading.batch_forms import defer
 from data.loading.on_device import OnDevice
 from scripts.benchmarks.report import Report, Row
 from scripts.composition.compose import compose
 from trainer.build.data import Data, build_data, build_pipeline, train_loader
 
 BATCH = 128
-IN_MEMORY, SMALL, LARGE = 4000, 2000, 128  # images of a pass
+IN_MEMORY, SMALL, LARGE = 4000, 2000, 300  # images of a pass
 LARGE_BATCH, LARGE_WORKERS = 64, 2
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 

@@ -1,1 +1,1 @@
-"""What is typed, what is answered, and how a command ends."""
+"""The command line: arguments, output, errors and exit codes."""

@@ -1,4 +1,4 @@
-"""The command line: the options that Hydra's users know, and ours."""
+"""The command line: the options of Hydra, and ours."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import NoReturn
 from conf.errors import ConfigError, Problem
 
 PRIMARY = "train"
-MAX_OVERRIDE = 8_000  # characters; the parser takes a second for so long a list
+MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
 MAX_BRACKETS = 20  # open at once
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A command line, taken apart."""
+    """A parsed command line."""
 
     overrides: tuple[str, ...] = ()
     multirun: bool = False
@@ -35,7 +35,7 @@ class Arguments:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("command line", message, hint="see --help")])
+        raise ConfigError(Problem("command line", message, hint="see --help"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Take a command line apart; raises ConfigError."""
+    """Parse a command line. Raises ConfigError."""
     problems = [p for text in argv if (p := _oversized(text)) is not None]
     if problems:
         raise ConfigError(problems)

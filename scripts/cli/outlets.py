@@ -1,4 +1,4 @@
-"""Standard streams that outlive their readers: a run is not lost because nobody listens."""
+"""Standard streams that ignore write errors, so that a closed pipe does not end a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TextIO, cast
 
 
 class _Outlet:
-    """A text stream that falls silent once it cannot be written (a closed pipe, a full disk)."""
+    """A text stream that drops its output after a write error (a closed pipe, a full disk)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop what nobody can take."""
+        """Write `text`, or drop it after an error."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -22,14 +22,14 @@ class _Outlet:
             return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, or drop it."""
+        """Flush the stream, or drop its buffer after an error."""
         try:
             self._stream.flush()
         except OSError:
             self._silence()
 
     def _silence(self) -> None:
-        # What the stream still holds goes there too: it would be tried again as Python ends.
+        # The buffer of the stream goes there as well: Python would flush it again at exit.
         _into_nothing(self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
@@ -37,7 +37,7 @@ class _Outlet:
 
 
 def outlive_readers() -> None:
-    """Let stdout and stderr swallow what they cannot write, and open those that were closed."""
+    """Make stdout and stderr ignore write errors, and open streams that were closed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -47,7 +47,7 @@ def outlive_readers() -> None:
 
 
 def _opened(number: int) -> TextIO:
-    """Put the null device where a standard stream is missing, or a file would get its number."""
+    """Open the null device for a missing stream, or another file would get its descriptor."""
     try:
         os.fstat(number)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a command line asked for, composed once; it travels to every process of the run."""
+"""The composed configuration of a command line, which is passed to every process of a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from conf.yaml_dump import dump
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked configuration and where it came from."""
+    """A checked configuration, and the arguments that it was composed from."""
 
     config: dict[str, Any]  # resolved, plain containers
     overrides: list[str]
-    choices: dict[str, str]  # what was picked for each config group
-    arguments: list[str]  # as typed, to say how to go on
+    choices: dict[str, str]  # the choice of each config group
+    arguments: list[str]  # as typed, for `resume_command`
     allowed: list[str] = field(default_factory=list)  # packages of --allow-target
     prediction: dict[str, Any] | None = None  # the keys of `predict`; None: train
-    files: list[str] = field(default_factory=list)  # that `predict` was given on standard input
+    files: list[str] = field(default_factory=list)  # read by `predict` from standard input
 
     def resume_command(self, run_dir: Path) -> str:
-        """Return the command that goes on with this run."""
+        """Return the command that resumes this run."""
         kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
         return shlex.join(["train", *kept, run_dir_override(run_dir), "resume=auto"])
 
     def config_text(self) -> str:
-        """Return the configuration as YAML; what belongs to one start only is null."""
+        """Return the configuration as YAML; keys that belong to a single start are null."""
         stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None}
         return dump(stored)
 

@@ -1,6 +1,6 @@
-"""Make sure that our six packages, whose names are common words, are really ours.
+"""Check that no other package shadows one of our six packages, whose names are common words.
 
-Imports nothing of ours: it runs before anything else is imported.
+Imports none of our modules: it runs before anything else is imported.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ PACKAGES = ("conf", "trainer", "models", "data", "callbacks", "scripts")
 
 
 def refuse_shadows() -> None:
-    """Leave with exit code 2 if another package takes the place of one of ours."""
+    """Exit with code 2 if another package shadows one of ours."""
     _move_working_folder()
     for name in PACKAGES:
         place = _place(name)
@@ -21,14 +21,14 @@ def refuse_shadows() -> None:
             found = f"is taken by {place}" if place else "is not installed"
             print(
                 f"error: the package {name!r} {found}, but Regimen needs its own in {ROOT}:"
-                " rename the other one, or take its folder off PYTHONPATH",
+                " rename the other one, or remove its folder from PYTHONPATH",
                 file=sys.stderr,
             )
             sys.exit(2)
 
 
 def clashes() -> list[str]:
-    """Name the packages in the working folder that ours hide from `_target_`s."""
+    """Return the packages in the working directory that ours shadow."""
     folder = Path.cwd().resolve()
     if folder == ROOT:
         return []
@@ -41,7 +41,7 @@ def clashes() -> list[str]:
 
 
 def _move_working_folder() -> None:
-    """Put the working folder behind what is installed; `python -m` puts it in front."""
+    """Move the working directory to the end of sys.path; `python -m` puts it first."""
     here = os.path.realpath(os.getcwd())
     if here == str(ROOT):
         return
@@ -50,7 +50,7 @@ def _move_working_folder() -> None:
 
 
 def _place(name: str) -> Path | None:
-    """Return the folder or file that `import name` takes."""
+    """Return the folder or file that `import name` would load."""
     module = sys.modules.get(name)
     spec = module.__spec__ if module else importlib.machinery.PathFinder.find_spec(name)
     if spec is None:

@@ -109,7 +109,7 @@ def answer_by_hydra(arguments: Arguments) -> None:
             try:
                 hydra.shell_completion(name, overrides)
             except ValueError as error:
-                raise ConfigError([Problem("--shell-completion", first_lines(error))]) from error
+                raise ConfigError(Problem("--shell-completion", first_lines(error))) from error
             return
         composition.parse(sweep=True)
         composition.stop_if_wrong()

@@ -138,7 +138,7 @@ def _resolved(folder: str | Path, option: str) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a link in a circle
-        raise ConfigError([Problem(option, f"{folder}: {first_lines(error)}")]) from error
+        raise ConfigError(Problem(option, f"{folder}: {first_lines(error)}")) from error
 
 
 def _check_folder(folder: Path, option: str) -> None:
@@ -147,7 +147,7 @@ def _check_folder(folder: Path, option: str) -> None:
         with os.scandir(folder):
             return
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError([Problem(option, f"there is no folder {folder}")]) from None
+        raise ConfigError(Problem(option, f"there is no folder {folder}")) from None
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigError([Problem(option, f"cannot list {folder}: {reason}")]) from error
+        raise ConfigError(Problem(option, f"cannot list {folder}: {reason}")) from error

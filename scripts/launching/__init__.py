@@ -1,1 +1,1 @@
-"""Several processes of one run: started, watched and answered for."""
+"""Start and supervise the processes of a run."""

@@ -1,4 +1,4 @@
-"""Start a run's processes through torch's elastic launcher, and answer for them."""
+"""Start the processes of a run with torch's elastic launcher, and report their failure."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from trainer.files.log_format import indented_lines, visible
 from trainer.runs.status import amend_failure
 from trainer.strategies.strategy import count_devices
 
-_PEER = 6  # a process that was lost, or that lost another
+_PEER = 6  # exit code: a process of the run was lost
 _STOPPED = (130, 143)
 
 
 def launch(request: Request) -> int:
     """Run a request in `strategy.devices` processes and return the run's exit code.
 
-    Raises ResourceError for more than the machine holds, ConfigError for what only they could find.
+    Raises ResourceError if the machine cannot run them, ConfigError for a configuration error that
+    a process found.
     """
     strategy = request.config["strategy"]
     processes = count_devices(strategy["devices"], strategy["accelerator"])
     check_processes(processes, strategy["accelerator"], strategy["backend"])
-    # As torchrun does: processes share the cores.
+    # Unlike torchrun, which sets 1: the processes share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # What goes wrong is told once, and by us.
+    # `_answer` reports a failure, once.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     notes = LaunchNotes(Path(tempfile.mkdtemp(prefix="regimen-")))
     try:
@@ -68,16 +69,16 @@ def _config(processes: int, max_restarts: int, notes: LaunchNotes) -> LaunchConf
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes.folder)),
-        # Those that end a run are passed on by us, for as long as the processes need.
+        # Signals that end a run are forwarded by us, without torch's timeout.
         signals_to_handle="SIGQUIT",
     )
 
 
 def _run(config: LaunchConfig, notes: LaunchNotes) -> BaseException | None:
-    """Start the processes and wait for them; return what they ended by."""
+    """Start the processes and wait for them; return the error that they ended with, or None."""
     command = elastic_launch(config, sys.executable)
     try:
-        # -P: a folder `scripts` where the user stands would take the place of ours.
+        # -P: a folder `scripts` in the working directory would shadow ours.
         command("-P", "-m", "scripts.launching.rank", str(notes.folder))
     except (ChildFailedError, SignalException) as error:
         return error
@@ -86,7 +87,7 @@ def _run(config: LaunchConfig, notes: LaunchNotes) -> BaseException | None:
 
 @contextmanager
 def _passing_signals_on(notes: LaunchNotes) -> Iterator[None]:
-    """Hand signals to the processes, which have sessions of their own; a second Ctrl-C kills."""
+    """Forward signals to the processes, which have their own sessions; a second Ctrl-C kills."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and notes.stopping():
@@ -115,7 +116,7 @@ def _end_all(notes: LaunchNotes) -> None:
 def _answer(
     error: BaseException | None, processes: int, request: Request, notes: LaunchNotes
 ) -> int:
-    """Say once what went wrong first, and return its code. Raises ConfigError if it was that."""
+    """Report the first failure and return its exit code. Raises ConfigError if it was one."""
     first = _first(error, processes, notes)
     if notes.run_dir.exists():
         run_dir = Path(notes.run_dir.read_text())
@@ -130,10 +131,10 @@ def _answer(
 
 
 def _first(error: BaseException | None, processes: int, notes: LaunchNotes) -> FailureReport:
-    """Find the failure that the others follow from."""
+    """Return the failure that caused the others."""
     reports = notes.reports()
     if isinstance(error, ChildFailedError) and not notes.stopping():
-        # Told to stop by torch's launcher, since another one had failed.
+        # torch's launcher stopped these, since another process had failed.
         reports = [report for report in reports if report.code not in _STOPPED]
     if reports and not reports[0].by_peer:
         return reports[0]
@@ -148,7 +149,7 @@ def _first(error: BaseException | None, processes: int, notes: LaunchNotes) -> F
 
 
 def _killed(error: BaseException | None) -> str | None:
-    """Name the process that a signal killed, if one was."""
+    """Return which process was killed by a signal; None if none was."""
     if not isinstance(error, ChildFailedError):
         return None
     killed = {r: f for r, f in error.failures.items() if f.exitcode < 0}

@@ -1,4 +1,4 @@
-"""The folder in which a launcher and the processes that it started leave each other notes."""
+"""The folder in which a launcher and its processes exchange files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FailureReport:
     traceback: str
     by_peer: bool = False  # another process's failure was the cause
     unanswered: bool = False  # another process did not answer
-    problems: Sequence[Mapping[str, Any]] = ()  # the fields of each, of a mistaken configuration
+    problems: Sequence[Mapping[str, Any]] = ()  # the fields of each problem of a ConfigError
 
     @classmethod
     def of(cls, error: BaseException, **fields: Any) -> Self:
@@ -39,52 +39,52 @@ class FailureReport:
 
 
 class LaunchNotes:
-    """Files that are whole when they can be seen."""
+    """Messages as files, which are written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir = folder / "run_dir"
 
     def ask(self, request: Request, path: list[str]) -> None:
-        """Leave what is to be done, and where modules are found."""
+        """Write the request and `sys.path` for the processes."""
         self._write("request", {"request": asdict(request), "path": path})
 
     def asked(self) -> tuple[Request, list[str]]:
-        """Return what `ask` left."""
+        """Return what `ask` wrote."""
         content = json.loads((self.folder / "request").read_text())
         return Request(**content["request"]), content["path"]
 
     def sign_in(self, rank: int) -> None:
-        """Say which process a rank is."""
+        """Write the process id of a rank."""
         self._write(f"rank-{rank}.pid", os.getpid())
 
     def pids(self) -> list[int]:
-        """Return the processes that have signed in, of the latest attempt."""
+        """Return the process ids of the ranks of the latest attempt."""
         return [json.loads(path.read_text()) for path in self.folder.glob("rank-*.pid")]
 
     def stop(self) -> None:
-        """Say that a signal came: those still starting need not."""
+        """Record that a signal arrived, so that starting processes exit."""
         self._write("stop", True)
 
     def stopping(self) -> bool:
-        """Tell whether a signal came."""
+        """Return whether a signal arrived."""
         return (self.folder / "stop").exists()
 
     def finish(self) -> None:
-        """Say that the run is over and all is well."""
+        """Record that the run has ended without a failure."""
         self._write("finished", True)
 
     def finished(self) -> bool:
-        """Tell whether `finish` was called."""
+        """Return whether `finish` was called."""
         return (self.folder / "finished").exists()
 
     def report(self, report: FailureReport) -> None:
-        """Say how this process failed."""
+        """Write how this process failed."""
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         self._write(f"report-{attempt}-{report.rank}", asdict(report))
 
     def reports(self) -> list[FailureReport]:
-        """Return what was reported in the latest attempt that has any: causes first, by time."""
+        """Return the reports of the latest attempt that has any, by time with causes first."""
         found: dict[int, list[FailureReport]] = {}
         for path in self.folder.glob("report-*-*"):
             attempt = int(path.name.split("-")[1])

@@ -15,13 +15,13 @@ from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
 
 _PR_SET_PDEATHSIG = 1
-# What a restart could mend: a lost process, memory, a fault that nobody expected.
+# Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
 _STOPPED = (130, 143)
 
 
 def main() -> None:
-    """Do this process's part of a run; how it failed is left in the folder, for the launcher."""
+    """Run this process's part of a run; a failure is reported in the folder of the launcher."""
     _end_with_parent()
     outlive_readers()
     end_on_signals()
@@ -53,7 +53,7 @@ def _work(request: Request, notes: LaunchNotes) -> int:
 
 
 def _fail(error: BaseException, rank: int, notes: LaunchNotes) -> int:
-    """Report an exception, and return 0 where the launcher shall not start all over again."""
+    """Report an exception; return 0 if the launcher must not restart the processes."""
     from trainer.errors import PeerError, SilentPeerError
 
     code = exit_code(error)
@@ -74,7 +74,7 @@ def _fail(error: BaseException, rank: int, notes: LaunchNotes) -> int:
 
 
 def _leave(code: int) -> None:
-    """End without waiting for threads that wait for other processes."""
+    """Exit without waiting for threads that wait for other processes."""
     from trainer.errors import leave_at_once
 
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""`dry_run=true`: what would be trained, on what, how, and at what cost."""
+"""The plan of a run, which `dry_run=true` prints."""

@@ -1,11 +1,11 @@
-"""How the samples of an update fall to devices and micro-batches, in words."""
+"""A description of how the samples of an update are split over devices and micro-batches."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The numbers that decide it; `samples` is the training set's size, None for a stream."""
+    """The numbers of the split; `samples` is the size of the training set, None for a stream."""
 
     batch_size: int
     devices: int
@@ -25,10 +25,10 @@ class BatchSplit:
         return 0 if self.samples is None else self.samples % self.batch_size
 
     def lines(self) -> list[str]:
-        """Say how an update splits, and what becomes of an epoch's last samples."""
+        """Describe the split of an update, and what happens to the last samples of an epoch."""
         if self.samples is not None and self.samples < self.batch_size:
             few = describe(self.samples, self.devices, self.micro_batches)
-            return [f"{few} (loader.batch_size={self.batch_size} is more than there are)"]
+            return [f"{few} (loader.batch_size={self.batch_size} exceeds the samples)"]
         lines = [describe(self.batch_size, self.devices, self.micro_batches)]
         if not self.remainder:
             return lines
@@ -39,10 +39,10 @@ class BatchSplit:
 
 
 def describe(samples: int, devices: int, micro_batches: int) -> str:
-    """Return `128 = 2 devices x 4 micro-batches x 16`, or how an uneven number falls.
+    """Return `128 = 2 devices x 4 micro-batches x 16`, or the split of an uneven number.
 
-    Samples are cut into devices x micro-batches pieces whose sizes differ by one at most, the
-    larger first; micro-batches without a sample do not take place.
+    Samples are split into devices x micro-batches pieces whose sizes differ by at most one, the
+    larger first; micro-batches without a sample are skipped.
     """
     micro_batches = min(micro_batches, -(-samples // devices))
     pieces = devices * micro_batches

@@ -1,4 +1,4 @@
-"""The plan of a run: what would be trained, on what, how, and at what cost."""
+"""The plan of a run as text: data, model, optimizer, schedule, memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class DataRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that the plan shows, in the order of showing."""
+    """The contents of the plan, in the order in which they are shown."""
 
     name: str
-    picks: Mapping[str, str | None]  # config group -> what was picked; None is not shown
-    settings: Mapping[str, str]  # what else decides a run: seed, precision, device, strategy, ...
+    picks: Mapping[str, str | None]  # config group -> its choice; None is not shown
+    settings: Mapping[str, str]  # further settings: seed, precision, device, strategy, ...
     overrides: Sequence[str]
     data: Sequence[DataRow]
     model: Summary
@@ -40,8 +40,8 @@ class Plan:
     curves: Mapping[str, Sequence[float]]  # learning rates of each group, evenly over the run
     split: BatchSplit
     updates_per_epoch: int | None  # None: a stream of unknown length
-    total_steps: int | None  # None: no horizon but a time
-    horizon: str  # in the config's words: `trainer.max_epochs=6`
+    total_steps: int | None  # None: only a time limit
+    horizon: str  # as overrides: `trainer.max_epochs=6`
     memory: MemoryEstimate
     callbacks: Mapping[str, str]  # name -> class
     run_dir: str
@@ -49,7 +49,7 @@ class Plan:
 
 
 def render(plan: Plan, width: int = 100, colour: bool = False) -> str:
-    """Return the plan as text, a section for each thing decided; `colour` is for a terminal."""
+    """Return the plan as text, in sections; `colour` is for a terminal."""
     return to_text(*_sections(plan), width=width, colour=colour)
 
 
@@ -68,7 +68,7 @@ def _sections(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
-    from rich.rule import Rule  # rich is loaded by those who draw
+    from rich.rule import Rule  # imported here because the import of rich takes 0.1 s
     from rich.text import Text
 
     yield Rule(Text(title, style="bold cyan"), align="left", style="dim")
@@ -123,7 +123,7 @@ def _number(value: float | None) -> str:
 def curve_lines(curves: Mapping[str, Sequence[float]], length: int | None = None) -> Iterator[str]:
     """Draw each learning-rate curve over `length` updates.
 
-    Groups whose curves differ by a factor share a drawing.
+    Groups whose curves differ only by a factor share a plot.
     """
     shapes: dict[tuple[float, ...], list[str]] = {}
     for name, values in curves.items():
@@ -157,7 +157,7 @@ def _updates(plan: Plan) -> Iterator[str]:
     if plan.updates_per_epoch is not None:
         parts.append(f"{plan.updates_per_epoch:,} updates an epoch")
     parts.append(
-        "no end but its time" if plan.total_steps is None else f"{plan.total_steps:,} in all"
+        "no limit but its time" if plan.total_steps is None else f"{plan.total_steps:,} in all"
     )
     yield ", ".join(parts)
 
@@ -178,7 +178,7 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
 def _memory_note(plan: Plan) -> Iterator[str]:
     yield (
         f"activations of {plan.split.largest} samples at a time; the framework, its workspace and "
-        "the data come on top"
+        "the data need additional memory"
     )
 
 
@@ -188,16 +188,16 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def plot(
     values: Sequence[float], length: int | None = None, width: int = 64, height: int = 5
 ) -> list[str]:
-    """Draw `values` as an area from zero to their maximum, over `length` updates.
+    """Plot `values` as an area from zero to their maximum, over `length` updates.
 
-    They lie at even distances; without a length there is one for each update.
+    The values are evenly spaced; without a length there is one value for each update.
     """
     length = len(values) if length is None else length
     top = max(values)
     if top <= 0:
         return [f"0 over {length:,} updates"]
     columns = _sample(values, width)
-    # Eighths of a line; what is above zero shows.
+    # In eighths of a line; values above zero get at least one.
     filled = [max(round(v / top * height * 8), v > 0) for v in columns]
     axis = f"{top:.3g}"
     lines = []
@@ -211,7 +211,7 @@ def plot(
 
 
 def _sample(values: Sequence[float], width: int) -> list[float]:
-    """Return `width` values at even distances, the first and the last among them."""
+    """Return `width` evenly spaced values, including the first and the last."""
     if len(values) <= width:
         repeat = max(1, width // len(values))
         return [value for value in values for _ in range(repeat)]

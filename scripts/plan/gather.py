@@ -1,4 +1,4 @@
-"""`dry_run=true`: everything checked and built, and shown."""
+"""`dry_run=true`: collect the plan from a built experiment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from callbacks.checkpoint import Checkpoint
 from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
 from trainer.files.atomic import write_text
 from trainer.files.storage import storage_error
 from trainer.lr_schedulers.schedule import curve
-from trainer.summary.memory import estimate
+from trainer.summary.memory import MemoryEstimate, estimate
 from trainer.summary.model import summarize
+from trainer.summary.text import size
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
-    """Print the plan and keep it as `plan.txt`, the one file that a dry run writes."""
+    """Print the plan and write it to `plan.txt`, the only file of a dry run."""
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     print(render(plan, width=width, colour=sys.stdout.isatty()))
@@ -53,6 +55,7 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
     )
     total, steps = trainer.total_steps, trainer.steps_per_epoch
     curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
+    memory = estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest)
     return Plan(
         name=config.name,
         picks=request.choices,
@@ -76,10 +79,10 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
             for name in ("max_epochs", "max_steps", "max_time")
             if (value := getattr(options, name)) is not None
         ),
-        memory=estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest),
+        memory=memory,
         callbacks={name: type(c).__name__ for name, c in trainer.callbacks.items()},
         run_dir=str(folder),
-        notes=list(_notes(experiment)),
+        notes=list(_notes(experiment, memory)),
     )
 
 
@@ -103,14 +106,21 @@ def _length(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def _notes(experiment: Experiment) -> Iterator[str]:
+def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
     strategy: Any = experiment.trainer.strategy
     explained = strategy.explain() if hasattr(strategy, "explain") else None
     if explained:
         yield explained
     if experiment.data.sets.get("val") is None:
-        yield "no validation split: nothing is monitored, the last checkpoint is the one to use"
+        yield "no validation split: no metric is monitored, use the last checkpoint"
     if experiment.data.sets.get("test") is None:
-        yield "no test split: the run ends with its validation figures"
+        yield "no test split: the run ends with its validation metrics"
     if experiment.checkpointed:
-        yield f"activations computed again in backward: {', '.join(experiment.checkpointed)}"
+        yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
+    callbacks = experiment.trainer.callbacks.items()
+    for name in (n for n, c in callbacks if isinstance(c, Checkpoint) and c.background):
+        state = memory.parameters + memory.buffers + (memory.optimizer or 0)
+        yield (
+            f"checkpoints are written from a copy of {size(state)} in host memory, averages of "
+            f"weights on top (callbacks.{name}.background=false: without one)"
+        )

@@ -1,1 +1,1 @@
-"""One run from its configuration to its last word."""
+"""One run, from its configuration to its final report."""

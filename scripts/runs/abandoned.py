@@ -1,7 +1,7 @@
-"""Go back in a run: what lies beyond the step that it goes on from is moved to `abandoned/`.
+"""Rewind a run: whatever is beyond the step that it continues from is moved to `abandoned/`.
 
-A run has one history. Going back is noted first and the note removed last: a run that was killed in
-between is brought to that step by whoever goes on with it.
+A run has one history. A note is written before the rewind and removed after it. If the run is
+killed in between, the next process that continues the run completes the rewind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVENTS = Path("tensorboard"), "events.out.tfevents.*.regimen"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a run's history, as the checkpoint of that step knows it."""
+    """A point in the history of a run, with the sizes of its logs, from a checkpoint."""
 
     step: int = 0
     metrics: int = 0  # bytes of metrics.jsonl
@@ -38,7 +38,7 @@ class Moment:
 
     @classmethod
     def of(cls, payload: Mapping[str, Any]) -> Moment:
-        """Return where `payload` was taken."""
+        """Return the point at which the checkpoint `payload` was saved."""
         callbacks = payload["callbacks"]
         saver = callbacks.get(name_of("saver", payload) or "", {})
         sizes = [state["sizes"] for state in callbacks.values() if "sizes" in state]
@@ -51,18 +51,18 @@ class Moment:
 
 
 def going_back_to(run: Path) -> int | None:
-    """Return the step that a run was being brought back to when it was killed; None for most."""
+    """Return the step of a rewind that was interrupted; None if there is none."""
     try:
         note = read_json(run / FOLDER / _NOTE)
     except RunDirectoryError as error:
-        raise CheckpointError(f"{error}: it says where the run was to go on") from error
+        raise CheckpointError(f"{error}: it holds the step that the run continues from") from error
     return int(note["step"]) if note else None
 
 
 def go_back(run: Path, moment: Moment) -> Path | None:
-    """Leave nothing in `run` that lies beyond `moment`; return the folder that it was moved to.
+    """Move whatever is beyond `moment` out of `run`; return its new folder, or None.
 
-    None where there is nothing. For the process that holds the run; raises StorageError.
+    Only the process that has locked the run may call this. Raises StorageError.
     """
     store = CheckpointStore(run / "checkpoints")
     longer = _longer(run, moment)
@@ -85,9 +85,9 @@ def go_back(run: Path, moment: Moment) -> Path | None:
 
 
 def _noted(run: Path, step: int) -> Path:
-    """Note that the run goes back to `step`; return where what is left behind goes to."""
+    """Write the note of a rewind to `step`; return the folder for what is moved."""
     note = read_json(run / FOLDER / _NOTE)
-    if note.get("step") == step:  # a going back that was broken off
+    if note.get("step") == step:  # an interrupted rewind
         return run / FOLDER / Path(str(note["folder"])).name
     folder = reserve(run / FOLDER, timestamp())
     write_json(run / FOLDER / _NOTE, {"step": step, "folder": folder.name})
@@ -95,7 +95,7 @@ def _noted(run: Path, step: int) -> Path:
 
 
 def _longer(run: Path, moment: Moment) -> dict[Path, int]:
-    """Return the logs that know of more than `moment`, and how long they were then."""
+    """Return the logs that are longer than at `moment`, with their sizes at that point."""
     events = (run / _EVENTS[0]).glob(_EVENTS[1])
     sizes = {path: moment.events.get(path.name, 0) for path in events}
     sizes[run / _METRICS] = moment.metrics
@@ -103,7 +103,7 @@ def _longer(run: Path, moment: Moment) -> dict[Path, int]:
 
 
 def _cut(path: Path, size: int, into: Path) -> None:
-    """Move what follows `size` bytes; the rest is durable in its place before it goes here."""
+    """Move what follows `size` bytes; the copy is durable before the file is truncated."""
     into.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "rb") as source, replacing(into) as copy:
         source.seek(size)

@@ -1,4 +1,4 @@
-"""`train.log`: a run's log lines with their times, the ones before it had a directory first."""
+"""`train.log`: the log of a run, with the lines from before its directory existed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainer.files.log_file import LogFileHandler
 
 
 class Backlog(logging.Handler):
-    """Keep log lines until there is a file for them."""
+    """Keep log records until there is a file for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Keep a record."""
         self.records.append(record)
 
 
 @contextmanager
 def backlog() -> Iterator[Backlog]:
-    """Keep the log lines of a context, for the file that comes after it."""
+    """Collect the log records of the context, to be written to a file later."""
     handler = Backlog()
     logging.getLogger().addHandler(handler)
     try:
@@ -35,7 +35,7 @@ def backlog() -> Iterator[Backlog]:
 
 @contextmanager
 def logged_to(path: Path | None, earlier: Backlog) -> Iterator[None]:
-    """Copy log lines to a file, the earlier ones first; None: to no file."""
+    """Copy log records to a file, after the earlier ones; with None to no file."""
     if path is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The directory of a run: held while it lasts, with a record of how it ends."""
+"""The directory of a run: it is locked during the run, and records how the run ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = Path("runs")
 
 
 def new_folder(config: Config) -> Path:
-    """Reserve where a run goes: `run_dir`, or a new folder of its name and the time."""
+    """Return the run directory: `run_dir`, or a new folder from the run's name and the time."""
     if config.run_dir is None:
         return reserve(name_folder(RUNS, config.name), timestamp())
     return Path(config.run_dir)
@@ -35,7 +35,7 @@ def new_folder(config: Config) -> Path:
 def held_directory(
     request: Request, experiment: Experiment, resume: Resume | None, earlier: Backlog
 ) -> Iterator[RunDirectory | None]:
-    """Hold the run's directory in the main process, and record there how the run ends."""
+    """Lock the run directory in the main process, and record there how the run ends."""
     config, trainer = experiment.config, experiment.trainer
     directory = None
     if trainer.is_main:
@@ -51,7 +51,9 @@ def held_directory(
             )
         if not directory.inference_path.exists():
             facts_of(config, experiment.data, trainer.task).write(directory.path)
-        directory.running(resume=request.resume_command(directory.path))  # also after a kill -9
+        directory.running(
+            resume=request.resume_command(directory.path)
+        )  # for a run that is killed by SIGKILL
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
     with logged_to(directory.log_path if directory else None, earlier):
         try:
@@ -70,7 +72,7 @@ def held_directory(
 
 
 def _discard(directory: RunDirectory, config: Config) -> None:
-    """Leave nothing of a run that a mistake kept from starting."""
+    """Remove the directory of a run that a configuration error kept from starting."""
     directory.discard()
     if config.run_dir is None:
         for folder in (directory.path.parent, RUNS.absolute()):
@@ -105,7 +107,7 @@ def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
 def record_end(
     request: Request, trainer: Trainer, directory: RunDirectory, results: dict[str, float]
 ) -> None:
-    """Record a good end; a run that its time ended before its horizon is not finished."""
+    """Record the end of a run; `stopped` if its time limit ended it before its horizon."""
     state, seconds = trainer.state, trainer.timer.seconds
     if trainer.done or not state.interrupted:
         directory.finish("finished", results=results, seconds=seconds)
@@ -117,14 +119,14 @@ def record_end(
 
 
 def interrupted(request: Request, trainer: Trainer) -> Interrupted:
-    """Return the error that ends a run which a signal stopped: what was saved, how to go on."""
+    """Return the error of a run that a signal stopped, with what was saved and how to resume."""
     state = trainer.state
     assert trainer.run_dir is not None
     last = trainer.run_dir / "checkpoints" / "last.pt"
     if not state.updates:
         saved = "before the first update: there was nothing to save"
     elif not last.exists():
-        saved = f"nothing was saved of step {state.global_step}: there is no callbacks.checkpoint"
+        saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
     else:
         saved = f"saved {last} at step {state.global_step}"
     command = request.resume_command(trainer.run_dir)

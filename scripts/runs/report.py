@@ -1,4 +1,4 @@
-"""What a finished run says."""
+"""The final report of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NOT_RESULTS = ("time/", "memory/", "lr/")
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
-    """Return the last value of everything logged, the best one monitored, and the test's.
+    """Return the last logged values, the best value of the monitored metric, and the test's.
 
-    Of training that is the epoch's mean: the last log line's depends on how often one is written.
+    For training metrics this is the mean over the epoch: the value of the last log line would
+    depend on the logging interval.
     """
     logged = experiment.trainer.metrics
     last = {
@@ -33,7 +34,7 @@ def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, fl
 
 
 def best_of(experiment: Experiment) -> tuple[str, float, int] | None:
-    """Return (metric, value, step) of the best checkpoint, if one was chosen."""
+    """Return (metric, value, step) of the best checkpoint, or None."""
     saver = saver_of(experiment.trainer.callbacks)
     return None if saver is None else saver.best_result()
 
@@ -45,7 +46,7 @@ def final_block(
     results: dict[str, float],
     account: Account,
 ) -> str:
-    """Return the block that closes a run: where it went, what came out, what to do next."""
+    """Return the final report of a run: its directory, its results and the next commands."""
     state, best = experiment.trainer.state, best_of(experiment)
     ended = f", ended by {state.stop_reason}" if state.stop_reason else ""
     lines = [
@@ -55,7 +56,7 @@ def final_block(
             f"{state.epoch} epochs, {state.global_step} updates, {account.seconds:.1f} s{ended}",
         ),
         ("time", account.text()),
-        ("hint", account.hint(request.config, request.choices)),
+        ("hint", account.hint(request.config)),
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))
@@ -64,7 +65,7 @@ def final_block(
         lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
     average = experiment.trainer.average
     if average is not None:
-        lines.append(("weights", f"val and test see the average of callbacks.{average.name}"))
+        lines.append(("weights", f"val and test use the average of callbacks.{average.name}"))
     which = "best" if best else "last"
     tested = _values(results, "test")
     lines.append(
@@ -79,7 +80,7 @@ def final_block(
 
 
 def _held_out(experiment: Experiment) -> str | None:
-    """Return the words that choose the split there is to evaluate on; None if there is none."""
+    """Return the override that selects a split to evaluate; None if there is no such split."""
     sets = experiment.data.sets
     words = {"test": "", "val": " split=val"}
     return next((words[split] for split in words if sets.get(split) is not None), None)

@@ -1,4 +1,4 @@
-"""Which run and which checkpoint a command goes on with, and what may have changed since."""
+"""Find the run and the checkpoint to resume, and compare the configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
-# Changing these changes where, how fast or how talkatively a run trains, never what it learns.
+# Changes of these keys affect the place, the speed or the output of a run, but not its result.
 _HARMLESS = (
     "name",
     "run_dir",
@@ -73,18 +73,18 @@ _ABSENT = object()
 
 @dataclass(slots=True)
 class Resume:
-    """What a run goes on with."""
+    """What a run is resumed from."""
 
-    config: dict[str, Any]  # the configuration that holds from here on
-    run_dir: Path | None = None  # the run to go on in; None: its checkpoint begins a new one
+    config: dict[str, Any]  # the configuration of the resumed run
+    run_dir: Path | None = None  # the run to continue; None: a new run begins from the checkpoint
     checkpoint: Path | None = None
-    payload: dict[str, Any] | None = None  # None: that run was killed before its first checkpoint
+    payload: dict[str, Any] | None = None  # None: the run has no checkpoint yet
     notes: list[str] = field(default_factory=list)
-    new_values: bool = False  # the configuration's hyper-parameters hold, not the checkpoint's
-    finished: str | None = None  # there is nothing to go on with, and why
+    new_values: bool = False  # use the hyper-parameters of the configuration, not the checkpoint's
+    finished: str | None = None  # why there is nothing left to train
 
     def apply(self, trainer: Trainer) -> None:
-        """Make `trainer` go on, and say what differs."""
+        """Load the checkpoint into `trainer`, and log what differs."""
         assert self.payload is not None
         self.notes += snapshot.restore(
             trainer,
@@ -103,8 +103,8 @@ class Resume:
             logger.info("  %s", note)
 
     def leave_behind(self) -> None:
-        """Take what the run did beyond this point out of its way; for the main process."""
-        if self.run_dir is None:  # another run's: it stays as it is
+        """Move what the run did beyond this point to `abandoned/`; on the main process."""
+        if self.run_dir is None:  # the checkpoint of another run, which stays unchanged
             return
         if self.payload is not None:
             _mend_config(self.run_dir, self.payload["config"])
@@ -115,9 +115,9 @@ class Resume:
 
 
 def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
-    """Return what `config.resume` asks to go on with; None for a fresh run.
+    """Return the run or the checkpoint that `config.resume` selects; None for a new run.
 
-    Raises CheckpointError where there is something that cannot be gone on with.
+    Raises CheckpointError if it cannot be resumed.
     """
     if config.resume is None:
         return None
@@ -128,12 +128,12 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
             else find_unfinished(name_folder(runs, config.name))
         )
         if folder is None or not holds_run(folder):
-            logger.info("resume=auto: no unfinished run here, starting one")
+            logger.info("resume=auto: there is no unfinished run, starting a new one")
             return None
         return _from_run(folder, config, raw)
     path = Path(config.resume)
     if not path.exists():
-        hint = "auto, or a run's or a checkpoint's path"
+        hint = "give auto, or the path of a run or a checkpoint"
         raise ConfigError(Problem("resume", f"there is no {path}", hint))
     if path.is_dir():
         return _from_run(path, config, raw)
@@ -145,7 +145,7 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
 
 
 def _own_run(path: Path, config: Config) -> Path | None:
-    """Return the run that a checkpoint belongs to, unless another is to begin from it."""
+    """Return the run that a checkpoint belongs to, unless `run_dir` is another directory."""
     run = path.absolute().parent.parent
     inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
     same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()
@@ -153,21 +153,21 @@ def _own_run(path: Path, config: Config) -> Path | None:
 
 
 def _refuse_left(run: Path, path: Path, payload: dict[str, Any]) -> None:
-    """Refuse a checkpoint of a history that the run was leaving when it was killed."""
+    """Raise CheckpointError for a checkpoint beyond the step of an interrupted rewind."""
     step = going_back_to(run)
     if step is not None and payload["state"]["counters"]["global_step"] > step:
         raise CheckpointError(
-            f"{path}: the run went back to step {step} and was killed while doing so: finish that "
-            f"with run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
+            f"{path}: the run was killed while it went back to step {step}: complete that with "
+            f"run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
         )
 
 
 def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     if not holds_run(folder):
-        raise ConfigError([Problem("resume", f"{folder} holds no run: it has no manifest.json")])
+        raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
     if newest is None:
-        note = "the run was stopped before its first checkpoint: it starts anew"
+        note = "the run was stopped before its first checkpoint: it starts from the beginning"
         return Resume(raw, folder, notes=[note])
     path, payload, passed = newest
     for reason in passed:
@@ -184,12 +184,12 @@ def _is_finished(folder: Path) -> bool:
     try:
         return bool(read_status(folder).get("state") == "finished")
     except RunDirectoryError as error:
-        logger.warning("warning: %s: the checkpoint holds all that is needed", error)
+        logger.warning("warning: %s: the run is resumed from its checkpoint", error)
         return False
 
 
 def _mend_config(folder: Path, text: str) -> None:
-    """Write a run's `config.yaml` again from its checkpoint, if it was damaged."""
+    """Restore a damaged `config.yaml` from the checkpoint."""
     path = folder / "config.yaml"
     try:
         if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
@@ -201,7 +201,7 @@ def _mend_config(folder: Path, text: str) -> None:
 
 
 def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
-    """Hold the configuration against the checkpoint's, by `resume_policy`."""
+    """Compare the configuration with that of the checkpoint, and apply `resume_policy`."""
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
@@ -215,8 +215,8 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     if config.resume_policy == "error":
         lines = "".join(f"\n  {_shown(k, *v)}" for k, v in serious.items())
         raise CheckpointError(
-            "resume: the configuration is not the one of the checkpoint: choose resume_policy=keep "
-            f"(the old values) or resume_policy=override (the new ones){lines}"
+            "resume: the configuration differs from that of the checkpoint: choose "
+            f"resume_policy=keep (the old values) or resume_policy=override (the new ones){lines}"
         )
     resume.notes += [f"{config.resume_policy}: {_shown(k, *v)}" for k, v in serious.items()]
     if config.resume_policy == "override":
@@ -227,7 +227,10 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
 
 
 def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the leaves of two nested dicts that differ, by dotted key; order counts as well."""
+    """Return the leaves of two nested dicts that differ, by dotted key.
+
+    For transforms and optimizers a different order of keys is a difference as well.
+    """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return {} if old == new and type(old) is type(new) else {key: (old, new)}
     found: dict[str, tuple[Any, Any]] = {}
@@ -254,7 +257,7 @@ def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
 def _with_harmless(
     saved: dict[str, Any], raw: dict[str, Any], harmless: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """Return the saved configuration with what belongs to this start."""
+    """Return the saved configuration with the harmless changes and the keys of this start."""
     result = yaml.safe_load(yaml.safe_dump(saved, sort_keys=False))
     for key, (_, new) in harmless.items():
         *parents, last = key.split(".")

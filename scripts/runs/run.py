@@ -1,4 +1,4 @@
-"""One run, in one process of it: build, make or resume its directory, train, test, report."""
+"""One process of a run: build, create or resume the run directory, train, test, report."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ logger = logging.getLogger("regimen")
 
 
 def run(request: Request, note: Path | None = None) -> int:
-    """Train as asked and return the exit code; failures are raised.
+    """Train and return the exit code; failures are raised.
 
-    The main process writes the run's directory into the file `note`, for a launcher.
+    The main process writes the path of the run directory to the file `note`, for the launcher.
     """
     allow(request.allowed)
     config = parse(request.config)
@@ -68,7 +68,7 @@ def run(request: Request, note: Path | None = None) -> int:
 
 
 def _compare(configs: Sequence[dict[str, Any]]) -> None:
-    """Refuse processes that torchrun started with different configurations."""
+    """Raise ConfigError if torchrun started the processes with different configurations."""
     problems = [
         Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
         for rank, config in enumerate(configs)
@@ -79,7 +79,7 @@ def _compare(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def _restarted(request: Request, strategy: Strategy) -> Request:
-    """Go on in the same directory once a launcher has started the processes again."""
+    """Continue in the same directory after a launcher has restarted the processes."""
     place = strategy.group.recall("run_dir")
     count = attempt()
     if count != "0" and strategy.group.is_main:
@@ -97,7 +97,7 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
     trainer = experiment.trainer
     tested: dict[str, float] = {}
     with (
-        # Around all that is written: a closed terminal sends its signal twice.
+        # Outermost, around everything that writes: a closed terminal sends SIGHUP twice.
         stop_signals(trainer, heard_early()),
         held_directory(request, experiment, resume, earlier) as directory,
         strategy.group.failing_together(),
@@ -110,7 +110,7 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         if resume is not None:
             if resume.payload is not None:
                 resume.apply(trainer)
-            trainer.group.on_main(resume.leave_behind)  # not before nothing refuses to go on
+            trainer.group.on_main(resume.leave_behind)  # after all checks have passed
         with suppress(EvaluationAbandoned):
             trainer.fit()
             account = Account(dict(trainer.timer.spent))
@@ -128,14 +128,14 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
 
 
 class _Prepared(NamedTuple):
-    request: Request  # with the configuration that holds from here on
+    request: Request  # with the configuration of the resumed run
     experiment: Experiment
     resume: Resume | None
-    earlier: Backlog  # log lines from before there was a file for them
+    earlier: Backlog  # log records from before the run had a file for them
 
 
 def _prepared(request: Request, strategy: Strategy) -> _Prepared | None:
-    """Build what is to be trained; None after a dry run, or where nothing is left to train."""
+    """Build the experiment; None after a dry run, or if nothing is left to train."""
     config = parse(request.config)
     if config.run_dir is not None:
         check_run_dir(Path(config.run_dir))
@@ -148,14 +148,14 @@ def _prepared(request: Request, strategy: Strategy) -> _Prepared | None:
     if resume is not None and resume.finished:
         logger.info("%s", resume.finished)
         return None
-    if resume is not None:  # what holds from here on is what checkpoints keep
+    if resume is not None:  # checkpoints then save this configuration
         request = replace(request, config=resume.config)
         config = parse(resume.config)
     payload = None if resume is None else resume.payload
     with backlog() as earlier, nullcontext() if payload is None else no_initial_weights():
         _remark_on_format(config, strategy)
         experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
-    if resume is not None and payload is not None:  # before anything of the run is touched
+    if resume is not None and payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return _Prepared(request, experiment, resume, earlier)
 
@@ -174,7 +174,7 @@ def _dry_run(request: Request, config: Config, strategy: Strategy) -> None:
 
 
 def _test(experiment: Experiment) -> dict[str, float]:
-    """Test the best checkpoint, or the last where nothing was monitored."""
+    """Test the best checkpoint, or the last if no metric was monitored."""
     trainer = experiment.trainer
     if experiment.test_loader is None or trainer.run_dir is None:
         return {}
@@ -191,5 +191,5 @@ def _test(experiment: Experiment) -> dict[str, float]:
 
 
 def best_or_last(folder: Path) -> Path | None:
-    """Return the checkpoint to test a run by: the best, or the last."""
+    """Return the checkpoint to test: the best, or else the last; None if there is none."""
     return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)

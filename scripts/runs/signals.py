@@ -1,4 +1,4 @@
-"""Signals end a run after its update, a closed terminal's too; a second Ctrl-C ends it at once."""
+"""Signals, SIGHUP included, end a run after its update; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.trainer import Trainer
 
 @contextmanager
 def stop_signals(trainer: Trainer, heard: int | None = None) -> Iterator[None]:
-    """Turn signals into requests to stop while the context lasts; main thread only.
+    """Turn signals into requests to stop within the context; main thread only.
 
-    The handler notes the signal and raises nothing: it may run within any line, a user's `except:`
-    or a swap of random states included. Those who wait look at the note. `heard`: a signal that
-    came before.
+    The handler sets a flag and raises nothing: it may interrupt any code, such as a user's
+    `except:` or a swap of random states. Code that waits polls the flag. `heard`: a signal that
+    arrived before.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -35,7 +35,7 @@ def stop_signals(trainer: Trainer, heard: int | None = None) -> Iterator[None]:
         yield
     except BaseException:
         if trainer.group.world_size > 1:
-            # A launcher tells a process to stop whose peer has failed: it is about to.
+            # A launcher stops the peers of a failed process: this one already ends.
             previous = dict.fromkeys(previous, signal.SIG_IGN)
         raise
     finally:

@@ -32,7 +32,7 @@ def search(arguments: Arguments) -> int:
     space += _given(arguments, settings["params"], {dimension.key for dimension in space})
     if not space:
         message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
-        raise ConfigError([Problem("sweep.params", message)])
+        raise ConfigError(Problem("sweep.params", message))
     refuse_outside(dimension.key for dimension in space)
     space = [with_integers(dimension, config) for dimension in space]
     base = [_fixed(text) for text in fixed]
@@ -112,7 +112,7 @@ def _study(sampler: str, seed: int) -> Any:
         optuna = importlib.import_module("optuna")
     except ImportError:
         message = "sweep=optuna takes the package optuna: pip install optuna"
-        raise ConfigError([Problem("sweep", message)]) from None
+        raise ConfigError(Problem("sweep", message)) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     return optuna.create_study(direction="minimize", sampler=kinds[sampler](seed=seed))

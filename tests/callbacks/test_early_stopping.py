@@ -21,7 +21,7 @@ def run(callback: EarlyStopping, values: list[float], first_epoch: int = 1) -> i
         trainer.metrics["val/loss"] = value
         callback.on_validation_end(trainer, {"val/loss": value})
         callback.on_boundary(trainer)
-        if trainer.state.wish:
+        if trainer.state.stop_request:
             return epoch
     return None
 
@@ -66,7 +66,7 @@ def test_verdict_that_was_saved_is_carried_out_by_the_next_run() -> None:
     second.load_state_dict(first.state_dict())
     trainer: Any = SimpleNamespace(state=TrainState(epoch=3), metrics={})
     second.on_fit_start(trainer)
-    assert "val/loss has not improved in 2 validations (best 1)" in str(trainer.state.wish)
+    assert "val/loss has not improved in 2 validations (best 1)" in str(trainer.state.stop_request)
 
 
 def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None:

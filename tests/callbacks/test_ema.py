@@ -67,18 +67,18 @@ def test_a_skipped_update_does_not_count(make_trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_which_weights_are_judged_is_explicit(make_trainer: Any, used: bool) -> None:
+def test_which_weights_are_evaluated_is_explicit(make_trainer: Any, used: bool) -> None:
     ema = EMA(decay=0.9, warmup=False, use_for_evaluation=used)
     trainer = make_trainer({"ema": ema})
     trainer.fit()
     trained = copy.deepcopy(trainer.model.state_dict())
-    judged = trainer.evaluate(trainer.val_loader, "val")
+    evaluated = trainer.evaluate(trainer.val_loader, "val")
     assert all(torch.equal(v, trained[n]) for n, v in trainer.model.state_dict().items())
     state = ema.state_dict()["model"] if used else trained
     plain = make_trainer({})
     plain.model.load_state_dict(state)
-    assert plain.evaluate(plain.val_loader, "val") == judged
-    assert trainer.metrics["val/loss"] == judged["val/loss"]
+    assert plain.evaluate(plain.val_loader, "val") == evaluated
+    assert trainer.metrics["val/loss"] == evaluated["val/loss"]
 
 
 def test_training_does_not_depend_on_it(make_trainer: Any) -> None:

@@ -60,10 +60,10 @@ def test_training_does_not_depend_on_it(make_trainer: Any) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_before_it_begins_the_model_itself_is_judged(make_trainer: Any) -> None:
+def test_before_it_begins_the_model_itself_is_evaluated(make_trainer: Any) -> None:
     seen: list[dict[str, float]] = []
 
-    class Judge(Callback):
+    class Compare(Callback):
         def on_validation_end(self, trainer: Any, metrics: Any) -> None:
             with_swap = trainer.evaluate(trainer.val_loader, "val")
             average, trainer.average = trainer.average, None
@@ -71,7 +71,7 @@ def test_before_it_begins_the_model_itself_is_judged(make_trainer: Any) -> None:
             seen[-1]["own"] = trainer.evaluate(trainer.val_loader, "val")["val/loss"]
             trainer.average = average
 
-    make_trainer({"swa": SWA(1), "judge": Judge()}, max_epochs=3).fit()
+    make_trainer({"swa": SWA(1), "compare": Compare()}, max_epochs=3).fit()
     assert [entry["swa"] == entry["own"] for entry in seen] == [True, False, False]
 
 
@@ -92,7 +92,7 @@ def test_goes_on_after_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any
 
 def test_a_share_needs_a_number_of_epochs(make_trainer: Any) -> None:
     trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
-    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a share"):
+    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a fraction"):
         trainer.fit()
 
 

@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert warnings[0].startswith("cannot write")
-    assert warnings[0].endswith("no space left; training goes on without it")
+    assert warnings[0].endswith("no space left; training continues without it")
     found = series(tmp_path)  # records 3, 4 and 5 are missing, the later ones are whole
     assert [step for step, _ in found["train/loss"]] == [2, 6, 8, 10]
 

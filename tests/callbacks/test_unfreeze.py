@@ -92,8 +92,8 @@ def test_survives_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut
             id="hidden",
         ),
         pytest.param({"a": {"epoch": 1}}, r"stages\.a=.*give pattern", id="no pattern"),
-        pytest.param({"a": {"pattern": "*", "epoch": 1, "step": 2}}, "epoch or step", id="both"),
-        pytest.param({"a": {"pattern": "*", "epochs": 1}}, "epoch or step", id="typo"),
+        pytest.param({"a": {"pattern": "*", "epoch": 1, "step": 2}}, "epoch and step", id="both"),
+        pytest.param({"a": {"pattern": "*", "epochs": 1}}, "epoch and step", id="typo"),
     ],
 )
 def test_mistakes(make_trainer: Any, stages: Any, message: str) -> None:

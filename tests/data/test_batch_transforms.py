@@ -10,8 +10,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from data import batch_transforms as batched
-from data.draws import Draws
 from data.errors import DataError
+from data.keys import Draws
 
 N = 1500
 HEIGHT, WIDTH = 12, 16

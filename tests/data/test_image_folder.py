@@ -106,7 +106,7 @@ def _remove(root: Path, *names: str) -> None:
         pytest.param(
             lambda r: [(r / "train" / name).mkdir() for name in ("caf\u00e9", "cafe\u0301")],
             "look the same",
-            id="unicode-twins",
+            id="unicode-forms",
         ),
     ],
 )

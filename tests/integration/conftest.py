@@ -24,7 +24,7 @@ NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = [
     "scripts.train",
     "scripts.evaluate",
-    "scripts.testing",
+    "trainer.inference.evaluation",
     "scripts.runs.run",
     "scripts.prediction.work",
     "torchvision.transforms.v2",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from same_run import differences
-from scripts.evaluating import evaluate
+from scripts.evaluate import evaluate
 
 QUICK = ["experiment=resnet18", "model=mlp", "trainer.max_steps=3", "loader.num_workers=0"]
 

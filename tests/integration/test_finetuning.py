@@ -213,7 +213,7 @@ def test_an_average_is_what_is_evaluated(train, evaluated, tmp_path, callback, o
     line = [*TUNED, f"model.weights={run_dir}", "optimizer.lr=0", "lr_scheduler=constant"]
     run = train([*line, "trainer.max_steps=1", "model.checkpoint=last", f"run_dir={tuned}"])
     assert run.code == 0, run.err
-    assert "taking the average of the weights" in (tuned / "train.log").read_text()
+    assert "loading the average of the weights" in (tuned / "train.log").read_text()
     average, given = weights(run_dir)["head.weight"], weights(tuned)["head.weight"]
     assert not torch.equal(average, given)
 

@@ -222,7 +222,7 @@ EXPERIMENTS = ["regression", "multilabel", "segmentation", "char_lm", "gan"]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_other_tasks_run_and_are_judged(train, tmp_path, experiment) -> None:
+def test_other_tasks_run_and_are_evaluated(train, tmp_path, experiment) -> None:
     overrides = [f"experiment={experiment}", "debug=fast", f"run_dir={tmp_path / 'run'}"]
     done = train(overrides)
     assert done.code == 0, done.err

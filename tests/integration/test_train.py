@@ -121,7 +121,13 @@ def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
     assert run.code == 0, run.err
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.txt"]
     text = (tmp_path / "plan" / "plan.txt").read_text()
-    for shown in ("64 = 1 device x 1 micro-batch x 64", "40 in all", "99,978", "SGD"):
+    for shown in (
+        "64 = 1 device x 1 micro-batch x 64",
+        "40 in all",
+        "99,978",
+        "SGD",
+        "host memory",
+    ):
         assert shown in text
         assert shown in run.out
 

@@ -166,7 +166,7 @@ def test_a_safetensors_file_is_read(saved: Path, tmp_path: Path) -> None:
 
 def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "x.pt")
-    with pytest.raises(WeightsError, match="no state dict"):
+    with pytest.raises(WeightsError, match="not a state dict"):
         read_weights(str(tmp_path / "x.pt"))
 
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from scripts import benchmark
-from scripts.benchmarks import step
+from scripts.benchmarks import checkpoint, step
 from scripts.benchmarks.report import Report, Row
 
 
@@ -45,6 +45,18 @@ def test_a_benchmark_prints_its_table_and_writes_its_file(
     assert [row["name"] for row in written["rows"]] == list(step.CONTENDERS)
     assert written["machine"]["torch"] == torch.__version__
     assert "ratio_to_handwritten: " in capsys.readouterr().out
+
+
+def test_saves_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small() -> nn.Module:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+
+    monkeypatch.setattr(checkpoint, "network", small)
+    ours, by_hand = checkpoint._run("AdamW", rounds=3)
+    assert len(ours.blocked) == len(by_hand.blocked) == 3
+    report = checkpoint.measure(rounds=1)
+    assert {"SGD, by hand", "AdamW, Regimen"} <= {row.name for row in report.rows}
+    assert report.headlines["ratio_to_handwritten"] > 0
 
 
 def test_costs_are_medians_of_blocks_and_ratios_are_taken_within_a_turn() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from data.batch_forms import check_per_sample, defer
-from data.cache import ImageCache
 from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
+from data.loading.batch_forms import check_per_sample, defer, quick_form
+from data.loading.cache import ImageCache
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -71,7 +71,8 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
-    return Pipeline(build_transforms(config, stage, config.data.num_classes))
+    steps = build_transforms(config, stage, config.data.num_classes)
+    return Pipeline({name: quick_form(step) for name, step in steps.items() if step is not None})
 
 
 def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
-    if config.data.cache != "none":
+    if config.data.cache != "none" and not config.dry_run:
         _set_cache(config, split, dataset)
     return as_dataset(dataset)
 

@@ -103,8 +103,8 @@ def build(
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
 
 
-def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Trainer, OnDevice]:
-    """Build what evaluates a model on one split: the trainer, and the split's loader.
+def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:
+    """Build what reads one split for an evaluation: its loader, and the number of classes.
 
     A limit of no batches at all meant the run that set it: who asks for a test gets one.
     """
@@ -114,8 +114,7 @@ def build_evaluation(config: Config, strategy: Strategy, split: str) -> tuple[Tr
         other = "val" if split == "test" else "test"
         hint = f"try split={other}"
         raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
-    loader = eval_loader(config, data.sets[split], strategy, limits[split] or None)
-    return build_evaluator(config, data.num_classes, strategy), loader
+    return eval_loader(config, data.sets[split], strategy, limits[split] or None), data.num_classes
 
 
 def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:

@@ -32,9 +32,10 @@ def loss_problems(node: Any, key: str) -> Iterator[Problem]:
     if "_target_" in node and locate(node["_target_"]) in (*_BY_CLASS, *_BY_VALUE):
         try:
             _try(instantiate(node, _key_=key))
+        except ConfigError:  # its constructor's: found with the task's
+            pass
         except (ValueError, RuntimeError) as error:
-            if not isinstance(error, ConfigError):  # from its constructor: reported elsewhere
-                yield Problem(key, f"{node['_target_']}: {error}")
+            yield Problem(key, f"{node['_target_']}: {error}")
         return
     for name, child in node.items():
         yield from loss_problems(child, f"{key}.{name}")

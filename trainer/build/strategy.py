@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from conf.errors import Problem
 from conf.schema import Config
 from conf.schema_strategy import StrategyConfig
 from trainer.distributed.machine import check_processes
@@ -80,7 +81,6 @@ def _device(options: StrategyConfig) -> torch.device | None:
     kind = options.accelerator if options.accelerator != "auto" else "cuda"
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
     if not available[kind]:
-        raise ModelError(
-            f"strategy.accelerator={kind}: this machine has none; auto takes what it has"
-        )
+        message = f"{kind}: this machine has none"
+        raise ModelError(Problem("strategy.accelerator", message, "auto takes what it has"))
     return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)

@@ -1,1 +1,1 @@
-"""Processes that train as one: how they meet, exchange, stop and fail."""
+"""Processes that train together: rendezvous, communication, stopping and failure."""

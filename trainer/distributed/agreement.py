@@ -1,4 +1,4 @@
-"""Processes agree on when to stop, without waiting for each other's answer."""
+"""Agreement of all processes on when to stop, without a wait in every update."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from trainer.state import TrainState
 
 
 class _Count(NamedTuple):
-    """How many processes wish to stop, while it is being added up."""
+    """The number of processes that request a stop, from an asynchronous all-reduce."""
 
     total: Tensor
     work: Any
 
     def result(self) -> int:
-        """Wait for the sum."""
+        """Wait for the all-reduce and return the sum."""
         self.work.wait()
         return int(self.total)
 
 
 class Agreement:
-    """Make the wish of any process to stop the wish of all, after the same update.
+    """Stop all processes after the same update when any of them requests a stop.
 
-    Each call begins to count who wishes to stop and looks at what the call before has counted, so
-    that the answer travels while the next update is computed. A process with a wish waits for the
-    count: where all wish alike (early stopping) all see it, and stop there and then as one
-    process would; else all see it at their next call. `flags`, in memory that the processes share
-    if they can, spare a step the exchange over gloo, whose threads would wake on busy cores.
+    Each call starts to count the stop requests and reads the result of the previous call, so that
+    the communication overlaps with the next update. A process with a request waits for the count of
+    this call. If all processes request a stop (early stopping), all see it and stop at this update,
+    as a single process would; otherwise all see it at their next call. `flags` lie in memory that
+    the processes share, if they can. They replace the exchange over gloo in a step, whose threads
+    would compete for busy cores.
     """
 
     def __init__(
@@ -43,33 +44,33 @@ class Agreement:
         self._before: _Count | SharedCount | None = None
 
     def __call__(self, state: TrainState, at_once: bool, in_step: bool) -> None:
-        """Write into `state` what all have agreed on.
+        """Stop `state` if a stop has been agreed on.
 
-        The same for all are `at_once`, to wait for it, and `in_step`: gradients are exchanged
-        between this call and the next.
+        All processes pass the same arguments. `at_once`: wait for the count of this call.
+        `in_step`: gradients are exchanged between this call and the next.
         """
-        wish = state.wish  # read once: a signal may come at any moment
-        before, count = self._before, self._count(wish is not None, in_step)
+        request = state.stop_request  # read once: a signal may come at any moment
+        before, count = self._before, self._count(request is not None, in_step)
         self._before = count
         agreed = before is not None and before.result() > 0
         if not agreed and at_once:
             agreed = count.result() > 0
-        elif not agreed and wish is not None:
+        elif not agreed and request is not None:
             agreed = count.result() == self._world_size
         if agreed:
-            self._settle(state, wish)
+            self._settle(state, request)
 
-    def _count(self, wishes: bool, in_step: bool) -> _Count | SharedCount:
+    def _count(self, requested: bool, in_step: bool) -> _Count | SharedCount:
         if in_step and self._flags is not None:
-            return self._flags.raise_flag(wishes)
-        total = torch.tensor(int(wishes))
+            return self._flags.raise_flag(requested)
+        total = torch.tensor(int(requested))
         return _Count(total, dist.all_reduce(total, group=self._group, async_op=True))
 
-    def _settle(self, state: TrainState, wish: tuple[str, int] | None) -> None:
-        """Choose among the wishes: a signal's goes before others, then the first process's."""
-        wishes: list[Any] = [None] * self._world_size
-        dist.all_gather_object(wishes, wish, group=self._group)
-        self._before = None  # what it counts is dealt with
-        made = [other for other in wishes if other is not None]
+    def _settle(self, state: TrainState, request: tuple[str, int] | None) -> None:
+        """Choose one request: a signal takes precedence, then the lowest rank."""
+        requests: list[Any] = [None] * self._world_size
+        dist.all_gather_object(requests, request, group=self._group)
+        self._before = None  # its requests are handled here
+        made = [other for other in requests if other is not None]
         if made:
             state.stop(*max(made, key=lambda other: int(other[1])))

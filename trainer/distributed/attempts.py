@@ -1,4 +1,4 @@
-"""Which attempt of a run this is, where a launcher starts lost processes again."""
+"""The number of this attempt of a run, where a launcher restarts lost processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.errors import SilentPeerError
 
 _KEY = "TORCHELASTIC_RESTART_COUNT"
 _PREFIX = "regimen/attempts"
-_PAUSE = 0.02  # seconds between two looks at who is there
+_PAUSE = 0.02  # seconds between two polls of the store
 
 
 def attempt() -> str:
@@ -23,17 +23,17 @@ def attempt() -> str:
 
 
 def settle(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Have the processes of several nodes number their attempt alike.
+    """Make the processes of several nodes use the same attempt number.
 
-    Each node's launcher counts the restarts that its own processes caused, and those that another
-    launcher caused it does not: what they hand to their processes differs.
+    The launcher of a node counts only the restarts that its own processes caused, so the launchers
+    of several nodes pass different numbers to their processes.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         os.environ[_KEY] = agree(store, rank, world_size, timeout)
 
 
 def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a number that all processes of this attempt get, and those of no other."""
+    """Return a number that is shared by all processes of this attempt and by no other attempt."""
     calls = PrefixStore(_PREFIX, store)
     try:
         if rank:
@@ -52,10 +52,10 @@ def _follow(store: Store, rank: int) -> str:
 
 
 def _lead(store: Store, others: range, deadline: float) -> str:
-    """Count one more attempt, and tell the others until each has heard it.
+    """Count one more attempt, and publish its number until each process has acknowledged it.
 
-    The store may name a process of an attempt before: it never hears this number, and who has
-    taken its place will be there.
+    The store may still name a process of an earlier attempt. That process never acknowledges, but
+    its replacement registers itself soon.
     """
     number = str(store.add("count", 1) - 1)
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The processes of a run, as each of them sees the others: a process alone is a group of one."""
+"""Communication among the processes of a run; a single process is a group of one."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainer.state import TrainState
 
 
 class Group:
-    """A process by itself: what it says to all it says to itself."""
+    """The group of a single process, whose collectives return their own input."""
 
     rank = 0
     local_rank = 0  # on this machine
     world_size = 1
 
     def join(self, device: torch.device) -> None:
-        """Meet the other processes; `device` is the one that this process computes on."""
+        """Initialize the group; `device` is the device that this process computes on."""
 
     def leave(self) -> None:
-        """Part from the other processes."""
+        """Destroy the group."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process decides, writes and prints."""
+        """Whether this is the main process, which decides, writes and prints."""
         return self.rank == 0
 
     def reduce(self, tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Group:
         """Wait for all processes."""
 
     def on_main(self, write: Callable[[], object]) -> None:
-        """Let the main process write; what keeps it from that is raised on all, a StorageError."""
+        """Call `write` on the main process; a StorageError there is raised on all processes."""
         failure = None
         if self.is_main:
             try:
@@ -59,27 +59,27 @@ class Group:
             raise StorageError(failure)
 
     def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
-        """Make the wish of any process to stop the wish of all, in `state`.
+        """Stop all processes if any of them requests it, by setting `state`.
 
-        Without `at_once`, which all pass alike, what one alone wishes may count one call later.
-        `in_step`, alike too: before the next call all will have exchanged gradients.
+        All processes pass the same arguments. Without `at_once` the request of a single process may
+        take effect one call later. `in_step`: gradients are exchanged before the next call.
         """
         state.settle()
 
     def on_signal(self) -> None:
-        """Hear of a signal to stop; called within its handler."""
+        """React to a signal to stop; called within the signal handler."""
 
     def failing_together(self) -> AbstractContextManager[Any]:
-        """Return the context that tells the others of a failure, and turns theirs into words."""
+        """Return a context that reports a failure to the others, and raises theirs as PeerError."""
         return nullcontext()
 
     def one_per_node(self) -> AbstractContextManager[Any]:
-        """Return the context that one process of each machine enters before its others do."""
+        """Return a context that one process of each machine enters and leaves before the others."""
         return nullcontext()
 
     def remember(self, key: str, value: str) -> None:
-        """Keep a word for the processes that take over after a restart."""
+        """Store a value for the processes that continue after a restart."""
 
     def recall(self, key: str) -> str | None:
-        """Return a word kept before a restart; None if there was none."""
+        """Return a value stored before a restart; None if there is none."""
         return None

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other when one of them fails: who was first, and why."""
+"""Exchange of the cause of a failure: which process failed first, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.distributed.attempts import attempt
 from trainer.errors import PeerError, SilentPeerError
 
 _PATIENCE = timedelta(seconds=10)
-# What torch's process groups say when a peer is gone, whichever call it was that noticed.
+# Parts of the errors that torch's process groups raise when a peer is gone, in any call.
 _LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -34,7 +34,7 @@ class Cause:
     """The first failure of a group."""
 
     rank: int
-    code: int  # the exit code that it stands for
+    code: int  # the exit code of the run
     text: str
     traceback: str = ""
 
@@ -47,7 +47,7 @@ class Cause:
 
 
 class Board:
-    """A few words in the group's store, which outlives every process but the one that holds it."""
+    """A few keys in the store of the group, which lives as long as the process that hosts it."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._run = PrefixStore("regimen/run", store)
@@ -55,16 +55,16 @@ class Board:
         self._rank = rank
 
     def claim(self, cause: Cause) -> bool:
-        """Tell whether this process is the first to fail; its `cause` is then what all learn."""
+        """Return whether this process is the first to fail; all then report its `cause`."""
         try:
             self._attempt.set(f"cause/{self._rank}", json.dumps(asdict(cause)))
             first = self._attempt.compare_set("first", "", str(self._rank))
-        except (RuntimeError, ValueError):  # the store went with the process that held it
+        except (RuntimeError, ValueError):  # the process that hosts the store is gone
             return True
         return bool(first.decode() == str(self._rank))
 
     def cause(self) -> Cause | None:
-        """Return why another process failed; None if none has said so."""
+        """Return why another process failed; None if no other process has reported a failure."""
         try:
             if not self._attempt.check(["first"]):
                 return None
@@ -75,16 +75,16 @@ class Board:
         return None if cause.rank == self._rank else cause
 
     def remember(self, key: str, value: str) -> None:
-        """Keep a word for the attempts after this one."""
+        """Store a value for later attempts."""
         self._run.set(key, value)
 
     def recall(self, key: str) -> str | None:
-        """Return a word kept by an earlier attempt."""
+        """Return a value stored by an earlier attempt; None if there is none."""
         return self._run.get(key).decode() if self._run.check([key]) else None
 
 
 def agent_board() -> Board | None:
-    """Reach the store of the launcher that started this process; None without one."""
+    """Connect to the store of the launcher that started this process; None without one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -100,7 +100,7 @@ def agent_board() -> Board | None:
 
 
 def peer_trouble(error: BaseException, timeout: timedelta) -> PeerError | None:
-    """Say in words how an exception shows that another process is lost; None if it does not."""
+    """Return a PeerError if an exception shows that another process is lost, else None."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error).lower()

@@ -1,4 +1,4 @@
-"""Several processes: how they meet, agree, add up, fail and leave together."""
+"""Groups of several processes over torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from trainer.distributed.shared_flags import share_flags
 from trainer.errors import EXIT_CODES, Interrupted, PeerError, leave_at_once
 from trainer.state import TrainState
 
-_GRACE = 5.0  # seconds that a process told to stop has left once another one has failed
-# By how much a GPU's exchange outlasts strategy.timeout. Its watchdog kills the process that waits,
-# which is not the one to blame: the hosts, who say so in words, must be the first to tire.
+_GRACE = 5.0  # seconds that a process has to stop after another one has failed
+# The timeout of GPU collectives exceeds strategy.timeout by this much. NCCL's watchdog kills the
+# process that waits, which is not the cause: the collective of the hosts, whose error names the
+# cause, must time out first.
 _WATCHDOG_LATER = timedelta(seconds=60)
 
 
 def is_rank() -> bool:
-    """Tell whether a launcher (torchrun, or ours) started this process as one of a group."""
+    """Return whether a launcher (torchrun or ours) started this process as one of a group."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -45,7 +46,7 @@ class ProcessGroup(Group):
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.backend = backend
         self.timeout = timedelta(seconds=timeout)
-        self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's own
+        self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
         self._control: dist.ProcessGroup | None = None
         self._agreement: Agreement | None = None
         self._board: Board | None = None
@@ -53,12 +54,12 @@ class ProcessGroup(Group):
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """The group over which the hosts talk, whatever their devices use."""
+        """The gloo group for communication between hosts, whichever backend the devices use."""
         assert self._control is not None
         return self._control
 
     def join(self, device: torch.device) -> None:
-        """Meet the other processes; keys of an attempt before a restart are not seen."""
+        """Initialize the process groups, without the keys of an attempt before a restart."""
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
         attempts.settle(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
@@ -71,11 +72,11 @@ class ProcessGroup(Group):
             timeout=self.timeout + _WATCHDOG_LATER if on_gpus else self.timeout,
             device_id=device if on_gpus else None,
         )
-        # What the hosts tell each other never waits for a device.
+        # A group of its own, so that communication between hosts never waits for a device.
         control = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(control, dist.ProcessGroup)
         self._control = control
-        # A GPU's exchange is waited for by the GPU: its hosts may be several updates apart.
+        # With GPUs only the device waits for a collective: hosts may be several updates apart.
         together = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
         on_host = together and device.type == "cpu"
         flags = share_flags(self, self.timeout.total_seconds()) if on_host else None
@@ -88,13 +89,13 @@ class ProcessGroup(Group):
         return tensor
 
     def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
-        """Make the wish of any process to stop the wish of all, after the same update."""
+        """Stop all processes after the same update if any of them requests it."""
         assert self._agreement is not None
         self._agreement(state, at_once, in_step)
 
     def on_signal(self) -> None:
-        """Leave if the signal came because another process failed, and this one hangs."""
-        # Within a handler: `threading` takes locks that the interrupted line may hold.
+        """Exit if the signal was sent because another process failed, and this one hangs."""
+        # `threading` takes locks that the interrupted code may hold.
         _thread.start_new_thread(self._leave_with_the_failed, ())
 
     def _leave_with_the_failed(self) -> None:
@@ -121,7 +122,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def one_per_node(self) -> Iterator[None]:
-        """Let the first process of each machine go ahead: it downloads, the others find it done."""
+        """Run the context on the first process of each machine before the others (downloads)."""
         if self.local_rank:
             self.barrier()
         yield
@@ -130,14 +131,14 @@ class ProcessGroup(Group):
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the others why this process fails; a failure of theirs becomes a PeerError."""
+        """Report a failure to the other processes, and raise a failure of theirs as PeerError."""
         try:
             yield
-        except Interrupted:  # on all alike
+        except Interrupted:  # all processes are interrupted together
             raise
         except Exception as error:
             self._failed = True
-            for number in EXIT_CODES:  # the launcher tells the rest to stop: this one is at it
+            for number in EXIT_CODES:  # the launcher stops the others: this one already ends
                 signal.signal(number, signal.SIG_IGN)
             told = self.in_words(error)
             assert self._board is not None
@@ -147,7 +148,7 @@ class ProcessGroup(Group):
             raise told from error
 
     def in_words(self, error: Exception) -> Exception:
-        """Return a PeerError where `error` says that another process is lost, else `error`."""
+        """Return a PeerError if `error` shows that another process is lost, else `error`."""
         if (known := self.recognize(error)) is not None:
             return known
         trouble = peer_trouble(error, self.timeout)
@@ -162,19 +163,19 @@ class ProcessGroup(Group):
         return told
 
     def remember(self, key: str, value: str) -> None:
-        """Keep a word in the launcher's store."""
+        """Store a value in the launcher's store."""
         assert self._board is not None
         self._board.remember(key, value)
 
     def recall(self, key: str) -> str | None:
-        """Return a word of an earlier attempt."""
+        """Return a value stored by an earlier attempt."""
         assert self._board is not None
         return self._board.recall(key)
 
     def leave(self) -> None:
-        """Leave the group; the last collective is over on every process before any leaves.
+        """Destroy the group, after a barrier so that no process still waits in a collective.
 
-        After a failure nobody is waited for: the process ends, and with it its connections.
+        After a failure there is no barrier: the process exits and its connections close.
         """
         if dist.is_initialized() and not self._failed:
             self.barrier()

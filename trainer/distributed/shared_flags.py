@@ -1,4 +1,4 @@
-"""Flags of the processes of one machine, in memory that they share: reading them wakes nobody."""
+"""Flags of the processes of one machine in shared memory, which are read without a thread."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import NamedTuple
 
 from trainer.distributed.group import Group
 
-_PAUSE = 1e-4  # seconds between two looks at a process that is late
+_PAUSE = 1e-4  # seconds between two reads of the flag of a late process
 _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 class SharedCount(NamedTuple):
-    """How many processes raised their flag at one call."""
+    """The number of processes that raised their flag at one call."""
 
     flags: SharedFlags
     call: int
 
     def result(self) -> int:
-        """Wait until all have made that call; those that are ahead wait at an exchange anyway."""
+        """Wait until all have made that call, as they would at the next exchange of gradients."""
         return self.flags.count(self.call)
 
 
 class SharedFlags:
-    """A cell for each process and for odd and even calls, which holds the call and the flag.
+    """Cells with the number of a call and a flag, two for each process: for odd and even calls.
 
-    Between two calls all processes must have waited for each other, as gradients exchanged on CPUs
-    make them: nobody can then be two calls ahead and write over what another has yet to read.
+    Between two calls all processes must have waited for each other, as they do when gradients are
+    exchanged on CPUs. No process can then be two calls ahead and overwrite an unread cell.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, timeout: float) -> None:
@@ -41,13 +41,13 @@ class SharedFlags:
         self._call = 0
 
     def raise_flag(self, raised: bool) -> SharedCount:
-        """Make one more call, with the flag raised or not."""
+        """Make the next call, with the flag raised or not."""
         self._call += 1
         self._cells[self._first(self._call) + self._rank] = 2 * self._call + raised
         return SharedCount(self, self._call)
 
     def count(self, call: int) -> int:
-        """Return how many raised their flag at a call, one of the last two."""
+        """Return how many processes raised their flag at a call, which is one of the last two."""
         deadline, total, first = time.monotonic() + self._timeout, 0, self._first(call)
         for cell in range(first, first + self._world_size):
             while (value := self._cells[cell]) >> 1 != call:
@@ -62,17 +62,17 @@ class SharedFlags:
 
 
 def share_flags(group: Group, timeout: float) -> SharedFlags | None:
-    """Set flags up among the processes of one machine; None if one of them cannot. A collective."""
+    """Create the flags of the processes of one machine; None if one cannot map them. Collective."""
     path = group.broadcast(_make_file(group.world_size) if group.is_main else None)
     flags = None
     if path is not None:
         try:
             flags = SharedFlags(Path(path), group.rank, group.world_size, timeout)
-        except (OSError, ValueError):  # another container's folder
+        except (OSError, ValueError):  # the folder is in another container
             flags = None
     together = all(group.gather(flags is not None))
     if group.is_main and path is not None:
-        os.unlink(path)  # all hold it by now, or nobody will
+        os.unlink(path)  # each process has mapped it by now or failed to
     return flags if together else None
 
 

@@ -1,1 +1,1 @@
-"""Files that are whole or absent, and logs of whole lines; knows no torch."""
+"""Atomic file replacement and line-based logs; does not import torch."""

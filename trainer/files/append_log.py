@@ -1,4 +1,4 @@
-"""Logs of whole lines."""
+"""Append-only logs of complete lines."""
 
 import contextlib
 import logging
@@ -12,9 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 class AppendLog:
-    """Append lines to a file; an OSError while doing so is one warning, and the run goes on.
+    """Append lines to a file; after an OSError it warns once and the run continues.
 
-    Opening cuts a last line that a kill left torn; it raises StorageError, as nothing is lost yet.
+    Opening removes an incomplete last line, which a killed process leaves. It raises StorageError,
+    since nothing is lost at that point.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +37,7 @@ class AppendLog:
             self._warn(error)
 
     def offset(self) -> int:
-        """Return the size in bytes, all of them on disk."""
+        """Flush the file to disk and return its size in bytes."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -44,7 +45,7 @@ class AppendLog:
         return self._size
 
     def truncate(self, offset: int) -> None:
-        """Forget what follows `offset`; a shorter file, which lost lines, stays as it is."""
+        """Truncate the file to `offset`; warn if it is shorter, since it has lost lines."""
         if offset > self._size:
             _log.warning("%s lost %d bytes of earlier lines", self.path, offset - self._size)
             return
@@ -55,7 +56,7 @@ class AppendLog:
             self._warn(error)
 
     def close(self) -> None:
-        """Close the file; harmless when it is closed."""
+        """Close the file; does nothing if it is closed."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -66,7 +67,7 @@ class AppendLog:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
-            # Half a line would swallow the next one once there is space again.
+            # An incomplete line would be joined with the next one once there is space again.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise
@@ -75,11 +76,11 @@ class AppendLog:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("%s; training goes on without it", storage_error(self.path, error))
+            _log.warning("%s; training continues without it", storage_error(self.path, error))
 
 
 def _whole_lines(descriptor: int) -> int:
-    """Return the offset behind the last newline."""
+    """Return the offset after the last newline."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - _BLOCK)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: replaced in one step."""
+"""Atomic replacement of files: a file is either complete or absent."""
 
 import contextlib
 import errno
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
 TEMPORARY = ".tmp-"
@@ -20,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def replacing(path: Path, *, need: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path`, durable, once the block ends well.
+    """Yield a file that replaces `path`, durably, when the block ends without an exception.
 
-    Otherwise nothing of it stays. `need` (bytes) only serves the message of a StorageError.
+    After an exception it is removed. `need` (bytes) is used in the message of a StorageError only.
     """
     temporary = _temporary(path)
     try:
@@ -33,7 +34,7 @@ def replacing(path: Path, *, need: int | None = None) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        _discard(temporary)  # before the free space is measured: it is what filled the disk
+        _discard(temporary)  # before the free space is measured, since it may fill the disk
         raise storage_error(path, error, need=need) from error
     except BaseException:
         _discard(temporary)
@@ -48,17 +49,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as indented JSON; numbers that are not finite are refused."""
+    """Replace `path` by `value` as indented JSON. Raises ValueError for NaN and infinity."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a further name of `source` in one step: a hard link, or else a copy.
+    """Replace `target` atomically by a hard link to `source`, or by a copy if that fails.
 
-    The folder is not synced: the caller's next durable write does it.
+    The folder is not synced: the caller's next durable write does that.
     """
     if _is_name_of(target, source):
-        return  # rename() does nothing between two names of one file, and would leave the temporary
+        return  # rename() does nothing between two links to one file and would leave the temporary
     temporary = _temporary(target)
     try:
         os.link(source, temporary)
@@ -75,12 +76,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 def _is_name_of(target: Path, source: Path) -> bool:
     try:
         return not target.is_symlink() and target.samefile(source)
-    except OSError:  # one of them is not there
+    except OSError:  # one of them does not exist
         return False
 
 
 def remove_orphans(folder: Path) -> list[Path]:
-    """Remove temporary files whose writer is dead (a living one holds a lock); return them."""
+    """Remove and return temporary files whose writer is dead; a living one holds a lock."""
     orphans = [path for path in folder.glob(f"{TEMPORARY}*") if _is_orphan(path)]
     for path in orphans:
         _discard(path)
@@ -88,7 +89,7 @@ def remove_orphans(folder: Path) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable, where its file system can."""
+    """Make the entries of `folder` durable, if its file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,18 +101,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    # The suffix comes last: a search for *.pt must not find what is half written.
+    # The suffix comes last: a search for *.pt must not find incomplete files.
     return path.with_name(f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}")
 
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    # 0o666 leaves the mode to the user's umask; tempfile would make it 0o600.
+    # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with open(descriptor, "wb") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield file
+        # A worker forked meanwhile would hold the space of the file, whoever removes it.
+        keep_from_children(descriptor)
+        try:
+            yield file
+        finally:
+            forget(descriptor)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -134,7 +140,7 @@ def _is_orphan(path: Path) -> bool:
 
 
 def _discard(path: Path) -> None:
-    if not os.path.lexists(path):  # a read-only file system would not say so
+    if not os.path.lexists(path):  # unlink on a read-only file system raises another error
         return
     try:
         if path.is_dir():

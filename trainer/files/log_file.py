@@ -1,4 +1,4 @@
-"""A logging handler whose file outlives full disks: a lost line is a warning, never an error."""
+"""A logging handler for files: a line that cannot be written is a warning, not an error."""
 
 import logging
 from pathlib import Path
@@ -10,7 +10,7 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class LogFileHandler(logging.Handler):
-    """Append records to a file by whole lines. Raises StorageError if it cannot be opened."""
+    """Append records to a file as complete lines. Raises StorageError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What keeps a file from being written, in one line that a person can act on."""
+"""Errors of writing files, as one line with the reason."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ _REASONS = {
 
 
 def storage_error(path: Path, error: OSError, *, need: int | None = None) -> StorageError:
-    """Say in one line what kept `path` from being written."""
+    """Return a StorageError with the reason why `path` could not be written."""
     return StorageError(f"cannot write {path}: {_reason(path, error, need)}")
 
 
@@ -26,11 +26,11 @@ def check_space(path: Path, need: int) -> None:
     """Raise StorageError if the folder of `path` has fewer than `need` bytes free."""
     free = free_bytes(path.parent)
     if free is not None and free < need:
-        raise storage_error(path, OSError(errno.ENOSPC, "too little before it is begun"), need=need)
+        raise storage_error(path, OSError(errno.ENOSPC, "too little free space"), need=need)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Return the bytes that may still be written in `folder`; None where that is not known."""
+    """Return the free bytes of the file system of `folder`; None if they are unknown."""
     try:
         facts = os.statvfs(folder)
     except OSError:

@@ -27,7 +27,7 @@ from trainer import snapshot
 from trainer.build.assembly import Assembly, Known
 from trainer.build.check import check_targets
 from trainer.build.data import build_data, build_pipeline
-from trainer.build.experiment import build_evaluation, build_evaluator
+from trainer.build.experiment import build_evaluator, build_split
 from trainer.build.strategy import build_strategy
 from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
@@ -93,7 +93,7 @@ class Run:
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
-        return _with_judged_weights(self.trainer(checkpoint))
+        return _with_evaluated_weights(self.trainer(checkpoint))
 
     def predict(
         self,
@@ -129,9 +129,7 @@ class Run:
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
         _check_split(split)
-        strategy = build_strategy(self.config)
-        with no_initial_weights():
-            _, loader = build_evaluation(self.config, strategy, split)
+        loader, _ = build_split(self.config, build_strategy(self.config), split)
         return (micro.batch for micro in loader.epoch(0))
 
     def trainer(self, checkpoint: str = "best") -> Trainer:
@@ -225,7 +223,7 @@ def as_picture(image: Any, channels: int) -> Tensor:
     return tensor
 
 
-def _with_judged_weights(trainer: Trainer) -> nn.Module:
+def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
     """Leave the average, where a run was judged by one, in the model."""
     weights = trainer.evaluation_weights()
     with weights:

@@ -1,1 +1,1 @@
-"""From `lr_scheduler` to the learning rate of each step."""
+"""The `lr_scheduler` section: the learning rate of each step."""

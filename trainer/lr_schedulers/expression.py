@@ -1,6 +1,6 @@
-"""Small arithmetic expressions of a config, parsed and never evaluated as Python.
+"""Arithmetic expressions of a config, which are parsed and never evaluated as Python.
 
-All values are floats, so that no number can grow beyond one, and texts are short.
+All values are floats and expressions are short, so that an evaluation is always cheap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-# Name: function, fewest and most arguments.
+# Name: function, minimum and maximum number of arguments.
 FUNCTIONS: dict[str, tuple[Callable[..., float], int, int]] = {
     "abs": (abs, 1, 1),
     "ceil": (math.ceil, 1, 1),
@@ -51,13 +51,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., float], int, int]] = {
 
 
 class ExpressionError(ValueError):
-    """A text that is not such an expression, or has no value at some point."""
+    """An expression is invalid, or has no value for some arguments."""
 
 
 class Expression:
-    """Compute a number from named ones: `0.5 * (1 + cos(pi * step / total_steps))`.
+    """A function of named numbers: `0.5 * (1 + cos(pi * step / total_steps))`.
 
-    Knows numbers, `+ - * / // % **`, comparisons, `and or not`, `a if b else c`, the constants
+    Supports numbers, `+ - * / // % **`, comparisons, `and or not`, `a if b else c`, the constants
     `pi` and `e`, and the functions of `FUNCTIONS`.
     """
 
@@ -69,11 +69,11 @@ class Expression:
         try:
             tree = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ExpressionError(f"{text!r} is no expression: {error}") from None
+            raise ExpressionError(f"{text!r} is not a valid expression: {error}") from None
         self._term = _Compiler(text, names).term(tree.body, 0)
 
     def __call__(self, values: Values) -> float:
-        """Return the value for given names. Raises `ExpressionError` if it has none."""
+        """Return the value for the given numbers. Raises `ExpressionError` if there is none."""
         try:
             result = float(self._term(values))
         except (ArithmeticError, ValueError) as error:
@@ -88,7 +88,7 @@ def _at(values: Values) -> str:
 
 
 class _Compiler:
-    """Turn a syntax tree into nested functions; refuse every node that is not listed here."""
+    """Compile a syntax tree to nested functions; syntax that is not listed here is an error."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self._text = text

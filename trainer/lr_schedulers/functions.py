@@ -1,4 +1,4 @@
-"""Functions of a step for LambdaLR: expressions of a config, or named by their import path."""
+"""Functions of a step for LambdaLR, from expressions or import paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.lr_schedulers.horizon import Horizon, Interval, ScheduleError
 from trainer.optimizers.param_groups import DEFAULT
 from trainer.targets.instantiate import instantiate, locate
 
-NAMES = ("step", "epoch", "total_steps", "steps_per_epoch")  # what an expression may use
+NAMES = ("step", "epoch", "total_steps", "steps_per_epoch")  # the variables of an expression
 Function = Callable[[int], float]
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -25,16 +25,16 @@ def functions_of_groups(
     interval: Interval,
     key: str,
 ) -> list[Function]:
-    """Return each group's function: its own, else its rule's or optimizer's, else `default`'s.
+    """Return the function of each group: that of its name, its rule or optimizer, or `default`.
 
-    A single function is every group's. `all_names` are those of all optimizers' groups, any of
-    which may be named. Raises `ScheduleError`.
+    A single function applies to every group. `all_names` are the names of the groups of all
+    optimizers, which may be keys of `functions`. Raises `ScheduleError`.
     """
     given = by_name(functions)
     known = {alias for group in all_names for alias in _aliases(group)}
     for name in given:
         if name != DEFAULT and name not in known:
-            message = f"no parameter group is called so; there are {', '.join(all_names)}"
+            message = f"there is no parameter group of this name, only {', '.join(all_names)}"
             raise ScheduleError(Problem(f"{key}.{name}", message, did_you_mean(name, known)))
     made = {
         name: make(source, horizon, interval, f"{key}.{name}") for name, source in given.items()
@@ -50,14 +50,14 @@ def functions_of_groups(
 
 
 def by_name(functions: Any) -> dict[str, Any]:
-    """Return the functions of groups and rules; a single one is `default`'s, null is none."""
+    """Return functions by name; a single one gets the name `default`, null is dropped."""
     several = isinstance(functions, Mapping) and "_target_" not in functions
     given = functions if several else {DEFAULT: functions}
     return {str(name): function for name, function in given.items() if function is not None}
 
 
 def _aliases(group: str) -> list[str]:
-    """Return the names that mean a group: `muon.body.3` is also meant by `muon.body` and `muon`."""
+    """Return the names that select a group: `muon.body.3`, `muon.body` and `muon`."""
     parts = group.split(".")
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
 
@@ -75,8 +75,8 @@ def make(source: Any, horizon: Horizon, interval: Interval, key: str) -> Functio
         message = f"must be an expression or an import path, not {source!r}"
         raise ScheduleError(Problem(key, message))
     if not callable(function):
-        raise ScheduleError(Problem(key, f"is no function of a step: {function!r}"))
-    # Of a callable object torch would save the attributes; of a function, nothing.
+        raise ScheduleError(Problem(key, f"is not a function of a step: {function!r}"))
+    # torch saves the attributes of callable objects, but nothing of functions.
     return lambda step: function(step)
 
 

@@ -1,4 +1,4 @@
-"""How long a schedule lasts: what `${total_steps}` stands for in a node."""
+"""The horizon of a schedule: its length, which replaces `${total_steps}` in a node."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Interval = Literal["step", "epoch"]
 
 
 class ScheduleError(ConfigError, ValueError):
-    """An `lr_scheduler` section of the config that cannot be used."""
+    """An `lr_scheduler` section of the config is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """What a scheduler covers: so many steps of its own, in so many updates; None: not known."""
+    """The length of a schedule, in steps of the scheduler and in updates; None if unknown."""
 
-    steps: int | None  # updates, or epochs where the scheduler moves once an epoch
+    steps: int | None  # updates, or epochs if the scheduler is stepped once an epoch
     updates: int | None
     steps_per_epoch: int | None
 
@@ -52,13 +52,13 @@ class Horizon:
         if isinstance(value, int):
             return value
         if not 0 < value < 1:
-            message = f"{value!r}: a fraction of the run is between 0 and 1"
+            message = f"{value!r}: a fraction of the run must be between 0 and 1"
             raise ScheduleError(Problem(key, message))
         return round(value * known(self.steps, key))
 
     def phases(self, milestones: Sequence[int], count: int) -> list[Horizon]:
-        """Return the horizons of `count` parts that take over from each other at `milestones`."""
-        if len(milestones) != count - 1:  # torch says what is wrong
+        """Return the horizons of `count` successive parts, which change at `milestones`."""
+        if len(milestones) != count - 1:  # torch raises an error for this
             return [self] * count
         ends = [*milestones, self.steps]
         return [
@@ -68,9 +68,9 @@ class Horizon:
 
 
 def known(length: int | None, key: str) -> int:
-    """Return a length that is known. Raises `ScheduleError`."""
+    """Return a length. Raises `ScheduleError` if it is None."""
     if length is None:
-        message = "follows the length of the run, which is not known"
+        message = "depends on the length of the run, which is not known"
         hint = "set trainer.max_epochs or trainer.max_steps"
         raise ScheduleError(Problem(key, message, hint))
     return length
@@ -79,7 +79,7 @@ def known(length: int | None, key: str) -> int:
 def remaining(
     total_steps: int | None, steps_per_epoch: int | None, interval: Interval, warmup: Warmup
 ) -> Horizon:
-    """Return what is left of the run after the warm-up; at least one step, to be a horizon."""
+    """Return the horizon of the run after the warm-up; it has at least one step."""
     if total_steps is None:
         return Horizon(None, None, steps_per_epoch)
     updates = max(1, total_steps - warmup.updates(steps_per_epoch))
@@ -90,10 +90,10 @@ def remaining(
 
 
 def refuse_to_wait(monitors: Sequence[str], has_data: bool, validates: bool) -> None:
-    """Raise `ScheduleError` for a schedule that would wait for validations which never come."""
+    """Raise `ScheduleError` for a schedule that monitors a validation if there is none."""
     for monitor in monitors:
         if monitor.startswith("val/") and not (has_data and validates):
             reason = "no validation before the end" if has_data else "no validation set"
-            message = f"{monitor}: there is {reason}, and the rates would never move"
-            hint = "monitor train/loss, or choose a schedule that follows no metric"
+            message = f"{monitor}: there is {reason}, and the rates would never change"
+            hint = "monitor train/loss, or choose a schedule without a metric"
             raise ScheduleError(Problem("lr_scheduler.monitor", message, hint))

@@ -1,4 +1,4 @@
-"""From an `lr_scheduler` node of the config to a track of learning rates."""
+"""Build a track of learning rates from an `lr_scheduler` node of the config."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainer.lr_schedulers.track import Track
 from trainer.lr_schedulers.warmup import Warmup, parse_warmup
 from trainer.targets.instantiate import instantiate, locate
 
-OUTER = ("interval", "monitor", "warmup")  # keys of ours, of the outermost node only
-OWN = (*OUTER, "functions")  # keys that are not the target's
+OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
+OWN = (*OUTER, "functions")  # keys that are not arguments of the target
 
 
 def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str, Any]]:
     """Return, by config key, the nodes whose targets get one positional argument from us.
 
-    What we make for a target (inner schedulers, functions, ...) has a stand-in, so that the nodes
-    can be held against the signatures of their targets.
+    Arguments that we compute for a target (inner schedulers, functions, ...) are replaced by
+    placeholders, so that the nodes can be checked against the signatures of their targets.
     """
     if not node or "_target_" not in node:
         return {}
@@ -56,7 +56,7 @@ def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str
 
 
 def inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the nodes under `schedulers`, a named dict (null: dropped) or a list."""
+    """Return the nodes under `schedulers`, a dict (null is dropped) or a list."""
     children = node.get("schedulers") or {}
     if isinstance(children, Mapping):
         named = [(str(name), child) for name, child in children.items() if child is not None]
@@ -69,7 +69,7 @@ def inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[st
             raise ScheduleError(Problem(where, message))
         for word in OUTER:
             if child.get(word) is not None:
-                message = f"belongs to {key}, for all its parts"
+                message = f"must be set in {key}, for all its schedulers"
                 raise ScheduleError(Problem(f"{where}.{word}", message))
     return named
 
@@ -84,7 +84,7 @@ def build_track(
     steps_per_epoch: int | None,
     key: str,
 ) -> Track:
-    """Build the schedule that `node` describes over one optimizer. Raises `ScheduleError`.
+    """Build the schedule of `node` over one optimizer. Raises `ScheduleError`.
 
     `configured` are the hyper-parameters of the optimizer's groups, `group_names` their names,
     `all_names` those of all optimizers' groups.
@@ -134,16 +134,16 @@ def _monitor(node: Mapping[str, Any], scheduler: Any, key: str) -> str | None:
     monitor = node.get("monitor")
     follows = takes_metric(scheduler)
     if follows and not monitor:
-        message = "must name the metric to follow, such as val/loss"
+        message = "must be the metric that the scheduler monitors, such as val/loss"
         raise ScheduleError(Problem(f"{key}.monitor", message))
     if monitor and not follows:
-        message = f"{type(scheduler).__name__} follows no metric"
+        message = f"{type(scheduler).__name__} does not monitor a metric"
         raise ScheduleError(Problem(f"{key}.monitor", message))
     return str(monitor) if follows else None
 
 
 def takes_metric(scheduler: Any) -> bool:
-    """Tell whether a scheduler's `step` must be given something: a metric."""
+    """Return whether a scheduler's `step` has a required argument, which is a metric."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in variadic for p in parameters)
@@ -157,9 +157,9 @@ def _ramp(warmup: Warmup) -> dict[str, Any]:
 
 
 class _Maker:
-    """Make the scheduler of a node, and those within it, over one optimizer.
+    """Build the scheduler of a node, and those inside it, over one optimizer.
 
-    `settings` collects what they are made with, to tell later whether two are the same.
+    `settings` collects their arguments, which are compared when a run is resumed.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class _Maker:
         self.settings: dict[str, Any] = {}
 
     def make(self, node: Mapping[str, Any], horizon: Horizon, key: str, path: str = "") -> Any:
-        """Return the torch scheduler of `node`; `path` leads to it from the outermost one."""
+        """Return the torch scheduler of `node`; `path` is its prefix in `settings`."""
         kind = locate(node["_target_"])
         arguments = self._arguments(node, horizon, key)
         self.settings |= {f"{path}{name}": value for name, value in arguments.items()}
-        objects: dict[str, Any] = {}  # what is no plain data
+        objects: dict[str, Any] = {}  # arguments that are not plain data
         if "functions" in node:
             objects["lr_lambda"] = self._functions(node["functions"], horizon, key, path)
         if node.get("schedulers"):
@@ -197,7 +197,7 @@ class _Maker:
         return self._construct(kind, arguments, objects, key)
 
     def _arguments(self, node: Mapping[str, Any], horizon: Horizon, key: str) -> dict[str, Any]:
-        """Return the node's own arguments, with horizons and fractions of them as numbers."""
+        """Return the arguments of the node, with horizons and their fractions as numbers."""
         given = {k: v for k, v in node.items() if k not in (*OWN, "schedulers")}
         arguments: dict[str, Any] = horizon.fill(given, key)
         milestones, size = arguments.get("milestones"), arguments.get("step_size")
@@ -226,14 +226,14 @@ class _Maker:
         self, kind: type, arguments: dict[str, Any], objects: dict[str, Any], key: str
     ) -> Any:
         try:
-            if kind is ChainedScheduler:  # takes the optimizer last
+            if kind is ChainedScheduler:  # the optimizer is its last argument
                 made = instantiate(arguments, optimizer=self._optimizer, _key_=key, **objects)
             else:
                 made = instantiate(arguments, self._optimizer, _key_=key, **objects)
         except (RuntimeError, ArithmeticError, LookupError) as error:
             if (
                 hasattr(error, "exit_code") or "lr_lambda" in objects
-            ):  # a fault in a user's function
+            ):  # an error of a user's function
                 raise
             raise ScheduleError(Problem(key, f"{arguments['_target_']}: {error}")) from error
         if not isinstance(made, LRScheduler):

@@ -1,4 +1,4 @@
-"""When learning rates move: after an applied update, an epoch, or a validation."""
+"""The learning rate schedule, which is stepped after updates, epochs and validations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("regimen")
 
 
 class LRSchedule:
-    """Move the learning rates of one or several optimizers, each along its own track."""
+    """Set the learning rates of one or several optimizers, each by its own track."""
 
     def __init__(self, tracks: Mapping[str, Track]) -> None:
         self.tracks = dict(tracks)
@@ -28,16 +28,16 @@ class LRSchedule:
 
     @classmethod
     def none(cls) -> LRSchedule:
-        """Return the schedule that leaves learning rates alone."""
+        """Return the schedule that changes no learning rate."""
         return cls({})
 
     @classmethod
     def wrap(
         cls, scheduler: Any = None, interval: Interval = "step", monitor: str | None = None
     ) -> LRSchedule:
-        """Take a plain torch scheduler (or nothing, or a schedule), which is stepped as it is.
+        """Wrap a plain torch scheduler (or None, or a schedule), which is stepped directly.
 
-        `monitor` names the metric of one that follows a metric, such as ReduceLROnPlateau.
+        `monitor` is the metric of a scheduler that needs one, such as ReduceLROnPlateau.
         """
         if isinstance(scheduler, LRSchedule):
             return scheduler
@@ -45,7 +45,7 @@ class LRSchedule:
             return cls.none()
         if takes_metric(scheduler) and monitor is None:
             raise ScheduleError(
-                f"{type(scheduler).__name__} follows a metric: name it with"
+                f"{type(scheduler).__name__} monitors a metric: name it with"
                 ' LRSchedule.wrap(scheduler, monitor="val/loss")'
             )
         track = Track(scheduler.optimizer, scheduler, interval, monitor)
@@ -53,13 +53,13 @@ class LRSchedule:
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The metrics that are watched."""
+        """The metrics that are monitored."""
         return tuple(dict.fromkeys(t.monitor for t in self._tracks if t.monitor is not None))
 
     def after_update(self) -> bool:
-        """Follow an update that was applied; one that was skipped moves nothing (I10).
+        """Step after an applied update; a skipped update changes nothing (I10).
 
-        Tells whether a hyper-parameter was changed: groups are written to only then.
+        Returns whether a hyper-parameter has changed; groups are written to only then.
         """
         self.updates += 1
         moved = False
@@ -68,16 +68,16 @@ class LRSchedule:
         return moved
 
     def after_epoch(self) -> None:
-        """Follow the last update of an epoch."""
+        """Step after the last update of an epoch."""
         self.epochs += 1
         for track in self._tracks:
             track.move(self.updates, self.epochs)
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Follow a validation, or the means of an epoch of training.
+        """Step after a validation, or with the training metrics of an epoch.
 
-        A schedule that watches the other of the two stays where it is. Raises `ScheduleError` where
-        one waits for a metric of this stage that is not there: it never would be.
+        A track that monitors the other of the two is not stepped. Raises `ScheduleError` if a
+        monitored metric of this stage is missing.
         """
         stages = {name.partition("/")[0] for name in metrics}
         for track in self._tracks:
@@ -97,7 +97,7 @@ class LRSchedule:
         }
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """List what is set up differently here than where `state` was saved."""
+        """Return the settings that differ from those of `state`."""
         saved = state["tracks"]
         found = [f"{name!r} has no schedule here" for name in saved.keys() - self.tracks.keys()]
         for name, track in self.tracks.items():
@@ -106,10 +106,10 @@ class LRSchedule:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> None:
-        """Go to where `state` was saved; load the optimizers first.
+        """Load `state`; the optimizers must be loaded first.
 
-        Exactly, and with `CheckpointError` if anything is set up differently; or, with
-        `hyper_parameters=False`, by the present configuration: to the same position of its curve.
+        The state is restored exactly, with `CheckpointError` if any setting differs. With
+        `hyper_parameters=False` the settings of this schedule are used, at the saved position.
         """
         try:
             updates, epochs, saved = int(state["updates"]), int(state["epochs"]), state["tracks"]
@@ -129,9 +129,9 @@ class LRSchedule:
     def preview(self, step: int) -> dict[str, float]:
         """Return each group's learning rate after `step` updates.
 
-        Of a schedule that follows a metric, as if the metric always got better. Steps far ahead are
-        computed by torch's formula, or where there is none by stepping there, which takes some
-        microseconds a step.
+        For a schedule with a metric it is assumed that the metric always improves. Steps far ahead
+        are computed by torch's closed form, or if there is none by stepping the scheduler, which
+        takes some microseconds for each step.
         """
         return {
             name: lr
@@ -148,11 +148,12 @@ def build_lr_schedule(
     key: str = "lr_scheduler",
     guessed: bool = False,
 ) -> LRSchedule:
-    """Build a config's `lr_scheduler` over `optimizers`, of which some may bring their own.
+    """Build the schedule of an `lr_scheduler` node over `optimizers`.
 
-    In `node`, "${total_steps}" is filled with the scheduler's own horizon: what remains of the run
-    after the warm-up, in updates, or in epochs with `interval: epoch`. Raises `ScheduleError`, for
-    a schedule that ends before the run as well, unless its lengths are `guessed`.
+    An optimizer with an `lr_scheduler` of its own uses that one. "${total_steps}" is replaced by
+    the scheduler's own horizon: the rest of the run after the warm-up, in updates, or in epochs
+    with `interval: epoch`. Raises `ScheduleError`, also for a schedule that ends before the run,
+    unless the lengths are `guessed`.
     """
     groups = optimizers.groups()
     all_names = [group.name for group in groups]
@@ -180,7 +181,7 @@ def build_lr_schedule(
 def warn_of_long_warmups(
     schedule: LRSchedule, total_steps: int | None, steps_per_epoch: int | None
 ) -> None:
-    """Say once that a warm-up takes all of the run: allowed, for short trials."""
+    """Warn if a warm-up takes the whole run, which is allowed for short trials."""
     ramp = max((t.warmup.updates(steps_per_epoch) for t in schedule.tracks.values()), default=0)
     if total_steps is not None and ramp >= total_steps:
         logger.warning(
@@ -189,7 +190,7 @@ def warn_of_long_warmups(
 
 
 def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: bool) -> None:
-    """Look ahead for learning rates that are none, since torch looks at few arguments."""
+    """Check the learning rates of the whole run, since torch validates few arguments."""
     last = total_steps or 1000
     try:
         for step in [*range(0, last, max(1, last // 50)), last]:
@@ -202,13 +203,13 @@ def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: b
     except (TypeError, ArithmeticError) as error:
         message = f"the schedule cannot be computed: {error}"
         raise ScheduleError(Problem(key, message)) from error
-    except ValueError as error:  # OneCycleLR's, where it is asked for a step beyond its last
+    except ValueError as error:  # raised by OneCycleLR beyond its last step
         if "Tried to step" not in str(error):
             raise
         if guessed:
             return
         message = f"{error}, but the run has {total_steps} updates in all"
-        hint = "leave lr_scheduler.total_steps at ${total_steps}"
+        hint = "set lr_scheduler.total_steps to ${total_steps}"
         raise ScheduleError(Problem(key, message, hint)) from error
 
 

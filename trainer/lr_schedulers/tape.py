@@ -1,4 +1,4 @@
-"""A scheduler recorded: the groups' hyper-parameters as a function of its steps."""
+"""A recording of a scheduler: the groups' hyper-parameters as a function of its steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import (
 )
 
 BLOCK = 256  # steps recorded at a time, which takes a few milliseconds
-KEPT = 8  # blocks in memory, of 2 kB for each value that changes
-_BY_FORMULA = (LambdaLR, OneCycleLR, CyclicLR)  # compute from `last_epoch` alone
+KEPT = 8  # blocks in memory, of 2 kB for each hyper-parameter that changes
+_BY_FORMULA = (LambdaLR, OneCycleLR, CyclicLR)  # functions of `last_epoch`
 
 Change = tuple[int, str, Any]  # index of a group, hyper-parameter, new value
 
@@ -29,7 +29,7 @@ class StandIn(Optimizer):
     """An optimizer over one empty parameter for each group, to step a scheduler on."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-        # A learning rate that is a tensor stays one: the scheduler rounds as it does on the device.
+        # Tensors stay tensors, so that the scheduler rounds as it does on the device.
         params = [
             {
                 **{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in group.items()},
@@ -49,14 +49,14 @@ class _Block(NamedTuple):
     begin: int
     steps: int
     first: list[Any]
-    changing: Sequence[tuple[int, str, Sequence[Any]]]  # of these alone, the value after each step
+    changing: Sequence[tuple[int, str, Sequence[Any]]]  # the value after each step
 
 
 class Tape:
-    """Record, in blocks and as far as asked for, what a scheduler does to hyper-parameters.
+    """Record the hyper-parameters that a scheduler sets, lazily and in blocks of steps.
 
-    `make` builds the scheduler over an optimizer whose groups are like `groups`. What the scheduler
-    raises at a step is raised where that step, or a later one, is asked for.
+    `make` builds the scheduler over an optimizer whose groups are like `groups`. An exception of
+    the scheduler at a step is raised when that step, or a later one, is requested.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Tape:
         return [(*column, later.get(column, value)) for column, value in pairs]
 
     def scheduled(self, step: int) -> list[Change]:
-        """Return the learning rates, and what else differs from what is configured."""
+        """Return the learning rates, and other hyper-parameters that differ from the configured."""
         return [
             (group, key, value)
             for group, key, value in self.at(step)
@@ -97,7 +97,7 @@ class Tape:
         ]
 
     def changes(self, step: int) -> list[Change]:
-        """Return what differs after `step` steps, 1 or more, from after the one before."""
+        """Return the hyper-parameters that change at `step`, which is 1 or more."""
         block = self._current
         index = step - block.begin
         if not 0 < index < block.steps:
@@ -110,10 +110,10 @@ class Tape:
         ]
 
     def preview(self, step: int) -> list[float]:
-        """Return each group's learning rate, to look ahead.
+        """Return each group's learning rate after `step` steps, for a preview.
 
-        Beyond what is kept in memory it is computed by torch's formula, to about 12 digits, where
-        the scheduler has one; others are stepped there, at some microseconds a step.
+        Steps beyond the blocks in memory are computed by torch's closed form, to about 12 digits,
+        if the scheduler has one; others are stepped, at some microseconds for each step.
         """
         if step > BLOCK * KEPT:
             self._jumper = self._jumper or self._made()
@@ -174,7 +174,7 @@ class Tape:
 
 
 def jump(scheduler: Any, step: int) -> bool:
-    """Set the learning rates after `step` steps if torch has a formula; it can only jump then."""
+    """Set the learning rates after `step` steps by torch's closed form; False if it has none."""
     if type(scheduler) is SequentialLR:
         part = bisect_right(scheduler._milestones, step)
         begin = scheduler._milestones[part - 1] if part else 0
@@ -196,7 +196,7 @@ def jump(scheduler: Any, step: int) -> bool:
 
 
 def put(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a group's hyper-parameter; one that is a tensor stays the same tensor."""
+    """Set a group's hyper-parameter; a tensor is changed in place."""
     if isinstance(group[key], Tensor):
         group[key].fill_(value)
     else:

@@ -1,4 +1,4 @@
-"""One optimizer's schedule: a warm-up, then a torch scheduler."""
+"""The schedule of one optimizer: a warm-up, then a torch scheduler."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from trainer.lr_schedulers.warmup import Warmup
 from trainer.metric_names import epoch_metric
 from trainer.optimizers.state import type_name
 
-# What torch's ReduceLROnPlateau has seen, as opposed to how it is set up.
+# The state of torch's ReduceLROnPlateau, in contrast to its settings.
 _PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-# Of its settings, those with an entry for each parameter group.
+# Its settings with an entry for each parameter group.
 _BY_GROUP = ("min_lrs", "_last_lr", "base_lrs")
 
 
 class Track:
-    """Set an optimizer's hyper-parameters: up the warm-up, then as the scheduler's tape has them.
+    """Set an optimizer's hyper-parameters: by the warm-up, then from the scheduler's tape.
 
-    The warm-up ends at the scheduler's own first value, so it fits in front of any; the scheduler's
-    steps count from there. Where a track stands follows from the run's updates and epochs.
+    The warm-up ends at the scheduler's first value, so it can precede any scheduler; the
+    scheduler's steps start after it. The position of a track follows from the run's updates and
+    epochs.
 
-    Without a `tape` the scheduler is over the optimizer itself, is stepped there, and its state is
-    saved: one that follows a metric (`monitor`), or an object of the user's, who may hold it.
-    `settings` describes what the track was made from.
+    Without a `tape` the scheduler is built over the optimizer itself, is stepped, and its state is
+    saved. This applies to schedulers with a metric (`monitor`) and to objects of the user.
+    `settings` are the arguments that the track was built from.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Track:
         ]
         self._tape = tape
         self._steps_per_epoch = steps_per_epoch
-        # An epoch counts once an update has run with the scheduler's first value.
+        # An epoch is counted after an update with the scheduler's first value.
         self._warmup_epochs = self.warmup.epochs(steps_per_epoch)
         self._begins = self.warmup.ticks + 1 if self.warmup.ticks else 0  # the update after it
         self._at = self._position(0, 0)
@@ -65,11 +66,11 @@ class Track:
 
     @property
     def watched(self) -> str | None:
-        """The metric by the name that it has of a whole epoch or validation."""
+        """The monitored metric, by its name for a whole epoch or a validation."""
         return None if self.monitor is None else epoch_metric(self.monitor)
 
     def _position(self, updates: int, epochs: int) -> int:
-        """Return how many steps of the scheduler are due; -n: the warm-up lasts n more."""
+        """Return the scheduler's steps so far; -n if the warm-up has n ticks left."""
         ticks, by_step = self.warmup.ticks, self.interval == "step"
         if not ticks:
             return updates if by_step else epochs
@@ -77,13 +78,13 @@ class Track:
         return passed if by_step or passed <= 0 else epochs - self._warmup_epochs
 
     def after_update(self, updates: int, epochs: int) -> bool:
-        """Follow an applied update; tell whether a hyper-parameter may have changed."""
+        """Step after an applied update; return whether a hyper-parameter may have changed."""
         if updates == self._begins and self.warmup.every == "step":
             self._warmup_epochs = epochs
         return self.move(updates, epochs)
 
     def move(self, updates: int, epochs: int) -> bool:
-        """Go to the next step, if one is due after so many updates and epochs."""
+        """Take the next step, if it is due after this number of updates and epochs."""
         position = self._position(updates, epochs)
         if position == self._at:
             return False
@@ -99,12 +100,12 @@ class Track:
         return position <= 0 or self.monitor is None
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Follow a validation, or an epoch's means, if it has measured what is monitored."""
+        """Step the scheduler if the metrics contain the monitored one."""
         if self.watched is not None and self.watched in metrics and self._at >= 0:
             self.scheduler.step(metrics[self.watched])
 
     def _warm(self) -> None:
-        """Set the learning rates to a share of the scheduler's first ones until it begins."""
+        """During the warm-up, set the learning rates to a fraction of the scheduler's first."""
         if self.warmup.ticks and self._at <= 0:
             factor = self.warmup.factor(self.warmup.ticks + self._at)
             self._write([(i, "lr", start * factor) for i, start in enumerate(self._start)])
@@ -115,7 +116,7 @@ class Track:
             put(groups[index], key, value)
 
     def preview(self, step: int) -> list[float]:
-        """Return each group's learning rate after `step` updates, if a metric always improves."""
+        """Return each group's learning rate after `step` updates, if the metric always improves."""
         at = self._position(step, step // (self._steps_per_epoch or step + 1))
         if self._tape is not None and at > 0:
             return self._tape.preview(at)
@@ -123,7 +124,7 @@ class Track:
         return [start * factor for start in self._start]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the track was made from, and a stepped scheduler's state: plain values."""
+        """Return the settings, and the state of a scheduler without a tape: plain values."""
         state: dict[str, Any] = {
             "type": type_name(self.scheduler),
             "settings": self.settings,
@@ -137,7 +138,7 @@ class Track:
         return state
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """List what is set up differently here than where `state` was saved."""
+        """Return the settings that differ from those of `state`."""
         if state["type"] != type_name(self.scheduler):
             return [f"it is {type_name(self.scheduler)}, it was {state['type']}"]
         there, here = state["settings"], self.settings
@@ -151,11 +152,11 @@ class Track:
             found.append(f"group {new[0]!r} had no schedule")
         own = self.monitor is None or not state["type"].startswith("torch.")
         if self._tape is None and own and self.group_names != state["groups"]:
-            found.append("the parameter groups are in another order, or not the same")
+            found.append("the parameter groups, or their order, have changed")
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], updates: int, epochs: int) -> None:
-        """Go on exactly where `state` was saved; hyper-parameters come with the optimizer's."""
+        """Restore `state` exactly; the optimizer's state has the hyper-parameters."""
         self._warmup_epochs = int(state.get("warmup_epochs", self._warmup_epochs))
         self._at = self._position(updates, epochs)
         if self._tape is None:
@@ -167,10 +168,10 @@ class Track:
             self.scheduler.load_state_dict({**state["scheduler"], **moved})
 
     def catch_up(self, state: Mapping[str, Any] | None, updates: int, epochs: int) -> None:
-        """Go to the same updates and epochs of the schedule that is configured here.
+        """Move to the same updates and epochs in the schedule that is configured here.
 
-        `state` is that of the schedule before, if there was one. A plateau scheduler keeps what it
-        has seen, and how far it came down; an object of the user's goes on exactly.
+        `state` is that of the earlier schedule, if there was one. A plateau scheduler keeps its
+        history and its reduced rates; an object of the user is restored exactly.
         """
         self._at = self._position(updates, epochs)
         if self._tape is not None:
@@ -183,7 +184,7 @@ class Track:
             self._warm()
 
     def _keep(self, state: Mapping[str, Any]) -> None:
-        """Keep a metric's history, and rates of groups that began at the same learning rate."""
+        """Keep the history of the metric, and the rates of groups with the same initial rate."""
         reached = {}
         if state["type"] == type_name(self.scheduler):
             memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}

@@ -1,4 +1,4 @@
-"""The ramp in front of a schedule."""
+"""The warm-up before a schedule."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _KEYS = ("steps", "epochs", "start_factor", "shape")
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """Raise learning rates over `ticks` from `start_factor` of the schedule's first value to it.
+    """Raise learning rates over `ticks` from `start_factor` times their first value to it.
 
-    Tick t has the factor s + (1 - s) t / ticks (linear) or s ** (1 - t / ticks) (exponential).
+    The factor at tick t is s + (1 - s) t / ticks (linear) or s ** (1 - t / ticks) (exponential).
     """
 
     ticks: int = 0
-    every: Literal["step", "epoch"] = "step"  # what a tick is
+    every: Literal["step", "epoch"] = "step"  # the unit of `ticks`
     start_factor: float = 0.01
     shape: Literal["linear", "exponential"] = "linear"
 
     def factor(self, tick: int) -> float:
-        """Return the share of the full learning rate at `tick`; 1 from `ticks` on."""
+        """Return the factor of the learning rate at `tick`; 1 from `ticks` on."""
         if tick >= self.ticks:
             return 1.0
         if self.shape == "exponential":
@@ -34,11 +34,11 @@ class Warmup:
         return self.start_factor + (1 - self.start_factor) * tick / self.ticks
 
     def updates(self, steps_per_epoch: int | None) -> int:
-        """Return how many updates the ramp takes."""
+        """Return the number of updates of the warm-up."""
         return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
 
     def epochs(self, steps_per_epoch: int | None) -> int:
-        """Return how many whole epochs the ramp takes."""
+        """Return the number of complete epochs of the warm-up."""
         return (
             self.ticks
             if self.every == "epoch"
@@ -49,9 +49,9 @@ class Warmup:
 def parse_warmup(
     node: Any, key: str, interval: str, steps_per_epoch: int | None, problems: list[Problem]
 ) -> Warmup:
-    """Read `{steps | epochs, start_factor, shape}`; note what is wrong.
+    """Parse `{steps | epochs, start_factor, shape}`; append to `problems`.
 
-    Given in epochs, the ramp moves with every update, or once an epoch where the schedule does.
+    With `epochs` the factor changes after every update, or once an epoch if the schedule does.
     """
     if node is None:
         return Warmup()
@@ -84,7 +84,7 @@ def _complaints(key: str, steps: Any, epochs: Any, start: Any, shape: Any) -> li
     if not _is_number(epochs) or epochs < 0:
         found.append(Problem(f"{key}.epochs", f"must be a number of epochs, not {epochs!r}"))
     if steps and epochs:
-        found.append(Problem(key, "has steps and epochs", "give one of them"))
+        found.append(Problem(key, "has steps and epochs", "remove one of the two"))
     if shape not in SHAPES:
         message = f"must be one of {', '.join(SHAPES)}, not {shape!r}"
         found.append(Problem(f"{key}.shape", message))

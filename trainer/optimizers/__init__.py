@@ -1,1 +1,1 @@
-"""From `optimizer` to torch optimizers, their parameter groups and their state."""
+"""The `optimizer` section: torch optimizers, their parameter groups and their state."""

@@ -1,4 +1,4 @@
-"""torch's Muon for matrices and convolution kernels."""
+"""torch's Muon optimizer for matrices and convolution kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Muon(torch.optim.Muon):
-    """Train matrices as torch's Muon does, and a kernel (out, in, ...) as the matrix (out, rest).
+    """Train matrices as torch's Muon does, and a kernel (out, in, ...) as the matrix (out, -1).
 
-    Takes the arguments of `torch.optim.Muon`, which refuses anything but matrices. State has the
-    shape of the parameter. Raises ValueError for vectors and scalars.
+    Takes the arguments of `torch.optim.Muon`, which accepts matrices only. The state has the shape
+    of the parameter. Raises ValueError for vectors and scalars.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Muon(torch.optim.Muon):
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
     ) -> None:
-        # torch looks at the shapes when it is constructed, not when a group is added.
+        # torch checks the shapes in the constructor, not when a group is added.
         super().__init__(
             [nn.Parameter(torch.zeros(1, 1))],
             lr,
@@ -65,27 +65,29 @@ class Muon(torch.optim.Muon):
         has_complex = super()._init_group(group, *tensors)
         for p, grad, momentum in zip(*tensors, strict=True):
             order, shape = _layout(p), (p.shape[0], -1)
-            # Views: what is written to these two reaches the parameter and its state.
+            # These two are views: torch updates the parameter and its state through them.
             params_with_grad.append(p.permute(order).view(shape))
             muon_momentum_bufs.append(momentum.permute(order).view(shape))
             grads.append(grad.permute(order).reshape(shape))
         return has_complex
 
     def _lay_out(self, parameter: Tensor) -> None:
-        """Keep the momentum in the parameter's order in memory, whatever the gradient's is."""
+        """Keep the momentum in the memory format of the parameter, whatever the gradient's is."""
         state = self.state[parameter]
         momentum = state.get("momentum_buffer")
         if momentum is None:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        elif momentum.stride() != parameter.stride():  # loaded from a run with another format
+        elif (
+            momentum.stride() != parameter.stride()
+        ):  # loaded from a run with another memory format
             state["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
 
 def _layout(parameter: Tensor) -> list[int]:
-    """Return the dimensions in their order in memory, the first kept in front.
+    """Return the dimensions ordered by stride, with dimension 0 first.
 
-    Only in that order is a `channels_last` kernel a matrix without being copied; the update does
-    not depend on the order of a matrix's columns.
+    In this order a `channels_last` kernel can be viewed as a matrix without a copy. The update does
+    not depend on the order of the columns of a matrix.
     """
     strides = parameter.stride()
     return [0, *sorted(range(1, parameter.ndim), key=lambda d: -strides[d])]

@@ -1,4 +1,4 @@
-"""From an `optimizer` node of the config to torch optimizers over groups of parameters."""
+"""Build torch optimizers over parameter groups from an `optimizer` node of the config."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from trainer.optimizers.selectors import parse_selector
 from trainer.optimizers.steps import damped
 from trainer.targets.instantiate import instantiate
 
-SINGLE = "optimizer"  # the name of an optimizer that is alone
-# Whose fused kernels torch.distributed.tensor can split, and what cannot train shards at all.
+SINGLE = "optimizer"  # the name of the only optimizer
+# Optimizers whose fused kernels accept sharded parameters, and those that cannot train shards.
 SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 UNSHARDED = (torch.optim.Adafactor,)
-OWN = ("param_groups", "params", "lr_scheduler")  # keys of a node that are not the target's
+OWN = (
+    "param_groups",
+    "params",
+    "lr_scheduler",
+)  # keys of a node that are not arguments of its target
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """An optimizer of the config: what its target gets, and what else is said about it."""
+    """An optimizer of the config: the arguments of its target, and the keys in `OWN`."""
 
     name: str
     key: str
@@ -41,9 +45,9 @@ class Section:
 
 
 def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list[Section]:
-    """Return the optimizers of a node: itself, or those under `optimizers` (null: dropped).
+    """Return the optimizers of a node: the node itself, or those under `optimizers`.
 
-    Hyper-parameters beside `optimizers` are given to each that does not set its own.
+    A null entry is dropped. Hyper-parameters beside `optimizers` are the defaults of all of them.
     """
     if "optimizers" not in node:
         return [_section(SINGLE, key, node, problems)]
@@ -73,9 +77,9 @@ def _section(name: str, key: str, node: Mapping[str, Any], problems: list[Proble
 def claims(
     found: Sequence[Section], node: Mapping[str, Any], key: str, problems: list[Problem]
 ) -> dict[str, Claim]:
-    """Return which parameters each optimizer takes: its `params`, else its rules, else the rest.
+    """Return which parameters each optimizer takes: those of `params`, else those of its rules.
 
-    The last one without `params` takes the rest in any case.
+    An optimizer with neither takes all that are left, and so does the last one without `params`.
     """
     shared = []
     if "optimizers" in node:
@@ -94,14 +98,14 @@ def claims(
 
 
 def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
-    """Build one optimizer over its groups. Raises `ParamGroupError` for what it cannot take."""
+    """Build one optimizer over its groups. Raises `ParamGroupError` for invalid options."""
     shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
     resolved: list[dict[str, Any]] = [
         {"params": list(group.parameters.values()), "name": group.name} for group in groups
     ]
     if not (prefer_fused or shards or any(group.differs for group in groups)):
         return _construct(section.target, section.key, resolved)
-    # Which hyper-parameters a group can have, and their values, only an instance knows for sure.
+    # Only an instance shows which hyper-parameters a group can have, and their defaults.
     probe = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))])
     defaults = probe.defaults
     problems: list[Problem] = []
@@ -114,16 +118,17 @@ def build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) ->
     if fused:
         groups_of_its_own = [dict(group) for group in resolved]
         built = _construct(section.target | {"fused": True}, section.key, groups_of_its_own)
-        # torch 2.11's fused Adagrad is for CPUs alone, and has not what all kernels for GPUs have.
+        # torch 2.11's fused Adagrad runs on CPUs only and lacks this attribute, which all fused
+        # optimizers for GPUs have.
         if hasattr(built, "_step_supports_amp_scaling"):
             return built
     return _construct(section.target, section.key, resolved)
 
 
 def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether torch's fused kernel is there and the node leaves the choice open."""
+    """Return whether torch has a fused kernel and the node leaves the choice open."""
     open_choice = defaults.get("fused", True) is None and not defaults.get("foreach")
-    # Fused SGD cannot begin to damp a parameter whose first gradient comes later than others'.
+    # Fused SGD cannot apply dampening to a parameter whose first gradient comes later than others'.
     damps = any(damped({**defaults, **group}) for group in groups)
     return open_choice and not defaults.get("differentiable") and not damps
 
@@ -131,7 +136,7 @@ def _takes_fused(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
 def _sharding_problems(
     section: Section, optimizer: Optimizer, shards: Mapping[str, Any]
 ) -> list[Problem]:
-    """Say what an optimizer cannot do with parameters of which each process has a part."""
+    """Return what an optimizer cannot do with sharded parameters."""
     problems = []
     kind = type(optimizer).__name__
     if shards and optimizer.defaults.get("fused") and not isinstance(optimizer, SHARDED_FUSED):
@@ -140,9 +145,8 @@ def _sharding_problems(
     uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
     if uneven and isinstance(optimizer, torch.optim.LBFGS):
         message = (
-            f"{kind} takes parameters as one vector, which torch cannot make of uneven shards: "
-            f"{some(uneven)} {'has' if len(uneven) == 1 else 'have'} rows that the processes "
-            "cannot share evenly"
+            f"{kind} flattens its parameters into one vector, which torch cannot do with uneven "
+            f"shards: the rows of {some(uneven)} cannot be divided evenly among the processes"
         )
         problems.append(Problem(section.key, message, "strategy=ddp trains it"))
     return problems
@@ -157,7 +161,7 @@ def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer
         name = "" if isinstance(error, RuntimeError) else f"{target['_target_']}: "
         raise ParamGroupError(Problem(key, f"{name}{error}")) from error
     if not isinstance(built, Optimizer):
-        message = f"makes no torch.optim.Optimizer: {built!r}"
+        message = f"returned {built!r}, which is not a torch.optim.Optimizer"
         raise ParamGroupError(Problem(f"{key}._target_", message))
     return built
 
@@ -165,7 +169,7 @@ def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer
 def _resolve(
     group: ParamGroup, defaults: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters of a group that differ from its optimizer's."""
+    """Return the hyper-parameters of a group that differ from the optimizer's defaults."""
     resolved: dict[str, Any] = {}
     for name, value in group.overrides.items():
         key, stem = f"{group.key}.{name}", name.removesuffix("_scale")
@@ -173,12 +177,12 @@ def _resolve(
             resolved[name] = _checked(key, value, defaults[name], problems)
         elif stem == name or not _is_number(defaults.get(stem)):
             message = (
-                f"the optimizer has no hyper-parameter {name!r}, but {', '.join(defaults)},"
-                " and lr_scale for a share of lr"
+                f"the optimizer has no hyper-parameter {name!r}, only {', '.join(defaults)},"
+                " and lr_scale for a multiple of lr"
             )
             problems.append(Problem(key, message, did_you_mean(name, [*defaults, "lr_scale"])))
         elif stem in group.overrides:
-            problems.append(Problem(key, f"{stem} is given as well", "one of them decides"))
+            problems.append(Problem(key, f"{stem} is set as well", "remove one of the two"))
         else:
             resolved[stem] = defaults[stem] * _checked(key, value, 1.0, problems)
     if group.lr_factor != 1.0:
@@ -191,7 +195,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked(key: str, value: Any, default: Any, problems: list[Problem]) -> Any:
-    """Return a value of the same kind as `default`; torch does not look at those of groups."""
+    """Return a value of the same type as `default`; torch does not check the values of groups."""
     if isinstance(default, bool) and not isinstance(value, bool):
         problems.append(Problem(key, f"must be true or false, not {value!r}"))
     elif _is_number(default):

@@ -1,4 +1,4 @@
-"""One or several torch optimizers over one model, seen as one."""
+"""One or several torch optimizers of a model behind one interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class GroupRow(NamedTuple):
-    """A line of the plan's table; `lr` and `weight_decay` are None where there is none."""
+    """A row of the plan's table; `lr` and `weight_decay` are None where there is no such value."""
 
     group: str
     optimizer: str
@@ -39,10 +39,10 @@ class GroupRow(NamedTuple):
 class Optimizers:
     """Hold torch optimizers by name; the loop steps each of them directly.
 
-    `names` gives each parameter the name that its state is saved under, `frozen` the parameters
-    that are not trained. `configured` keeps the hyper-parameters of each optimizer's groups from
-    before any schedule changed them, `lr_schedulers` the nodes of schedules that optimizers bring
-    along, `keys` where in the config each optimizer stands.
+    `names` maps each parameter to the name that its state is saved under; `frozen` holds the
+    parameters that are not trained. `configured` keeps the hyper-parameters of each optimizer's
+    groups as they were before any schedule changed them. `lr_schedulers` holds the schedule nodes
+    of single optimizers, `keys` the config key of each optimizer.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Optimizers:
         model: nn.Module,
         others: Mapping[str, nn.Module] | None = None,
     ) -> Optimizers:
-        """Take plain torch optimizers over `model`; each trainable parameter must be in one.
+        """Wrap plain torch optimizers over `model`; each trainable parameter must be in one.
 
-        `others` are modules besides the model that are trained. Raises `ParamGroupError` naming
-        the parameters that are in none, in two, or not the model's.
+        `others` are modules besides the model that are trained. Raises `ParamGroupError` with the
+        parameters that are in no optimizer, in two, or not in the model.
         """
         found = candidates(model, others)
         if isinstance(optimizer, Optimizers):
@@ -105,7 +105,7 @@ class Optimizers:
         ]
 
     def keep_rates(self) -> None:
-        """Keep the learning rates as those of the last update, without waiting for a device."""
+        """Store the learning rates as those of the last update, without waiting for the device."""
         rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
         self._used = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
 
@@ -129,26 +129,26 @@ class Optimizers:
             yield self.names[parameter], parameter
 
     def zero_grad(self) -> None:
-        """Drop the gradients of all parameters.
+        """Set the gradients of all parameters to None.
 
-        Not by torch's `zero_grad`, whose label for the profiler costs more than the rest of it.
+        torch's `zero_grad` is avoided: its profiler label costs more than the rest of it.
         """
         for optimizer in self.optimizers.values():
             if type(optimizer).zero_grad is not Optimizer.zero_grad:
-                optimizer.zero_grad()  # does something of its own besides
+                optimizer.zero_grad()  # a subclass may do more
                 continue
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
     def learning_rates(self, used: bool = False) -> dict[str, float]:
-        """Return each group's learning rate: the next update's, or the one last `used`."""
+        """Return each group's learning rate: that of the next update, or if `used` of the last."""
         if used and self._used:
             return {g.name: float(lr) for g, lr in zip(self.groups(), self._used, strict=False)}
         return {group.name: float(group.options["lr"]) for group in self.groups()}
 
     def table(self) -> list[GroupRow]:
-        """Return the groups as configured, and the frozen parameters, as lines for the plan."""
+        """Return the groups as configured, and the frozen parameters, as rows of the plan."""
         rows = [
             self._row(name, i, options)
             for name, optimizer in self.optimizers.items()
@@ -180,11 +180,12 @@ class Optimizers:
         return pack(self.optimizers, self.groups(), self.names, self.frozen)
 
     def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> list[str]:
-        """Take over a `state_dict`, by name and to the bit; all of it or, with an error, nothing.
+        """Load a `state_dict` by parameter name, bit for bit; on an error nothing is changed.
 
-        `hyper_parameters=False` leaves learning rates and the like as the config has them. Returns
-        remarks, for the log, on parameters frozen or released since. Raises `CheckpointError`
-        for another type of optimizer, unknown or missing names, other shapes, other groups.
+        `hyper_parameters=False` keeps the hyper-parameters of the config, such as learning rates.
+        Returns remarks, for the log, on parameters that were frozen or unfrozen since. Raises
+        `CheckpointError` for another type of optimizer, unknown or missing names, other shapes,
+        other groups.
         """
         return unpack(
             self.optimizers, self.groups(), self.names, self.frozen, state, hyper_parameters
@@ -192,14 +193,14 @@ class Optimizers:
 
 
 def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> list[Problem]:
-    """Compare the parameters of a model with those that plain optimizers have (I8)."""
+    """Compare the parameters of a model with those of plain optimizers (I8)."""
     names: dict[Tensor, str] = {c.tensor: c.name for c in found}
     counts = Counter(taken)
     missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
     double = [names[p] for p, count in counts.items() if count > 1 and p in names]
     problems = []
     if any(p not in names for p in counts):
-        problems.append(Problem("", "the optimizer has parameters that are not the model's"))
+        problems.append(Problem("", "the optimizer has parameters that are not in the model"))
     if missing:
         hint = "add them, or freeze them with requires_grad_(False)"
         problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
@@ -219,10 +220,10 @@ def build_optimizers(
     prefer_fused: bool = False,
     others: Mapping[str, nn.Module] | None = None,
 ) -> Optimizers:
-    """Build the optimizers of a config's `optimizer` node over `model`, and `others` by name.
+    """Build the optimizers of an `optimizer` node over `model` and over `others` by name.
 
-    Freezes the parameters that a rule freezes. `prefer_fused` asks for torch's fused kernels where
-    the node leaves the choice open. Raises `ParamGroupError` with all that is wrong.
+    Freezes the parameters of rules with `frozen`. `prefer_fused` selects torch's fused kernels
+    where the node leaves the choice open. Raises `ParamGroupError` with all problems.
     """
     problems: list[Problem] = []
     found = sections(node, key, problems)

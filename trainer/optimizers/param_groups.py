@@ -1,4 +1,4 @@
-"""Which parameter belongs to which group: ordered rules, the first that accepts it wins."""
+"""Assign parameters to groups by ordered rules; the first rule that accepts one decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.optimizers.selectors import (
 
 
 class ParamGroupError(ConfigError, ValueError):
-    """An optimizer's section of the config that cannot be used."""
+    """An `optimizer` section of the config is invalid."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class ParamGroup:
     name: str
     key: str  # of the rule, for messages
     overrides: Mapping[str, Any]
-    lr_factor: float = 1.0  # from the depth of its layer
+    lr_factor: float = 1.0  # from `layer_decay` and the depth of the layer
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
-        """Whether it has hyper-parameters of its own."""
+        """Whether the group's hyper-parameters differ from the optimizer's."""
         return bool(self.overrides) or self.lr_factor != 1.0
 
 
@@ -48,11 +48,11 @@ class Claim:
     key: str
     rules: Sequence[GroupRule]
     selector: Selector | None = None
-    # Without a selector: what these accept, instead of all that is left.
+    # Without a selector: take only what these rules accept, instead of all that is left.
     only: Sequence[GroupRule] = ()
 
     def takes(self, candidate: Candidate) -> bool:
-        """Tell whether the optimizer is to train a parameter."""
+        """Return whether the optimizer trains a parameter."""
         if self.selector is not None:
             return self.selector.accepts(candidate)
         return not self.only or any(rule.selector.accepts(candidate) for rule in self.only)
@@ -64,7 +64,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A model's parameters: the groups of each optimizer, and those that are not trained."""
+    """A model's parameters: the groups of each optimizer, and the frozen parameters."""
 
     groups: dict[str, list[ParamGroup]]
     frozen: dict[str, nn.Parameter]
@@ -75,10 +75,11 @@ def divide(
     claims: Mapping[str, Claim],
     others: Mapping[str, nn.Module] | None = None,
 ) -> Division:
-    """Give each trainable parameter to the first claim that takes it, and to a group there (I8).
+    """Assign each trainable parameter to the first claim that takes it, and to one group (I8).
 
-    Freezes what a rule freezes. With several claims, a group's name begins with its optimizer's.
-    `others`: modules besides the model that are trained (a task's), by name.
+    Freezes the parameters of rules with `frozen`. With several claims, the name of a group begins
+    with that of its optimizer. `others`: modules besides the model that are trained (those of a
+    task), by name.
     """
     found = candidates(model, others)
     problems: list[Problem] = []
@@ -113,7 +114,7 @@ def divide(
 
 
 class _Slot(NamedTuple):
-    """A group's place: its optimizer, its rule's rank (the last is none), its layer."""
+    """Position of a group: its optimizer, its rule's index (no rule comes last), its layer."""
 
     owner: str
     rank: int
@@ -137,7 +138,7 @@ def _new_group(
         return ParamGroup(prefix or DEFAULT, claim.key, {})
     parts = [prefix, rule.name, *([] if rule.layer_decay is None else [str(slot.depth)])]
     name = ".".join(part for part in parts if part)
-    # 1 for the last layer, less towards the input.
+    # The factor is 1 for the last layer and decreases towards the input.
     below = 0 if rule.layer_decay is None else layers.count(rule.layers) - 1 - slot.depth
     return ParamGroup(name, rule.key, rule.overrides, (rule.layer_decay or 1.0) ** below)
 
@@ -151,10 +152,10 @@ def _objections(
 ) -> Iterator[Problem]:
     yield from _unused(claims, used, found)
     if homeless:
-        yield Problem("optimizer.optimizers", f"none of them takes {some(homeless)}")
+        yield Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}")
     for name, members in groups.items():
         if not members:
-            yield Problem(claims[name].key, "is left without a trainable parameter")
+            yield Problem(claims[name].key, "has no trainable parameter left")
     names = [group.name for members in groups.values() for group in members]
     for name in sorted({name for name in names if names.count(name) > 1}):
         message = f"two parameter groups would be called {name!r}"
@@ -170,7 +171,7 @@ def _unused(
             continue
         accepted = [c.name for c in found if rule.selector.accepts(c)]
         if accepted:
-            message = f"is left without a parameter: earlier rules take {some(accepted)}"
+            message = f"has no parameter left: earlier rules take {some(accepted)}"
             yield Problem(key, message)
         else:
             hint = f"the model has {some([c.name for c in found])}"
@@ -178,7 +179,7 @@ def _unused(
 
 
 def some(names: Sequence[str], limit: int = 8) -> str:
-    """List the first of `names`, and how many more there are."""
+    """Join the first `limit` names, with the number of the others."""
     more = f" (+{len(names) - limit} more)" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -189,10 +190,10 @@ _OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """A named selector, and what its parameters get: hyper-parameters, or no training at all."""
+    """A named selector, and the hyper-parameters of its parameters, or `frozen`."""
 
     name: str
-    key: str  # where it stands in the config
+    key: str  # its key in the config
     selector: Selector
     overrides: Mapping[str, Any] = field(default_factory=dict)
     frozen: bool = False
@@ -201,7 +202,7 @@ class GroupRule:
 
 
 def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:
-    """Read a named dict (a null entry is dropped) or a list of rules; note what is wrong."""
+    """Parse a dict (null entries are dropped) or a list of rules; append to `problems`."""
     parsed = []
     for name, node in _named(rules, key, problems):
         if not isinstance(node, Mapping):
@@ -209,8 +210,8 @@ def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule
             problems.append(Problem(f"{key}.{name}", message))
         elif name == DEFAULT or not re.fullmatch(r"[\w\-./]+", name):
             message = (
-                "a rule's name is made of letters, digits and ._-/, and is not"
-                f" {DEFAULT!r}, the group of all parameters without a rule"
+                "the name of a rule may have letters, digits and ._-/ only, and must not be"
+                f" {DEFAULT!r}, the group of the parameters without a rule"
             )
             problems.append(Problem(f"{key}.{name}", message))
         else:

@@ -1,4 +1,4 @@
-"""Which parameters a rule means: conditions on their names, modules and kinds."""
+"""Select parameters by conditions on their names, modules and kinds."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*([0-9]{1,3})")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A parameter under all its names (a tied one has several) and the modules it lies in."""
+    """A parameter with all its names (a tied one has several) and the modules that contain it."""
 
-    names: tuple[str, ...]  # the first is the one that it is saved under
+    names: tuple[str, ...]  # its state is saved under the first
     tensor: nn.Parameter
-    owners: tuple[nn.Module, ...]  # those that hold it directly
-    path: tuple[nn.Module, ...]  # the owners and all modules around them
+    owners: tuple[nn.Module, ...]  # the modules that it is registered in
+    path: tuple[nn.Module, ...]  # the owners and all modules that contain them
 
     @property
     def name(self) -> str:
-        """The name that it is saved under."""
+        """The name that its state is saved under."""
         return self.names[0]
 
 
@@ -77,7 +77,7 @@ def _prefixes(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Conditions on a parameter: all that are given must hold, and none of `unless`."""
+    """Conditions on a parameter: all must hold, and none of those in `unless`."""
 
     patterns: tuple[re.Pattern[str], ...] = ()
     modules: tuple[str | type, ...] = ()
@@ -85,7 +85,7 @@ class Selector:
     unless: Selector | None = None
 
     def accepts(self, candidate: Candidate) -> bool:
-        """Tell whether a parameter is meant."""
+        """Return whether the conditions hold for a parameter."""
         if self.unless is not None and any(self.unless._conditions(candidate)):
             return False
         return all(self._conditions(candidate))
@@ -109,12 +109,12 @@ def _inside(candidate: Candidate, module: str | type) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # The name stands in for classes outside torch, which have no common base.
+    # Classes outside torch have no common base class, so their name decides.
     return isinstance(module, _NORMS) or bool(_NORM_NAME.search(type(module).__name__))
 
 
 def is_kind(candidate: Candidate, kind: str) -> bool:
-    """Tell whether a parameter is a bias, a norm layer's, a matrix, `ndim<=1`, ..."""
+    """Return whether a parameter is of a kind: "bias", "norm", "matrix", "ndim<=1", ..."""
     comparison = _NDIM.fullmatch(kind)
     if comparison:
         operator, bound = comparison.groups()
@@ -151,7 +151,7 @@ def _compare(value: int, operator: str, bound: int) -> bool:
 
 
 def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
-    """Read `match`, `module`, `kind` and `except`; note what is wrong."""
+    """Parse `match`, `module`, `kind` and `except`; append to `problems`."""
     if not isinstance(node, Mapping):
         message = f"must be a dict with {', '.join(SELECTORS)}, not {node!r}"
         problems.append(Problem(key, message))
@@ -176,18 +176,18 @@ def _strings(value: Any, key: str, problems: list[Problem]) -> list[str]:
         return []
     if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
         return list(values)
-    problems.append(Problem(key, f"must be a text or a list of texts, not {value!r}"))
+    problems.append(Problem(key, f"must be a string or a list of strings, not {value!r}"))
     return []
 
 
 def patterns(value: Any, key: str, problems: list[Problem]) -> tuple[re.Pattern[str], ...]:
-    """Compile one or several regular expressions; note what is wrong."""
+    """Compile one or several regular expressions; append to `problems`."""
     compiled = []
     for text in _strings(value, key, problems):
         try:
             compiled.append(re.compile(text))
         except re.error as error:
-            problems.append(Problem(key, f"{text!r} is no regular expression: {error}"))
+            problems.append(Problem(key, f"{text!r} is not a valid regular expression: {error}"))
     return tuple(compiled)
 
 
@@ -210,7 +210,9 @@ def _modules(value: Any, key: str, problems: list[Problem]) -> tuple[str | type,
             modules.append(found)
         else:
             known = ("norm", *_MODULES)
-            message = f"{text!r} is neither a class's import path nor one of {', '.join(known)}"
+            message = (
+                f"{text!r} is neither the import path of a class nor one of {', '.join(known)}"
+            )
             problems.append(Problem(key, message, did_you_mean(text, known)))
     return tuple(modules)
 
@@ -220,7 +222,7 @@ def _kinds(value: Any, key: str, problems: list[Problem]) -> tuple[str, ...]:
     problems += [
         Problem(
             key,
-            f"{kind!r} is none of {', '.join(_KINDS)} or a comparison such as ndim<=1",
+            f"{kind!r} is neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1",
             did_you_mean(kind, _KINDS),
         )
         for kind in kinds
@@ -233,10 +235,10 @@ Patterns = tuple[re.Pattern[str], ...]
 
 
 class Layers:
-    """Number the layers of a model by lists of patterns, from the input on.
+    """Number the layers of a model from the input on, by lists of patterns.
 
-    A pattern with a capture group (`blocks\\.(\\d+)`) stands for as many layers as it finds
-    different numbers. What no pattern finds is noted in `problems`.
+    A pattern with a capture group (`blocks\\.(\\d+)`) stands for one layer for each number that it
+    matches. A parameter that no pattern matches is added to `problems`.
     """
 
     def __init__(self, found: Sequence[Candidate], problems: list[Problem]) -> None:
@@ -245,15 +247,15 @@ class Layers:
         self._numbers: dict[Patterns, dict[tuple[int, int], int]] = {}
 
     def depth(self, candidate: Candidate, layers: Patterns, key: str) -> int:
-        """Return the layer that a parameter lies in; `key` is the rule's, for messages."""
+        """Return the number of a parameter's layer; `key` is that of the rule, for messages."""
         place = _place(candidate, layers)
         if place is None:
-            self._problems.append(Problem(f"{key}.layers", f"says nothing of {candidate.name}"))
+            self._problems.append(Problem(f"{key}.layers", f"no pattern matches {candidate.name}"))
             return 0
         return self._numbering(layers)[place]
 
     def count(self, layers: Patterns) -> int:
-        """Return how many layers the whole model has."""
+        """Return the number of layers of the model."""
         return len(self._numbering(layers))
 
     def _numbering(self, layers: Patterns) -> dict[tuple[int, int], int]:

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: saved so that it can never reach another parameter."""
+"""Optimizer state by parameter name, so that it is never loaded into another parameter."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.targets.renamed import present_path
 
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
-# How updates are computed, not what they are: a matter of the machine at hand.
+# Options that select an implementation, which depends on the machine, and not the update.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
 class TorchGroup(NamedTuple):
-    """A parameter group: its unique name, its optimizer's, and torch's own dict of it."""
+    """A parameter group: its unique name, that of its optimizer, and torch's dict of the group."""
 
     name: str
     optimizer_name: str
@@ -31,7 +31,7 @@ class TorchGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter stands, as it is here or as it was saved."""
+    """Optimizer, group, shape and dtype of a parameter, of this run or as it was saved."""
 
     optimizer: str
     group: str
@@ -88,7 +88,7 @@ def _pack_state(
     name: str, optimizer: Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, dict[str, Any]]:
     state: dict[str, Any] = {}
-    shared: dict[str, Any] = {}  # what an optimizer keeps that is no parameter's
+    shared: dict[str, Any] = {}  # state that belongs to no parameter
     try:
         for owner, values in optimizer.state.items():
             if isinstance(owner, Tensor):
@@ -111,9 +111,9 @@ def unpack(
     saved: Mapping[str, Any],
     restore_hyper_parameters: bool,
 ) -> list[str]:
-    """Take over what `pack` returned; change nothing and raise if anything does not fit.
+    """Load what `pack` returned; raise and change nothing if anything does not match.
 
-    Returns remarks on parameters that were frozen, or no longer are, since it was saved.
+    Returns remarks on parameters that were frozen or unfrozen since the state was saved.
     """
     here = {
         names[p]: _place(group.optimizer_name, group.name, _describe(p))
@@ -182,7 +182,7 @@ def _misfit_parameters(
         if name in there:
             yield from _differences(name, place, there[name])
         elif name not in frozen_there:
-            if not name.startswith("task."):  # of these older checkpoints know nothing
+            if not name.startswith("task."):  # older checkpoints do not have these
                 yield f"parameter {name} (group {place.group}) is not in the checkpoint"
         elif tuple(frozen_there[name]["shape"]) != place.shape:
             yield _other_shape(name, place.shape, tuple(frozen_there[name]["shape"]))
@@ -215,7 +215,7 @@ def _misfit_orders(
     names: Mapping[Tensor, str],
     saved: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Find optimizers whose state is one vector over all parameters, now in another order."""
+    """Yield optimizers whose state is one vector over all parameters, whose order has changed."""
     for group in groups:
         if group.optimizer_name not in saved or not needs_closure(optimizers[group.optimizer_name]):
             continue
@@ -227,7 +227,7 @@ def _misfit_orders(
 def _remarks(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterator[str]:
     thawed = [name for name in here if name not in there]
     if thawed:
-        yield f"trained since the checkpoint, and not before: {', '.join(thawed)}"
+        yield f"unfrozen since the checkpoint, they begin without state: {', '.join(thawed)}"
     gone = [name for name in there if name not in here]
     if gone:
         yield f"frozen since the checkpoint, their state is dropped: {', '.join(gone)}"
@@ -235,14 +235,14 @@ def _remarks(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterato
 
 def _saved_hyper_parameters(group: TorchGroup, saved: Mapping[str, Any]) -> dict[str, Any]:
     groups = saved[group.optimizer_name]["groups"]
-    # A group that was frozen as a whole, when it was saved, keeps what it has.
+    # A group that was frozen as a whole when it was saved keeps the values of this run.
     values = groups[group.name]["hyper_parameters"] if group.name in groups else {}
     return {name: value for name, value in values.items() if name not in _IMPLEMENTATION}
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """State that is ready to be taken over by an optimizer, and cannot fail any more."""
+    """State that is ready to be assigned to an optimizer, which cannot fail any more."""
 
     optimizer: Optimizer
     states: dict[Tensor, dict[str, Any]]
@@ -268,7 +268,7 @@ def _prepare(
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[parameter]
-            if name in there:  # else it was frozen, and begins with the state of a new parameter
+            if name in there:  # else it was frozen, and begins without state
                 states[parameter] = {
                     key: _like(value, parameter, on_host and key in _ON_HOST, there[name].dtype)
                     for key, value in saved["state"].get(name, {}).items()
@@ -277,10 +277,10 @@ def _prepare(
 
 
 def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:
-    """Copy a value of the state to where the parameter is, every bit as it was saved.
+    """Copy a value of the state to the parameter's device, bit for bit.
 
-    torch's own loading casts to the parameter's format, which loses bits. Here that happens only
-    if the parameter itself had another format (`dtype`) when it was saved.
+    torch's own `load_state_dict` casts to the parameter's dtype, which loses bits. Here a value is
+    cast only if the parameter itself had another `dtype` when it was saved.
     """
     if isinstance(value, Tensor):
         device = torch.device("cpu") if on_host else parameter.device

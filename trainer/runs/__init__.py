@@ -1,1 +1,1 @@
-"""A run on disk: its directory, who holds it, how it ended, what it was made of."""
+"""A run on disk: its directory, lock, status and manifest."""

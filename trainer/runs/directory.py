@@ -1,4 +1,4 @@
-"""A run's folder: its files, its state, and the one process that may write to it."""
+"""The run directory: its files, its status, and the one process that may write to it."""
 
 import contextlib
 import logging
@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """One run's folder, held by this process until `release`.
+    """A run directory, locked by this process until `release`.
 
-    A run exists once its `manifest.json` does, which is written last.
+    A run exists once its `manifest.json` exists, which is written last.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # user code may change the working folder
+        self.path = path.absolute()  # user code may change the working directory
         self._lock = RunLock(self.path)
         self._seconds = 0.0  # of training, by the processes before this one
 
@@ -48,13 +48,13 @@ class RunDirectory:
     def create(
         cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
     ) -> Self:
-        """Start a run in `path`, whose parent must exist, and hold it.
+        """Create a run in `path`, whose parent must exist, and lock it.
 
-        Raises RunDirectoryError if a run is there or a process holds it, StorageError if it cannot
-        be written.
+        Raises RunDirectoryError if `path` holds a run or another process has locked it,
+        StorageError if it cannot be written.
         """
         run = cls(path)
-        if not is_held(path):  # before anything is made here: a refusal leaves no trace
+        if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             run._refuse_existing()
         _make_folder(path)
         run._hold()
@@ -68,7 +68,7 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: Path, *, facts: Mapping[str, Any]) -> Self:
-        """Go on with the run in `path` and hold it. Raises like `create`."""
+        """Continue the run in `path` and lock it. Raises like `create`."""
         if not holds_run(path):
             raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
         run = cls(path)
@@ -82,12 +82,12 @@ class RunDirectory:
 
     @property
     def log_path(self) -> Path:
-        """What the run said."""
+        """The path of the run's log."""
         return self.path / LOG
 
     @property
     def inference_path(self) -> Path:
-        """What the run knows of its data, to be used without them."""
+        """The path of the facts about the data that predictions need."""
         return self.path / INFERENCE
 
     def manifest(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class RunDirectory:
         write_json(self.path / MANIFEST, {**self.manifest(), **facts})
 
     def running(self, **facts: Any) -> None:
-        """Replace the status by a running one that carries `facts`, such as `resume`."""
+        """Write the status `running` with `facts`, such as `resume`."""
         self._write_status(state="running", **facts)
 
     def finish(
@@ -114,8 +114,8 @@ class RunDirectory:
     ) -> None:
         """Record the end in `status.json` and the manifest.
 
-        `state` is finished, preempted or failed; `resume` the command that goes on; `seconds` what
-        this process trained for, which is added to what those before it did.
+        `state` is finished, preempted or failed; `resume` is the command that continues the run;
+        `seconds` is the time this process trained, which is added to that of those before it.
         """
         command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}
@@ -124,8 +124,8 @@ class RunDirectory:
         self.update_manifest({"exit": {**end, "ended": manifest.now()}})
 
     def discard(self) -> None:
-        """Undo `create`, for a run that was refused before it began; what is not its own stays."""
-        (self.path / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no run
+        """Undo `create` for a run that was refused before it began; other files stay."""
+        (self.path / MANIFEST).unlink(missing_ok=True)  # first: without it there is no run
         for name in (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
         for name in (TENSORBOARD, CHECKPOINTS):
@@ -135,7 +135,7 @@ class RunDirectory:
         self.release()
 
     def release(self) -> None:
-        """Let other processes have the run."""
+        """Release the lock."""
         self._lock.release()
 
     def _hold(self) -> None:
@@ -148,7 +148,7 @@ class RunDirectory:
     def _refuse_existing(self) -> None:
         if holds_run(self.path):
             raise RunDirectoryError(
-                f"run_dir={self.path} already holds a run: go on with it by resume=auto,"
+                f"run_dir={self.path} already holds a run: continue it with resume=auto,"
                 " or choose another run_dir"
             )
 
@@ -158,7 +158,7 @@ class RunDirectory:
         write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
         self._write_status(state="running", started=manifest.now())
         start = manifest.start_record(facts)
-        # Last: from here on it is a run.
+        # Last: the run exists from here on.
         write_json(self.path / MANIFEST, {"created": start["started"], **start, "resumed": []})
 
     def _continue(self, facts: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class RunDirectory:
         try:
             former = self.manifest()
         except RunDirectoryError as error:
-            _log.warning("warning: %s: what the run was made with before is lost", error)
+            _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
             former = {}
         self._seconds = self._seconds_before()
         resumed = [*former.get("resumed", []), manifest.start_record(facts)]
@@ -201,11 +201,11 @@ class RunDirectory:
 
 
 def name_folder(root: Path, name: str) -> Path:
-    """Return `root/name`, refusing a name that would leave `root`."""
+    """Return `root/name`. Raises RunDirectoryError for a name that leads out of `root`."""
     parts = name.split("/")
     bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
     if bad or any(len(os.fsencode(part)) > 200 for part in parts):
-        raise RunDirectoryError(f"name={name[:60]!r} is no folder name below {root}")
+        raise RunDirectoryError(f"name={name[:60]!r} is not a valid folder name below {root}")
     folder = root / name
     if not folder.resolve().is_relative_to(root.resolve()):
         raise RunDirectoryError(f"name={name!r} leads out of {root}")
@@ -213,12 +213,12 @@ def name_folder(root: Path, name: str) -> Path:
 
 
 def timestamp() -> str:
-    """Return the local time as the name of a run."""
+    """Return the local time, formatted as the name of a run."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def reserve(folder: Path, stamp: str) -> Path:
-    """Make `folder/stamp`, or the next free `stamp-2`, `stamp-3`..., for this process alone."""
+    """Create `folder/stamp`, or the next free one of `stamp-2`, `stamp-3`, ..."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         number = 1
@@ -240,7 +240,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _plain(results: Mapping[str, float]) -> dict[str, float | None]:
-    """Make `results` fit for JSON, which knows no NaN and no infinity."""
+    """Replace NaN and infinity by None, which JSON lacks."""
     return {
         key: float(value) if abs(value) < float("inf") else None for key, value in results.items()
     }

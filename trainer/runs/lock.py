@@ -1,4 +1,4 @@
-"""The lock that makes a run directory belong to one process, and ends with that process."""
+"""The lock of a run directory, which one process holds until it ends."""
 
 import errno
 import fcntl
@@ -7,15 +7,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
 LOCK_FILE = ".lock"
-_PATIENCE = 2.0  # seconds a lock whose owner is dead or unknown is waited for
+_PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown
 _log = logging.getLogger(__name__)
 
 
@@ -32,28 +32,28 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """Describe the process that asks."""
+        """Describe the current process."""
         return cls(os.getpid(), socket.gethostname(), datetime.now().isoformat(" ", "seconds"))
 
     def is_dead(self) -> bool:
-        """Say whether the process is known to be gone; one on another host never is."""
+        """Return whether the process is known to have ended; False for one on another host."""
         return self.host == socket.gethostname() and not _alive(self.pid)
 
 
 class RunLock:
-    """An exclusive flock on a file of the run directory: the kernel drops it with the process."""
+    """An exclusive flock on a file of the run directory, released when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_FILE
         self._descriptor: int | None = None
 
     def acquire(self) -> Holder | None:
-        """Take the lock; return None, or the holder that keeps it. Raises StorageError."""
+        """Acquire the lock and return None, or return its holder. Raises StorageError."""
         deadline = time.monotonic() + _PATIENCE
         while not self._try():
             holder = read_holder(self.path.parent)
-            # A dead holder's worker processes may outlive it by a moment, and a new holder needs
-            # one to write its name: both are worth a wait, a living holder is not.
+            # Wait for the worker processes of a dead holder, which may outlive it for a moment, and
+            # for a new holder to write its name, but not for a living holder.
             known_alive = holder is not None and not holder.is_dead()
             if known_alive or time.monotonic() > deadline:
                 return holder or Holder(0, "an unknown host", "an unknown time")
@@ -61,11 +61,11 @@ class RunLock:
         return None
 
     def release(self) -> None:
-        """Give the lock up; harmless when it is not held."""
+        """Release the lock; does nothing if it is not held."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            if forget(self._descriptor):
+                os.close(self._descriptor)
             self._descriptor = None
-            _held.remove(self)
 
     def _try(self) -> bool:
         try:
@@ -76,7 +76,7 @@ class RunLock:
             os.close(descriptor)
             return False
         self._descriptor = descriptor
-        _keep_from_children(self)
+        keep_from_children(descriptor)  # a worker of a killed run would hold the lock
         self._sign()
         return True
 
@@ -92,7 +92,7 @@ class RunLock:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return who signed the lock last, dead or alive; None when that cannot be read."""
+    """Return the last holder written to the lock, dead or alive; None if it cannot be read."""
     try:
         fields = json.loads((folder / LOCK_FILE).read_text())
         return Holder(int(fields["pid"]), str(fields["host"]), str(fields["since"]))
@@ -101,7 +101,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Say whether a living process holds the run in `folder`."""
+    """Return whether a living process holds the run in `folder`."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
@@ -127,7 +127,9 @@ def _lock(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
             raise storage_error(path, error) from error
-        _log.warning("cannot lock %s (%s): a second run here would not be noticed", path, error)
+        _log.warning(
+            "cannot lock %s (%s): a second run in this directory would not be detected", path, error
+        )
     return True
 
 
@@ -139,20 +141,3 @@ def _alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def _keep_from_children(lock: RunLock) -> None:
-    """Have forked workers close their copy of the lock: they can outlive a killed run."""
-    if not _at_fork:
-        os.register_at_fork(after_in_child=_release_all)
-        _at_fork.append(_release_all)
-    _held.append(lock)
-
-
-_held: list[RunLock] = []
-_at_fork: list[Callable[[], None]] = []  # registered once, and only by a process that locks
-
-
-def _release_all() -> None:
-    while _held:
-        _held[-1].release()

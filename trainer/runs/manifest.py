@@ -1,4 +1,4 @@
-"""What a run was made with: code, versions, machine. No value of the environment is recorded."""
+"""The manifest of a run: code, versions, machine. No environment variable is recorded."""
 
 import hashlib
 import importlib.metadata
@@ -26,12 +26,12 @@ _GIT_SECONDS = 10.0
 
 
 def now() -> str:
-    """Return the time in UTC, as in `2026-11-21T12:00:00.000000+00:00`; such texts sort by time."""
+    """Return the time in UTC, as in `2026-11-21T12:00:00.000000+00:00`; sorts by time."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe one start of a run: process, code, versions, machine, then the caller's `facts`."""
+    """Describe one start of a run: process, code, versions, machine, and the caller's `facts`."""
     return {
         "started": now(),
         "pid": os.getpid(),
@@ -46,7 +46,7 @@ def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries, importing none of them."""
+    """Return the versions of Python and of the installed libraries without importing them."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -57,9 +57,9 @@ def versions() -> dict[str, str]:
 
 
 def code_record(folder: Path) -> dict[str, Any]:
-    """Return `folder` with its git commit and a hash of what differs from it, if it has one.
+    """Return `folder`, its git commit and a hash of its uncommitted changes, if there are any.
 
-    The names of remotes stay out: they can hold access tokens.
+    The URLs of remotes are not recorded: they can contain access tokens.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
@@ -75,7 +75,7 @@ def code_record(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    # Without optional locks a status never writes to the user's index.
+    # With optional locks `git status` would write to the user's index.
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""Read the status of runs without holding them, and find the one to resume."""
+"""Read the status of runs without locking them, and find the run to resume."""
 
 import json
 import os
@@ -18,36 +18,39 @@ LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 
 
 class RunDirectoryError(RunError):
-    """A run directory that the command line may not use: unsuited name, held, or already a run."""
+    """A run directory cannot be used: its name is invalid, it is locked, or it holds a run."""
 
     exit_code = 2
 
 
 def check_run_dir(path: Path) -> None:
-    """Refuse what can be no run directory, before anything looks into it.
+    """Validate the path of a run directory before it is read.
 
-    Raises RunDirectoryError for the root of the file system, StorageError for a name that the
-    system does not take.
+    Raises RunDirectoryError for the root of the file system, StorageError for a path that the
+    operating system does not accept.
     """
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):  # it is made, or its parent found missing
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # a new directory; a missing parent is an error later
         pass
     except OSError as error:
         raise storage_error(path, error) from error
     if path.resolve().parent == path.resolve():
         raise RunDirectoryError(
-            f"run_dir={path} is the root of the file system: name a folder of the run's own"
+            f"run_dir={path} is the root of the file system: choose a directory for this run alone"
         )
 
 
 def holds_run(path: Path) -> bool:
-    """Say whether a run exists in `path`."""
+    """Return whether a run exists in `path`."""
     return (path / MANIFEST).is_file()
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read the status of the run in `path`; `running` without a living process reads `killed`."""
+    """Read the status of the run in `path`; `running` becomes `killed` if its process is dead."""
     status = read_json(path / STATUS)
     if status.get("state") == "running" and not is_held(path):
         status = {**status, "state": "killed", "seconds": seconds_until_killed(path, status)}
@@ -70,7 +73,7 @@ def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
-    """Replace the cause in the status of a run whose processes have ended, by the first of all."""
+    """Replace code and reason in the status of a failed run by those of the first failure."""
     status = read_json(path / STATUS)
     if status:
         state = "preempted" if code in (130, 143) else "failed"
@@ -81,7 +84,7 @@ def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
 
 
 def find_unfinished(folder: Path) -> Path | None:
-    """Return the newest run directly in `folder` that has not finished and that nobody holds."""
+    """Return the newest run directly in `folder` that is neither finished nor locked."""
     if not folder.is_dir():
         return None
     runs = [path for path in folder.iterdir() if holds_run(path)]
@@ -94,7 +97,7 @@ def find_unfinished(folder: Path) -> Path | None:
 def _is_finished(path: Path) -> bool:
     try:
         return bool(read_status(path).get("state") == "finished")
-    except RunDirectoryError:  # damaged: going on with it, the checkpoint tells
+    except RunDirectoryError:  # damaged status: the checkpoint decides when it is resumed
         return False
 
 
@@ -106,7 +109,7 @@ def _created(path: Path) -> tuple[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object; a missing file is an empty one. Raises RunDirectoryError."""
+    """Read a JSON object; {} for a missing file. Raises RunDirectoryError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -114,5 +117,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise RunDirectoryError(f"cannot read {path}: it holds no JSON object")
+        raise RunDirectoryError(f"cannot read {path}: it does not contain a JSON object")
     return value

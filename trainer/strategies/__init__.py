@@ -1,1 +1,1 @@
-"""From `strategy`: where a model computes, and how its gradients are combined."""
+"""The `strategy` section: the devices of a model, and how its gradients are combined."""

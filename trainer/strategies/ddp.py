@@ -1,4 +1,4 @@
-"""A copy of the model on each process, gradients averaged during backward."""
+"""Distributed data parallelism: a model replica on each process, averaged gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.errors import ModelError
 from trainer.strategies.powersgd import PowerSGD
 from trainer.strategies.replicas import Replicas
 
-# torch 2.15 has a new name for it; buffers are made the same at the start in any case.
+# torch 2.15 renamed the argument. DDP synchronizes buffers at construction in any case.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
@@ -33,7 +33,7 @@ class DDP(Replicas):
     """Train with torch's DistributedDataParallel."""
 
     name = "ddp"
-    # Evaluation uses each process's own copy: its ranks may have different numbers of batches.
+    # Evaluation calls the unwrapped replica: processes may have different numbers of batches.
     evaluates_wrapped = False
 
     def __init__(
@@ -64,11 +64,11 @@ class DDP(Replicas):
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        self._trained: list[str] = []  # names of parameters, as DDP counts them
+        self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
         self._powersgd: PowerSGD | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that averages gradients."""
+        """Return the module that averages gradients over the processes."""
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         if not self._trained:  # an evaluation, or a model without parameters
             return model
@@ -85,13 +85,13 @@ class DDP(Replicas):
             return nullcontext()
         return wrapped.no_sync()
 
-    def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
-        """Have DDP order its buckets before the state is loaded, as it had done when it was saved.
+    def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
+        """Let DDP rebuild its buckets before the state is loaded, as it had when it was saved.
 
-        It orders them by the first backward pass and uses the order from the second forward on.
-        Sums over three or more processes depend on where in a bucket a gradient lies, and so does
-        PowerSGD's memory. Nothing but the order stays: gradients and buffers are `compute`'s to
-        drop, randomness is put back.
+        DDP orders the buckets by the first backward pass and uses them from the second forward pass
+        on. The rounding of sums over three or more processes depends on the position of a gradient
+        in its bucket, and so does PowerSGD's state. Only the order remains: `compute` drops
+        gradients and restores buffers, and the random state is restored here.
         """
         if self.group.world_size < 3 and self._powersgd is None:
             return
@@ -103,20 +103,20 @@ class DDP(Replicas):
             self._powersgd.forget()
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return what only this process has: its buffers, what PowerSGD has yet to send."""
+        """Return the state of this process alone: its buffers, and PowerSGD's error feedback."""
         state = super().own_state(model)
         if self._powersgd is not None:
             state["powersgd"] = self._powersgd.state_dict()
         return state
 
     def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` returned."""
+        """Load what `own_state` returned."""
         super().load_own_state(model, state)
         if self._powersgd is not None and "powersgd" in state:
             self._powersgd.load_state_dict(state["powersgd"])
 
     def _recognize(self, error: Exception) -> Exception | None:
-        """Name the parameters that DDP only counts."""
+        """Return an error with the names of unused parameters; DDP's error has their indices."""
         if isinstance(error, RuntimeError) and _UNUSED in str(error):
             return ModelError(_unused(str(error), self._trained))
         return None
@@ -129,5 +129,5 @@ def _unused(text: str, names: list[str]) -> str:
     more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
     return (
         f"no gradient reached {listed or 'some parameters'}{more}: set "
-        "strategy.find_unused_parameters=true, or freeze what the model does not use"
+        "strategy.find_unused_parameters=true, or freeze the parameters that the model does not use"
     )

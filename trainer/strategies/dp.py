@@ -1,4 +1,4 @@
-"""Several GPUs under one process: nn.DataParallel."""
+"""Several GPUs in one process: nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.strategies.strategy import Strategy
 class DataParallel(Strategy):
     """Train in one process on several GPUs; the loss is taken over the gathered outputs.
 
-    Shards of uneven size are exact by that: a mean over the gathered batch knows no shards.
-    `device_ids`, `output_device` and `dim` are nn.DataParallel's; `devices` says how many, or
-    which, where `device_ids` does not.
+    The loss is therefore exact for shards of uneven size, too. `device_ids`, `output_device` and
+    `dim` are the arguments of nn.DataParallel; `devices`, a number or a list, is used without
+    `device_ids`.
     """
 
     name = "dp"
@@ -43,28 +43,28 @@ class DataParallel(Strategy):
 
     @property
     def computing(self) -> list[torch.device]:
-        """The devices of its threads."""
+        """The GPUs of this process."""
         gpus = [torch.device("cuda", number) for number in self.device_ids]
         return gpus or super().computing
 
     def explain(self) -> str | None:
-        """Say what happens on a machine without two GPUs; None where all is as asked."""
+        """Return what happens on a machine without two GPUs; None if there are two."""
         if len(self.device_ids) > 1:
             return None
         return (
-            f"strategy=dp: there is no second GPU to share a batch with, so {self.device} trains "
+            f"strategy=dp: there is no second GPU to split a batch with, so {self.device} trains "
             "alone, with the same result; strategy=ddp uses several processes, on CPUs as well"
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split each forward pass over the GPUs, if there are two."""
+        """Split each forward pass over the GPUs, if there are two or more."""
         if len(self.device_ids) < 2:
             return model
         return _Gathered(model, self.device_ids, self._output_device, self._dim, self.device)
 
 
 class _Gathered(nn.Module):
-    """Compute on all GPUs, and hand the outputs over to where the targets are."""
+    """Compute on all GPUs, and move the outputs to the device of the targets."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class _Gathered(nn.Module):
 
 
 class _InFormat(nn.Module):
-    """Compute in the caller's autocast format: it is a thread's own, and torch's threads for
-    replicas are told whether there is one, not which."""
+    """Compute in the autocast dtype of the caller. Autocast is a state of each thread, and torch
+    passes to the threads of replicas whether it is enabled, but not its dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _InFormat(nn.Module):
         self._formats: dict[str, torch.dtype] = {}
 
     def take_format(self) -> None:
-        """Remember the formats that this thread computes in."""
+        """Store the autocast dtypes of this thread."""
         kinds = ("cuda", "cpu")
         enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
         self._formats = {kind: torch.get_autocast_dtype(kind) for kind in enabled}
@@ -115,6 +115,6 @@ def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | st
     missing = [number for number in chosen if number >= count]
     if missing:
         raise ResourceError(
-            f"strategy.device_ids={list(chosen)}: this machine has {count} GPUs, so no {missing[0]}"
+            f"strategy.device_ids={list(chosen)}: this machine has {count} GPUs and no {missing[0]}"
         )
     return list(chosen)

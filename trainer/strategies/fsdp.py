@@ -1,4 +1,4 @@
-"""Each process keeps a shard of every parameter, its gradient and its optimizer state (FSDP2)."""
+"""Fully sharded data parallelism (FSDP2): each process keeps a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 class FSDP(Replicas):
     """Train with torch's `fully_shard`.
 
-    `wrap_modules` names classes whose instances are gathered as units, one at a time; without it
-    the whole model is one unit, which saves optimizer memory but not that of the parameters.
+    Each process keeps a shard of every parameter, of its gradient and of its optimizer state.
+    `wrap_modules` names classes whose instances are gathered one at a time. Without it the whole
+    model is gathered at once, which saves optimizer memory but no parameter memory.
     """
 
     name = "fsdp"
@@ -55,19 +56,19 @@ class FSDP(Replicas):
         self._wrap_modules = list(wrap_modules or [])
         self._sharded_checkpoint = sharded_checkpoint
         self._reshard_after_forward = reshard_after_forward
-        # Gradients are added up in full precision whatever is computed with.
+        # Gradients are reduced in full precision, whichever dtype the model computes in.
         self._precision = MixedPrecisionPolicy(
             param_dtype=_FORMATS[mixed_precision],
             reduce_dtype=torch.float32 if mixed_precision else None,
         )
         self.updates_on_host = cpu_offload and self.device.type != "cpu"
         self._offload = CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy()
-        if self.updates_on_host:  # the norm of gradients there is added up from host to host
+        if self.updates_on_host:  # the gradient norm is then reduced between hosts
             self.group.backend = f"cpu:gloo,{self.device.type}:{self.group.backend}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Shard the parameters, before an optimizer knows them."""
-        # Only contiguous parameters can be sharded: of channels_last the images keep the format.
+        """Shard the parameters, before an optimizer is built over them."""
+        # Only contiguous parameters can be sharded: channels_last applies to the images alone.
         model = super().prepare(model).to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(self.device.type, (self.group.world_size,))
         for module in [*self._units(model), model]:
@@ -81,13 +82,16 @@ class FSDP(Replicas):
         return model
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
-        """Refuse what is trained and not sharded: torch steps no mixture of the two."""
+        """Raise ModelError for trained parameters that are not sharded.
+
+        torch's optimizers cannot step sharded and unsharded parameters together.
+        """
         parameters = [(f"{n}.{k}", p) for n, m in others.items() for k, p in m.named_parameters()]
         trained = [name for name, parameter in parameters if parameter.requires_grad]
         if trained:
             raise ModelError(
-                f"strategy=fsdp shards the model alone, but {trained[0]} is the task's and is "
-                "trained: use strategy=ddp, or make it a part of the model"
+                f"strategy=fsdp shards the model only, but {trained[0]} belongs to the task and is "
+                "trained: use strategy=ddp, or move it into the model"
             )
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
@@ -95,22 +99,22 @@ class FSDP(Replicas):
         for name in self._wrap_modules:
             if name not in kinds:
                 raise ModelError(
-                    f"strategy.wrap_modules: the model has no module of class {name}, but "
+                    f"strategy.wrap_modules: the model has no module of class {name}, only "
                     f"{', '.join(sorted(set(kinds)))}"
                 )
-        # Inner ones first, as fully_shard wants it.
+        # fully_shard requires inner modules first.
         found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
         return [m for m in reversed(found) if m is not model]
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        module = getattr(wrapped, "_orig_mod", wrapped)  # what torch.compile returns holds one
+        module = getattr(wrapped, "_orig_mod", wrapped)  # unwrap the result of torch.compile
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(last)
         return nullcontext()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Judge what is saved; the weights may be an average that took their place."""
+        """Evaluate what is saved; an average may have been copied into the weights."""
         _forget_gathered(model)
         try:
             with super().evaluating(model):
@@ -119,27 +123,27 @@ class FSDP(Replicas):
             _forget_gathered(model)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take this process's part of a whole state."""
+        """Load this process's shards of a whole state."""
         own = model.state_dict()
         model.load_state_dict({name: _part(value, own.get(name)) for name, value in state.items()})
         _forget_gathered(model)
 
     def gather_tensors(self, tree: Any) -> Any:
-        """Return `tree` with whole tensors, on the host; all processes must have the same tree."""
+        """Return `tree` with unsharded tensors on the host; a collective over the same trees."""
         return map_tensors(_whole, tree)
 
     def to_save(self, tree: Any) -> Any:
-        """Return `tree` whole, or as the shards that each process writes by itself."""
+        """Return `tree` unsharded, or with the shards that each process writes itself."""
         return tree if self._sharded_checkpoint else self.gather_tensors(tree)
 
     def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
-        """Write this process's shards, if it is to; return the checkpoint without them."""
+        """Write this process's shards, if checkpoints are sharded; return the rest of `payload`."""
         if not self._sharded_checkpoint:
             return payload
         return checkpoint_shards.write(payload, target, self.group)
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
-        """Return `tree` with this process's parts of the tensors under a parameter's name."""
+        """Return `tree` with this process's shards of the tensors under a parameter's name."""
         if not isinstance(tree, Mapping):
             return tree
         return {
@@ -151,7 +155,7 @@ class FSDP(Replicas):
 
 
 def _forget_gathered(model: nn.Module) -> None:
-    """Have the next forward pass gather parameters anew: their shards were written to."""
+    """Make the next forward pass gather the parameters again, after a write to their shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -162,12 +166,12 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, like: Any) -> Any:
-    if isinstance(value, DTensor) or not isinstance(value, Tensor):  # it was read as a part
+    if isinstance(value, DTensor) or not isinstance(value, Tensor):  # already a shard
         return value
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     value = value.to(like.device, copy=True)
-    # Every process has the whole: nothing needs to be sent.
+    # Every process has the whole tensor, so nothing has to be sent.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 

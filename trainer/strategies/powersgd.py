@@ -1,4 +1,4 @@
-"""Gradients of low rank by torch's PowerSGD, whose memory of what it left out can be saved."""
+"""Low-rank gradient compression by torch's PowerSGD, with a state that can be saved."""
 
 # No `from __future__ import annotations`: torch compares the hook's annotations as types.
 import logging
@@ -35,15 +35,15 @@ class PowerSGD:
         self._options = dict(options)
         self._numbers = {id(p): number for number, p in enumerate(wrapped.parameters())}
         self._device = next(wrapped.parameters()).device
-        self._buckets: list[list[int]] = []  # the parameters' numbers, at the last exchange
-        # Its callbacks wait in the two threads by which gloo would answer them: with two buckets on
-        # their way both would wait for ever.
+        self._buckets: list[list[int]] = []  # indices of parameters, at the last exchange
+        # The hook's callbacks wait in gloo's two threads, which would have to answer them: with two
+        # buckets in flight both threads would wait forever.
         self._one_at_a_time = dist.get_backend() == "gloo"
         self.forget()
         wrapped.register_comm_hook(self, _compress)
 
     def forget(self) -> None:
-        """Begin anew, but for what is known of the buckets."""
+        """Reset the state, except for the known buckets."""
         self._state = PowerSGDState(process_group=None, **self._options)
 
     def compress(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -57,7 +57,7 @@ class PowerSGD:
         return exchanged
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's memory, which is as large as its gradients, on the host."""
+        """Return the state of this process, which is as large as its gradients, on the host."""
         return {
             "options": dict(self._options),
             "buckets": [list(numbers) for numbers in self._buckets],
@@ -70,10 +70,10 @@ class PowerSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a memory, if it is of the same options and of the same buckets."""
+        """Load a state if it was saved with the same options and the same buckets."""
         kept = any(state["by_bucket"].values())
         if state["options"] != self._options or (kept and state["buckets"] != self._buckets):
-            logger.info("  strategy.comm_hook=powersgd begins anew: its options or buckets changed")
+            logger.info("  strategy.comm_hook=powersgd starts anew: its options or buckets changed")
             return
         for name in _COUNTS:
             setattr(self._state, name, state["counts"][name])

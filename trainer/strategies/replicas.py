@@ -1,4 +1,4 @@
-"""Strategies of several processes: what they do to a model alike."""
+"""Base class of the strategies with several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.strategies.sync_batchnorm import Share, synchronize
 
 
 class Replicas(Strategy):
-    """Train in several processes, each of which computes a part of every batch."""
+    """Train in several processes, each of which computes a part of every update's batch."""
 
     # Whether forward passes begin with the main process's buffers (BatchNorm's statistics).
     shares_buffers = False
@@ -40,11 +40,11 @@ class Replicas(Strategy):
 
     @property
     def gradient_scale(self) -> float:
-        """The number of processes: their gradients are averaged on the way."""
+        """The number of processes, over which gradients are averaged."""
         return float(self.group.world_size)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move the model; where asked, BatchNorm takes its statistics over all processes."""
+        """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
         return super().prepare(self._synchronized(model) if self._sync_batchnorm else model)
 
     def _synchronized(self, model: nn.Module) -> nn.Module:
@@ -57,7 +57,7 @@ class Replicas(Strategy):
 
     @contextmanager
     def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:
-        """Exchange gradients in an update's last micro-batch only."""
+        """Exchange gradients in the last micro-batch of an update only."""
         self._share.counts = counts
         try:
             with self._exchanging(wrapped, last):
@@ -66,12 +66,12 @@ class Replicas(Strategy):
             self._share.counts = True
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Return the context in which `wrapped` exchanges gradients, or keeps them."""
+        """Return the context in which `wrapped` exchanges gradients if `last`, else keeps them."""
         return nullcontext()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Judge what is saved: the weights with the main process's buffers."""
+        """Evaluate what is saved: the weights with the main process's buffers."""
         buffers = list(model.buffers())
         own = [] if self.shares_buffers else [b.clone() for b in buffers]
         for buffer in buffers:
@@ -83,14 +83,14 @@ class Replicas(Strategy):
                 buffer.copy_(value)
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return this process's buffers where they are not the same for all."""
+        """Return this process's buffers, if they differ between processes."""
         if self.shares_buffers:
             return {}
         return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
 
     @torch.no_grad()
     def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take over this process's buffers."""
+        """Load this process's buffers."""
         for name, buffer in model.named_buffers():
             if name in state.get("buffers", {}):
                 buffer.copy_(state["buffers"][name])

@@ -1,8 +1,8 @@
-"""What is done to a model so that it trains where it is to: the verbs of every strategy.
+"""The interface of strategies, and training on a single device.
 
-The single device is the null object of all of them, so that neither the loop nor a callback asks
-where a run computes. Several devices under one process: `trainer/strategies/dp.py`; processes that
-train together: `trainer/strategies/replicas.py`. How processes talk is their `group`'s matter.
+`Strategy` does nothing but move the model to its device, so that neither the loop nor a callback
+has to ask where a run computes. `trainer/strategies/dp.py` uses several devices in one process,
+`trainer/strategies/replicas.py` several processes. Communication belongs to the `group`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.distributed.group import Group
 
 
 def default_device(index: int = 0) -> torch.device:
-    """Return the accelerator of that index, or the CPU where there is none."""
+    """Return the accelerator with this index, or the CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", index)
     if torch.backends.mps.is_available():
@@ -28,18 +28,18 @@ def default_device(index: int = 0) -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return what a device is called by those who made it, or else its kind."""
+    """Return the product name of a GPU; for other devices their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Return `cuda` as `cuda:0`: torch makes no device without a number its current one."""
+    """Return `cuda` as `cuda:0`: torch.cuda.set_device needs a device with an index."""
     bare = device.type == "cuda" and device.index is None
     return torch.device("cuda", 0) if bare else device
 
 
 def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto") -> int:
-    """Return how many devices of this machine `strategy.devices` means."""
+    """Return the number of devices of this machine that `strategy.devices` selects."""
     if isinstance(devices, int):
         return devices
     if not isinstance(devices, str):
@@ -47,13 +47,16 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto")
     return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
 
 
+_ALONE: AbstractContextManager[Any] = nullcontext()
+
+
 class Strategy:
     """Train in one process on one device."""
 
     name = "single"
     devices = 1
-    evaluates_wrapped = True  # whether evaluation, too, calls the wrapped module
-    updates_on_host = False  # whether parameters lie in host memory while a GPU computes
+    evaluates_wrapped = True  # whether evaluation calls the wrapped module, too
+    updates_on_host = False  # whether parameters are in host memory while a GPU computes
     evaluates_in_step = False  # whether a process must call the model whenever the others do
 
     def __init__(
@@ -63,14 +66,14 @@ class Strategy:
         self.group = group or Group()
 
     def setup(self) -> None:
-        """Take the device, and join the other processes; `group.leave` ends it."""
+        """Select the device and join the process group; `group.leave` is the counterpart."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.group.join(self.device)
 
     @property
     def gradient_scale(self) -> float:
-        """By what the gradients are divided on their way: a loss is multiplied by it."""
+        """The divisor of gradients in their exchange, by which a loss is multiplied."""
         return 1.0
 
     @property
@@ -79,70 +82,70 @@ class Strategy:
         return [self.device]
 
     def explain(self) -> str | None:
-        """Say where things are not as asked; None where they are."""
+        """Return in what the devices differ from the configuration; None if they do not."""
         return None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that training calls; its parameters are `model`'s own."""
+        """Return the module that training calls; it shares its parameters with `model`."""
         return model
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Change `model` before its optimizer is built (sharding); the single device does not."""
+        """Move `model` to the device, or shard it, before its optimizer is built."""
         return model.to(self.device)
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
-        """Refuse modules besides the model (a task's) that cannot be trained here: ModelError."""
+        """Raise ModelError for modules of the task that this strategy cannot train."""
 
     def accumulate(
         self, wrapped: nn.Module, last: bool, counts: bool = True
     ) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch: gradients are exchanged in an update's last.
+        """Return the context of a micro-batch; gradients are exchanged in the last of an update.
 
-        Without `counts` the process has no sample in it and takes part with a borrowed one.
+        `counts=False`: the process has no sample in it and computes with a borrowed one.
         """
-        return nullcontext()
+        return _ALONE
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of an evaluation: all processes judge what the main one saves."""
+        """Return the context of an evaluation, in which all processes have the saved buffers."""
         return nullcontext()
 
-    def rehearse(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
-        """Before a resume, let `compute` gradients to be dropped if the wrapper learns by them."""
+    def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
+        """Before a resume, call `compute` (gradients that are dropped) if the wrapper needs it."""
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return what only this process has of the run, as tensors and plain containers."""
+        """Return the state of this process alone, as tensors and plain containers."""
         return {}
 
     def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` returned."""
+        """Load what `own_state` returned."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state of `model`, on every process."""
+        """Return the unsharded state of `model`, on every process."""
         return dict(self.gather_tensors(model.state_dict()))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load a whole state into `model`."""
+        """Load an unsharded state into `model`."""
         model.load_state_dict(state)
 
     def gather_tensors(self, tree: Any) -> Any:
-        """Return `tree` with the tensors whole of which each process has a part."""
+        """Return `tree` with unsharded tensors."""
         return tree
 
     def to_save(self, tree: Any) -> Any:
-        """Return `tree` as checkpoints hold it: whole, unless `write_shards` takes the parts."""
+        """Return `tree` as checkpoints hold it: unsharded, unless `write_shards` writes shards."""
         return self.gather_tensors(tree)
 
     def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
-        """Write the parts in `payload` beside the checkpoint `target`; return what stays for it."""
+        """Write the shards of `payload` beside the checkpoint `target`; return the rest."""
         return payload
 
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
-        """Return `tree`, the state by parameter name, with tensors split as the parameters are."""
+        """Return `tree`, a state by parameter name, with tensors sharded as the parameters are."""
         return tree
 
 
 class Planned(Strategy):
-    """Stand for processes that are not started: a dry run builds what one of them would have."""
+    """Stand in for processes that are not started: a dry run builds what one of them would."""
 
     def __init__(self, name: str, devices: int, device: torch.device | None = None) -> None:
         super().__init__(device)

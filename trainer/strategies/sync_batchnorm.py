@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all processes, where torch has none: on CPUs."""
+"""BatchNorm with statistics over all processes for CPUs, which torch's does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(slots=True)
 class Share:
-    """Whether this process's samples count: one without any in a short last batch borrows one."""
+    """Whether this process's samples count: a process without any in a short batch borrows one."""
 
     counts: bool = True
 
@@ -22,13 +22,14 @@ class Share:
 class SyncBatchNorm(_BatchNorm):
     """Normalize by mean and variance over the samples of all processes (Ioffe, Szegedy 2015).
 
-    Takes (N, C, ...), as nn.BatchNorm1d to 3d do, and has their parameters and buffers. Processes
-    may have different numbers of samples. nn.SyncBatchNorm, for GPUs, counts borrowed samples.
+    The input is (N, C, ...), as for nn.BatchNorm1d to 3d; parameters and buffers are the same.
+    Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on GPUs, counts
+    borrowed samples as well.
     """
 
     @classmethod
     def of(cls, norm: _BatchNorm, group: dist.ProcessGroup, share: Share) -> SyncBatchNorm:
-        """Take the place of `norm`, with its own parameters and buffers."""
+        """Return a replacement of `norm` that shares its parameters and buffers."""
         synchronized = cls(
             norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
         )
@@ -42,8 +43,8 @@ class SyncBatchNorm(_BatchNorm):
     _share: Share
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in training all processes must call it. Raises ValueError for one value."""
-        if not self.training:  # each by itself, as their numbers of batches may differ
+        """Normalize `input`; in training a collective. Raises ValueError for a single value."""
+        if not self.training:  # without communication: numbers of batches may differ
             mean, variance = self.running_mean, self.running_var
             parts = (self.weight, self.bias, mean is None)
             return batch_norm(input, mean, variance, *parts, eps=self.eps)
@@ -51,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
         dims = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
         counts = float(self._share.counts)
-        # Also where it counts for nothing `x` is part of the graph: backward adds up as well.
+        # `x` is part of the graph even if it does not count: backward is a collective, too.
         own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
         total, sums = _Sum.apply(own, self._group).split([1, x.shape[1]])
         if total <= 1:
@@ -71,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics; without a momentum they are the mean over all batches."""
+        """Update the running statistics; without a momentum they are the mean over all batches."""
         if not self.track_running_stats:
             return
         if self.num_batches_tracked is not None:
@@ -94,7 +95,7 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all processes, of gradients too; and of their gradients."""
+    """The sum over all processes; backward sums the gradients, and can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,1 +1,1 @@
-"""What a model is made of and what it will cost, before it is trained."""
+"""The modules of a model and its cost in FLOPs and memory, before it is trained."""

@@ -1,4 +1,4 @@
-"""How much memory training will take, before it does."""
+"""An estimate of the memory that training needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.summary.model import Summary
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device; None where it could not be told."""
+    """Bytes on one device; None where they are unknown."""
 
     parameters: int
     buffers: int
@@ -26,7 +26,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of all that is known."""
+        """The sum of all known parts in bytes."""
         known = (self.parameters, self.buffers, self.gradients, self.optimizer, self.activations)
         return sum(part or 0 for part in known)
 
@@ -52,13 +52,13 @@ def estimate(summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int
 def state_bytes(optimizer: Optimizer) -> int | None:
     """Return the bytes of the state that `optimizer` will hold after its first step.
 
-    A copy over parameters without storage takes that step, so that any optimizer's state is
-    right; None for one that needs a closure or refuses such parameters.
+    A copy of it over meta parameters takes that step, so that the result is exact for any
+    optimizer. None for an optimizer that needs a closure or does not accept meta parameters.
     """
     try:
         copy = _meta_copy(optimizer)
         copy.step()
-    except Exception:  # foreign code on tensors it may not expect: then the plan says so
+    except Exception:  # any optimizer class, on tensors that it may not support
         return None
     values = [v for state in copy.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(value.nbytes for value in values)

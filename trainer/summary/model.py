@@ -1,4 +1,4 @@
-"""What a model is made of: its modules, their outputs, parameters, FLOPs and activations."""
+"""A summary of a model: its modules, their outputs, parameters, FLOPs and activations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One module, with all that is inside it."""
+    """One module, including all modules inside it."""
 
     name: str  # empty for the model itself
     kind: str
     level: int  # 0 for the model itself
-    output: str  # shape of what it returned, N the batch; empty if it was not called
+    output: str  # shape of its output, N is the batch; empty if it was not called
     parameters: int
     trainable: int
     flops: int | None  # of the forward pass of one sample; a multiply-add counts as two
@@ -32,7 +32,7 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The rows, and totals: elements, FLOPs, bytes."""
+    """The rows, and the totals in elements, FLOPs and bytes."""
 
     rows: tuple[ModuleRow, ...]
     parameters: int
@@ -42,7 +42,7 @@ class Summary:
     buffer_bytes: int
     flops: int | None  # of the forward pass of one sample
     activation_bytes: int | None  # kept for the backward pass, for one sample
-    problem: str | None = None  # why the forward pass could not be tried
+    problem: str | None = None  # why the forward pass failed
 
 
 def summarize(
@@ -55,8 +55,8 @@ def summarize(
     """Describe the modules down to `depth`, after one forward pass on `example`, a batch.
 
     `call(model, example)` is the pass (default: `model(example)`); with a task's `training_step`
-    the loss is counted in. Two samples or more keep BatchNorm content. Nothing of the model and of
-    the random number generators changes.
+    the loss is included. BatchNorm needs two samples or more. The model and the random number
+    generators are left unchanged.
     """
     first = first_tensor(example)
     samples = len(first) if first is not None and first.ndim else 1
@@ -85,7 +85,7 @@ def render(summary: Summary, width: int = 100, colour: bool = False) -> str:
 
 
 def modules_table(summary: Summary) -> Table:
-    """Return the modules as a table for rich, indented by level."""
+    """Return the modules as a rich table, indented by level."""
     columns = ("module", "type", "output", "parameters", "FLOPs")
     return table(columns, map(_cells, summary.rows), right=("parameters", "FLOPs"))
 
@@ -95,7 +95,7 @@ def totals(summary: Summary) -> str:
     frozen = summary.parameters - summary.trainable
     text = f"{summary.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
     if summary.problem:
-        return f"{text}; the forward pass could not be tried: {summary.problem}"
+        return f"{text}; the forward pass failed: {summary.problem}"
     return (
         f"{text}; a sample takes {count(summary.flops)}FLOPs forward "
         f"and {size(summary.activation_bytes)} of activations"

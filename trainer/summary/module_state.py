@@ -1,4 +1,4 @@
-"""What modules hold beside parameters and buffers, lent to a pass that shall leave no trace."""
+"""Preserve the attributes of modules during a forward pass that must not change the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # dicts of tensors, modules and hooks;
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass work on copies of the modules' plain attributes; put back what was there.
+    """Let a forward pass work on copies of the modules' plain attributes, then restore them.
 
-    Counters, caches, lists, generators: whatever the pass changes or sets, also buffers that it
-    registers, is gone afterwards. Shared with the outside stays what cannot be copied (a lock, an
-    open file).
+    Whatever the pass changes (counters, caches, lists, generators) or registers (buffers) is undone
+    afterwards. Objects that cannot be copied, such as a lock or an open file, are shared.
     """
     modules = list(model.modules())
     before = [(module, _contents(module)) for module in modules]
@@ -35,7 +34,7 @@ def kept(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute, and of torch's own dicts what is in them."""
+    """Return each attribute, and a copy of each of torch's own dicts."""
     return {
         name: (value, copy.copy(value) if name in _OF_TORCH and isinstance(value, dict) else None)
         for name, value in vars(module).items()
@@ -46,17 +45,17 @@ def _put_back(module: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
     vars(module).clear()
     for name, (value, items) in contents.items():
         vars(module)[name] = value
-        if items is not None:  # the very dict: others may hold it
+        if items is not None:  # restore in place: others may refer to this dict
             value.clear()
             value.update(items)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):  # torch copies no tensor that was computed
+    if isinstance(value, Tensor):  # torch cannot deep-copy non-leaf tensors
         if id(value) not in memo:
             memo[id(value)] = value.detach().clone()
         return memo[id(value)]
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # whatever a user's object may say to that
+    except Exception:  # a user's object may raise anything
         return value

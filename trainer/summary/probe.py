@@ -1,4 +1,4 @@
-"""One forward pass, watched: shapes, FLOPs and what is kept for the backward pass."""
+"""One observed forward pass: output shapes, FLOPs and tensors saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(slots=True)
 class Probe:
-    """What a forward pass showed; `shapes` and `flops` are by module name."""
+    """The results of a forward pass; `shapes` and `flops` are by module name."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
@@ -33,27 +33,29 @@ class Probe:
 
 
 def probe(model: nn.Module, example: Any, call: Call, autocast: Context = nullcontext) -> Probe:
-    """Try `call(model, example)` on the meta device, or for real on a model that cannot do that.
+    """Run `call(model, example)` on the meta device, or on the model's device if that fails.
 
-    Parameters, buffers, what else the modules hold, random numbers and the training mode stay as
-    they are.
+    Parameters, buffers, other attributes of the modules, random states and the training mode are
+    left unchanged.
     """
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
-        return Probe(problem="its parameters are sharded")  # their modules accept no stand-ins
+        return Probe(
+            problem="its parameters are sharded"
+        )  # their modules do not accept replacement tensors
     step = _Step(model, call)
     try:
         return _try(step, example, torch.device("meta"), autocast)
-    except Exception:  # a tensor made on the CPU inside, an operator without a meta form, ...
+    except Exception:  # a tensor created on the CPU, an operator without a meta kernel, ...
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         return _try(step, example, device, autocast)
-    except Exception as error:  # whoever asked for a description gets what there is
+    except Exception as error:  # a summary without this part is still useful
         reason = str(error).strip().partition("\n")[0]
         return Probe(problem=f"{type(error).__name__}: {reason}")
 
 
 class _Step(nn.Module):
-    """A model and the way it is called, as one module whose tensors can be replaced."""
+    """A model and its call as one module, whose tensors functional_call can replace."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -80,13 +82,13 @@ def _try(step: _Step, example: Any, device: torch.device, autocast: Context) -> 
         autocast(),
     ):
         output = functional_call(step, tensors, (batch,))
-    del output  # it held what was saved until here
+    del output  # it kept the saved tensors alive until here
     found.total_flops, found.saved_bytes = counter.get_total_flops(), saved.bytes
     return found
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor in place of one of the model's, which a forward pass may write to."""
+    """Return a replacement of one of the model's tensors, which a forward pass may write to."""
     if device.type == "meta":
         return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -105,7 +107,7 @@ def _tensors_of(batch: Any) -> list[Tensor]:
 
 @contextmanager
 def _watching(model: nn.Module, counter: FlopCounterMode, found: Probe) -> Iterator[None]:
-    """Note each module's output and FLOPs by hooks that are gone at the end."""
+    """Record each module's output shape and FLOPs, by hooks that are removed at the end."""
     entered: list[int] = []
 
     def enter(*_: Any) -> None:
@@ -132,15 +134,15 @@ def _watching(model: nn.Module, counter: FlopCounterMode, found: Probe) -> Itera
 
 
 class _Saved:
-    """Add up what autograd saves, each storage once, without the tensors that exist anyway."""
+    """Sum the bytes that autograd saves, each storage once, without those of `known` tensors."""
 
     def __init__(self, known: list[Tensor]) -> None:
         self.bytes = 0
         self._seen = {_storage(tensor) for tensor in known}
-        self._alive = known  # the number of a storage that is freed would come again
+        self._alive = known  # the address of a freed storage would be reused
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return the context in which saving is counted."""
+        """Return the context in which saved tensors are counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._add, lambda tensor: tensor)
 
     def _add(self, tensor: Tensor) -> Tensor:
@@ -152,4 +154,4 @@ class _Saved:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # meta tensors have no address to tell them apart
+    return int(tensor.untyped_storage()._cdata)  # all meta tensors have the data pointer 0

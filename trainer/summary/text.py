@@ -1,4 +1,4 @@
-"""Tables and figures as text: plain for files, coloured for a terminal."""
+"""Tables and numbers as text: plain for files, coloured for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def count(value: int | float | None) -> str:
-    """Return a number in three digits and a letter: 11.2 M; `?` for None."""
+    """Format a number with three digits and a unit prefix: 11.2 M; `?` for None."""
     if value is None:
         return "?"
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -24,7 +24,7 @@ def count(value: int | float | None) -> str:
 
 
 def size(value: int | None) -> str:
-    """Return a number of bytes: 42.6 MiB; `?` for None."""
+    """Format a number of bytes: 42.6 MiB; `?` for None."""
     if value is None:
         return "?"
     amount = float(value)
@@ -38,8 +38,8 @@ def size(value: int | None) -> str:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
 ) -> Table:
-    """Return a table without frames; the columns named in `right` hold figures."""
-    # rich costs 0.1 s of import, and only those who draw pay for it.
+    """Return a table without borders; the columns in `right` are right-aligned."""
+    # Imported here, because the import of rich takes 0.1 s.
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -53,7 +53,7 @@ def table(
 
 
 def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> str:
-    """Render parts below each other, without trailing spaces and doubled empty lines."""
+    """Render parts below each other, without trailing spaces and repeated empty lines."""
     from rich.console import Console
     from rich.text import Text
 
@@ -62,7 +62,7 @@ def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> s
         file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False
     )
     for part in parts:
-        # As Text, so that brackets in an error or a name are no markup.
+        # As Text, so that brackets in an error or a name are not parsed as markup.
         console.print(Text(visible(part)) if isinstance(part, str) else part)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     single = [line for line, above in zip(lines, ["", *lines], strict=False) if line or above]

@@ -1,1 +1,1 @@
-"""What a model is trained for: tasks, their losses and metrics."""
+"""Tasks: what a model is trained for, with its losses and metrics."""

@@ -1,4 +1,4 @@
-"""One label out of several for each sample."""
+"""Classification: one label for each sample."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from trainer.tasks.supervised import Scores, Supervised
 
 
 class Classification(Supervised):
-    """Classify; batches are `(inputs, labels)`, labels [n] as indices or [n, classes] as shares.
+    """Classify samples; batches are `(inputs, labels)`.
 
-    Samples whose label is the loss's `ignore_index` (-100 in torch's) count nowhere.
-    Inputs of five dimensions [n, crops, C, H, W] are answered by the mean over the crops.
+    Labels are class indices [n] or class probabilities [n, classes]. Samples whose label is the
+    loss's `ignore_index` (torch's default is -100) are excluded from the loss and the scores.
+    For inputs of five dimensions, [n, crops, C, H, W], the logits are averaged over the crops.
     """
 
     output_kind = "classes"
@@ -46,22 +47,22 @@ class Classification(Supervised):
         return output.float().softmax(1)
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse another number of classes."""
+        """Raise ModelError unless the output has one logit for each class."""
         if output.ndim != 2 or output.shape[1] != self.num_classes:
             raise ModelError(
                 f"the model's output has shape {list(output.shape)}, but {self.num_classes} "
-                f"classes ask for [{len(target)}, {self.num_classes}]: set model.num_classes to "
+                f"classes require [{len(target)}, {self.num_classes}]: set model.num_classes to "
                 f"data.num_classes={self.num_classes}"
             )
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Sum the samples whose class is among the k likeliest."""
+        """Count the samples whose class is among the k with the largest logits."""
         labels = target
         count: Tensor | int = len(target)
         counting = self.losses.counting(target)
         if target.is_floating_point():
             labels = target.argmax(1)
-        elif counting is not None:  # no answer is below 0
+        elif counting is not None:  # never equal to a predicted class
             labels, count = target.where(counting, -1), counting.sum()
         return {_accuracy(k): (_hits(output, labels, k), count) for k in self._top_k}
 
@@ -72,6 +73,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return (logits.detach().argmax(1) == labels).sum()
+        return logits.detach().argmax(1).eq(labels).count_nonzero()
     best = logits.detach().topk(k, dim=1).indices
-    return (best == labels[:, None]).any(1).sum()
+    return (best == labels[:, None]).any(1).count_nonzero()

@@ -1,4 +1,4 @@
-"""Two networks against each other, each with an optimizer of its own."""
+"""Generative adversarial networks: two networks, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ GENERATOR: Final = "generator"
 
 
 class GAN(Task):
-    """Take turns: the discriminator learns to tell images, the generator to deceive it.
+    """Train a discriminator and a generator in turns.
 
-    Batches are `(images, noise)`: noise that belongs to a sample keeps an update the same however
-    it is split. The model is called `model(x, part=...)`, with parts named as the optimizers.
-    The generator's loss is the non-saturating one (Goodfellow et al. 2014). `r1` weighs a penalty
+    Batches are `(images, noise)`. The noise belongs to the sample, so that an update does not
+    depend on how it is split. The model is called as `model(x, part=...)`; the parts have the names
+    of the optimizers. The generator's loss is the non-saturating one (Goodfellow et al. 2014). `r1`
+    is the weight of a penalty
     on the discriminator's gradient at real images (Mescheder et al. 2018).
     """
 
@@ -34,34 +35,34 @@ class GAN(Task):
         self._r1 = r1
 
     def metric_names(self) -> list[str]:
-        """Name what an evaluation gives."""
+        """Return the names of the metrics of an evaluation."""
         return ["loss", f"loss_{DISCRIMINATOR}", f"loss_{GENERATOR}", "accuracy_real", "fooled"]
 
     def monitor(self) -> None:
-        """Name no metric: neither side's loss says how good the images are."""
+        """Return None: neither loss measures the quality of the images."""
 
     def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
-        """Compute the loss of the one whose turn it is."""
+        """Compute the loss of the network whose turn it is."""
         if turn == DISCRIMINATOR:
             return self._discriminate(model, batch)
         fake = model(batch[1], part=GENERATOR)
-        said = model(fake, part=DISCRIMINATOR)
-        return StepOutput(softplus(-said).mean(), sums={"fooled": _positive(said)})
+        logits = model(fake, part=DISCRIMINATOR)
+        return StepOutput(softplus(-logits).mean(), sums={"fooled": _positive(logits)})
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute both losses and how often each side succeeds."""
+        """Compute both losses and the share of images that the discriminator takes for real."""
         images, noise = batch
         fake = model(noise, part=GENERATOR)
-        real_said, fake_said = self._said(model, images, fake)
+        real_logits, fake_logits = self._logits(model, images, fake)
         losses = {
-            DISCRIMINATOR: softplus(-real_said).mean() + softplus(fake_said).mean(),
-            GENERATOR: softplus(-fake_said).mean(),
+            DISCRIMINATOR: softplus(-real_logits).mean() + softplus(fake_logits).mean(),
+            GENERATOR: softplus(-fake_logits).mean(),
         }
-        sums = {"accuracy_real": _positive(real_said), "fooled": _positive(fake_said)}
+        sums = {"accuracy_real": _positive(real_logits), "fooled": _positive(fake_logits)}
         return StepOutput(losses, sums=sums)
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
-        """Return images for noise."""
+        """Return the images generated from noise."""
         noise = batch[1] if isinstance(batch, (tuple, list)) else batch
         return model(noise, part=GENERATOR)
 
@@ -70,26 +71,26 @@ class GAN(Task):
         with torch.no_grad():
             fake = model(noise, part=GENERATOR)
         images = images.detach().requires_grad_(self._r1 > 0)
-        real_said, fake_said = self._said(model, images, fake)
-        loss = softplus(-real_said).mean() + softplus(fake_said).mean()
-        sums = {"accuracy_real": _positive(real_said)}
+        real_logits, fake_logits = self._logits(model, images, fake)
+        loss = softplus(-real_logits).mean() + softplus(fake_logits).mean()
+        sums = {"accuracy_real": _positive(real_logits)}
         if not self._r1:
             return StepOutput(loss, sums=sums)
-        (gradient,) = torch.autograd.grad(real_said.sum(), images, create_graph=True)
+        (gradient,) = torch.autograd.grad(real_logits.sum(), images, create_graph=True)
         r1 = gradient.flatten(1).square().sum(1).mean() * (self._r1 / 2)
         return StepOutput({"told": loss, "r1": r1}, sums=sums)
 
-    def _said(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
-        # One call for both: wrappers such as DDP expect a single one before each backward.
+    def _logits(self, model: nn.Module, images: Tensor, fake: Tensor) -> tuple[Tensor, Tensor]:
+        # One call for both: wrappers such as DDP expect one forward pass before each backward pass.
         if images.shape != fake.shape:
             raise ModelError(
-                f"the images are {list(images.shape)} and the generator's {list(fake.shape)}: "
-                "set model.image_size and model.in_channels to the data's"
+                f"the images have shape {list(images.shape)}, those of the generator "
+                f"{list(fake.shape)}: set model.image_size and model.in_channels to match the data"
             )
-        said = model(torch.cat([images, fake]), part=DISCRIMINATOR)
-        real_said, fake_said = said.chunk(2)
-        return real_said, fake_said
+        logits = model(torch.cat([images, fake]), part=DISCRIMINATOR)
+        real_logits, fake_logits = logits.chunk(2)
+        return real_logits, fake_logits
 
 
-def _positive(said: Tensor) -> tuple[Tensor, int]:
-    return (said.detach() > 0).sum(), said.numel()
+def _positive(logits: Tensor) -> tuple[Tensor, int]:
+    return (logits.detach() > 0).sum(), logits.numel()

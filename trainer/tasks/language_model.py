@@ -1,4 +1,4 @@
-"""The next token at each place of a text."""
+"""Language modelling: predict the next token at each position of a text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.tasks.supervised import Scores, Supervised
 
 
 class LanguageModel(Supervised):
-    """Predict tokens; batches are `(tokens, following)`, both [n, length] of token numbers.
+    """Predict the next token; batches are `(tokens, next_tokens)`, token ids of shape [n, length].
 
-    The model's output is [n, length, tokens]. Places whose following token is `ignore_index`
-    (padding) count nowhere: the loss is the mean over the others, however an update is split.
-    Gives `token_accuracy` and `perplexity`.
+    The model's output has shape [n, length, vocabulary]. Positions whose next token is
+    `ignore_index` (padding) are excluded: the loss is the mean over all other positions of an
+    update, however it is split. Reports `token_accuracy` and `perplexity`.
     """
 
     score_names = ("token_accuracy",)
@@ -36,20 +36,20 @@ class LanguageModel(Supervised):
         self._ignore_index = ignore_index
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return logits [n, tokens, length], the classes where torch's losses look for them."""
+        """Return logits [n, vocabulary, length]: torch's losses expect classes in dimension 1."""
         logits: Tensor = model(inputs)
         return logits.transpose(1, 2)
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse other sizes."""
+        """Raise ModelError unless the output has logits for each position."""
         wanted = (len(target), self.num_classes, target.shape[1])
         if output.shape != wanted:
             raise ModelError(
                 f"the model's output has shape {list(output.transpose(1, -1).shape)}, but "
-                f"{self.num_classes} tokens ask for [{wanted[0]}, {wanted[2]}, {wanted[1]}]"
+                f"{self.num_classes} tokens require [{wanted[0]}, {wanted[2]}, {wanted[1]}]"
             )
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Sum the tokens that are foretold."""
+        """Count the tokens that are predicted correctly."""
         right = output.detach().argmax(1) == target
         return {"token_accuracy": (right.sum(), (target != self._ignore_index).sum())}

@@ -1,4 +1,4 @@
-"""Losses: one module of torch's kind, or a named, weighted sum of several."""
+"""Losses: one torch loss module, or a weighted sum of several by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def vector(values: Sequence[float]) -> Tensor:
-    """Return numbers as a tensor, for arguments such as `weight` and `pos_weight`."""
+    """Return a list of numbers as a tensor, for arguments such as `weight` and `pos_weight`."""
     return torch.tensor(list(values), dtype=torch.float32)
 
 
 class Term(nn.Module):
-    """Weight one loss in a sum of several: `weight * loss(output, target)`."""
+    """A weighted term of a sum of losses: `weight * loss(output, target)`."""
 
     def __init__(self, loss: nn.Module, weight: float = 1.0) -> None:
         super().__init__()
@@ -32,46 +32,53 @@ class Term(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Compute a loss, or several by name, with the denominators their means are taken by.
+    """Compute a loss, or several by name, and the denominators of their means.
 
-    A term's own `reduction` says what it is: a mean over the samples, a sum over them, or one
-    value for each. The mean of torch's cross entropy is one over the labels that count: all but
-    those of `ignore_index`, by their class weights.
+    The `reduction` of a term is a mean over the samples, a sum over them, or one value for each.
+    torch's cross entropy takes its mean over the labels other than `ignore_index`, weighted by
+    their class weights.
     """
 
     terms: Mapping[str, Term]  # a loss without a name has the name ""
-    single: nn.Module | None  # a mean over the samples: the path without detours
+    single: nn.Module | None  # a loss that needs neither terms nor denominators
     counted: Sequence[str]  # terms whose denominators depend on the labels
-    _last: dict[str, Any] = field(default_factory=dict)  # labels that were counted, and the counts
+    ignored: int | None = None  # the label that the first cross entropy leaves out
+    # What each update asks of the terms: what a penalty is taken with respect to, and sums.
+    wrt: Mapping[str, str | None] = field(default_factory=dict)
+    summed: Sequence[str] = ()
+    _last: dict[str, Any] = field(default_factory=dict)  # the last labels, and their denominators
 
     @classmethod
     def of(cls, loss: nn.Module | Mapping[str, nn.Module | None]) -> Losses:
-        """Take one loss module, or several by name (null: dropped), each perhaps in a `Term`."""
+        """Accept one loss module, or several by name (None is dropped), optionally as `Term`s."""
         named = loss if isinstance(loss, Mapping) else {"": loss}
         given = {name: module for name, module in named.items() if module is not None}
         terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
         if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
-            raise ModelError("task.loss has no term but penalties on gradients")
+            raise ModelError("task.loss has only gradient penalties: add a loss on the output")
         counted = [name for name, term in terms.items() if _is_counted(term.loss)]
         simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
         simple = simple and _reduction(terms[""].loss) != "sum"
-        return cls(terms, loss if simple and isinstance(loss, nn.Module) else None, counted)
+        single = loss if simple and isinstance(loss, nn.Module) else None
+        entropies = [t.loss for t in terms.values() if isinstance(t.loss, _CROSS_ENTROPIES)]
+        ignored = entropies[0].ignore_index if entropies else None
+        wrt = {name: _wrt(term) for name, term in terms.items()}
+        summed = [name for name, term in terms.items() if _reduction(term.loss) == "sum"]
+        return cls(terms, single, counted, ignored, wrt, summed)
 
     @property
     def names(self) -> list[str]:
-        """Name what an evaluation gives: penalties on gradients are of training alone."""
-        named = [f"loss_{name}" for name, term in self.terms.items() if name and not _wrt(term)]
+        """The losses that an evaluation reports; gradient penalties exist in training only."""
+        named = [f"loss_{name}" for name, wrt in self.wrt.items() if name and not wrt]
         return ["loss", *named]
 
     def counting(self, target: Tensor) -> Tensor | None:
-        """Return which labels count, True or False for each; None where all are known to."""
-        losses = (term.loss for term in self.terms.values())
-        loss = next((m for m in losses if isinstance(m, _CROSS_ENTROPIES)), None)
-        if loss is None or target.is_floating_point():
+        """Return a mask of the labels that are not ignored; None where none can be ignored."""
+        if self.ignored is None or target.is_floating_point():
             return None
         if any(isinstance(count, int) for count in self.counts(target).values()):
             return None
-        return target != loss.ignore_index
+        return target != self.ignored
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -79,7 +86,7 @@ class Losses:
         return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
 
     def counts(self, target: Tensor) -> dict[str, Tensor | int]:
-        """Return the denominators' parts for a batch of labels; asked again, those it found."""
+        """Return the denominators for a batch of labels; a repeated call returns the same ones."""
         if not self.counted:
             return {}
         if self._last.get("target") is not target:
@@ -88,11 +95,13 @@ class Losses:
         return dict(self._last["counts"])
 
     def watched(self, inputs: Any) -> Any:
-        """Return inputs whose gradient is known afterwards, if a penalty asks for it."""
-        if not torch.is_grad_enabled() or "inputs" not in map(_wrt, self.terms.values()):
+        """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
+        if "inputs" not in self.wrt.values() or not torch.is_grad_enabled():
             return inputs
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-            raise ModelError("a gradient penalty on inputs asks for one tensor of real numbers")
+            raise ModelError(
+                "a gradient penalty on inputs needs inputs that are one floating-point tensor"
+            )
         return inputs.detach().requires_grad_()
 
     def __call__(
@@ -100,13 +109,13 @@ class Losses:
     ) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
         """Return the loss, or its weighted terms by name, and the denominators.
 
-        `inputs` (from `watched`) and `model` are what penalties on gradients need.
+        Gradient penalties need `inputs` (from `watched`) and `model`.
         """
         if self.single is not None:
             return _value(self.single, output, target), {}
         values = {}
         for name, term in self.terms.items():
-            wrt = _wrt(term)
+            wrt = self.wrt.get(name)
             if not wrt:
                 value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
@@ -114,16 +123,15 @@ class Losses:
                 sources = [inputs] if wrt == "inputs" else _trained(model)
                 values[name] = term.loss(output, target, sources) * term.weight
         counts: dict[str, Any] = self.counts(target)
-        for name in values:
-            if _reduction(self.terms[name].loss) == "sum":
-                counts[name] = SUM
+        counts.update((name, SUM) for name in self.summed if name in values)
         return values, counts
 
 
 def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (n, classes, d...) and labels (n, d...) as (places, classes) and (places).
+    """Flatten logits (n, classes, d...) and labels (n, d...) to (positions, classes), (positions).
 
-    torch's losses have no deterministic kernel for images of labels, and a slower one.
+    For labels of more than one dimension torch's losses have no deterministic kernel, and the one
+    that they have is slower.
     """
     if output.ndim < 3 or target.is_floating_point():
         return output, target
@@ -151,12 +159,12 @@ def _reduction(loss: nn.Module) -> str:
 
 
 def _is_counted(loss: nn.Module) -> bool:
-    """Tell whether torch divides this loss by something else than the number of samples."""
+    """Return whether torch divides this loss by something other than the number of samples."""
     return isinstance(loss, _CROSS_ENTROPIES) and loss.reduction == "mean"
 
 
 def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
-    """Return the number of labels that count, by their weights; on the host if it knows."""
+    """Return the total weight of the labels that are not ignored; an int if known on the host."""
     assert isinstance(loss, _CROSS_ENTROPIES)
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
         return target.numel() // (target.shape[1] if target.ndim > 1 else 1)
@@ -174,7 +182,7 @@ def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
 
 
 def _all_count(target: Tensor, ignored: int) -> bool:
-    # One look for the usual number, which lies below all labels.
+    # One reduction suffices for the usual negative index, which is below all labels.
     if ignored < 0 and target.numel() and target.min().item() >= 0:
         return True
     return not (target == ignored).any().item()

@@ -1,4 +1,4 @@
-"""Metrics that are functions of sums: the sums stay on the device, and processes add them up."""
+"""Metrics computed from sums, which stay on the device and are reduced over the processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from trainer.errors import ModelError
 from trainer.tasks.losses import by_place
 
-_LARGEST = 700.0  # whose exponential is still a number
+_LARGEST = 700.0  # the exponential of it is still finite
 
 
 class Running:
-    """Keep sums over all samples of an evaluation; `compute` turns them into a value.
+    """Base class of metrics that keep sums over all samples of an evaluation.
 
-    Nothing waits for the device before `compute`. A metric of several values names them in `keys`
-    and returns them by these names: they are logged as `<metric>_<key>`.
+    Only `compute` synchronizes with the device. A metric with several values lists their names in
+    `keys` and returns a dict with these keys; they are logged as `<metric>_<key>`.
     """
 
     keys: Sequence[str] = ()
@@ -33,15 +33,15 @@ class Running:
         self.total = self.total.to(device, dtype)
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset the sums to zero."""
         self.total = torch.zeros_like(self.total)
 
     def merge(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Add up the sums of all processes."""
+        """Replace the sums by those over all processes."""
         self.total = reduce(self.total)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in a batch."""
+        """Add a batch to the sums."""
         raise NotImplementedError
 
     def compute(self) -> float | dict[str, float]:
@@ -50,34 +50,34 @@ class Running:
 
 
 class R2(Running):
-    """Share of the target's variance that is explained; 1 is perfect, 0 as good as the mean."""
+    """Coefficient of determination: 1 is a perfect prediction, 0 is as good as the mean."""
 
     def __init__(self) -> None:
         super().__init__(4)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in answers and values of the same shape."""
+        """Add predictions and target values of the same shape."""
         y = target.to(self.total.dtype)
         errors = (output.detach().to(y.dtype) - y.view_as(output)).square().sum()
         count = torch.full_like(errors, y.numel())
         self.total += torch.stack([count, y.sum(), y.square().sum(), errors])
 
     def compute(self) -> float:
-        """Return 1 - squared errors / squared distances from the mean; NaN for equal targets."""
+        """Return 1 - squared errors / squared distances from the mean; NaN for constant targets."""
         count, total, squares, errors = self.total.tolist()
         spread = squares - total * total / count if count else 0.0
         return 1 - errors / spread if spread > 0 else math.nan
 
 
 class Perplexity(Running):
-    """The exponential of the mean negative log-likelihood of the labels that count."""
+    """The exponential of the mean negative log-likelihood of the labels that are not ignored."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__(2)
         self._ignore_index = ignore_index
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in logits (n, classes, ...) and labels (n, ...)."""
+        """Add logits (n, classes, ...) and labels (n, ...)."""
         logits = output.detach().float() if output.dtype.itemsize < 4 else output.detach()
         places = by_place(logits, target)
         nll = F.cross_entropy(*places, ignore_index=self._ignore_index, reduction="sum")
@@ -90,33 +90,35 @@ class Perplexity(Running):
 
 
 class MicroF1(Running):
-    """F1 over all labels of all samples together, for logits and targets of 0 and 1."""
+    """Micro-averaged F1 over all labels of all samples, for logits and targets of 0 and 1."""
 
     def __init__(self, threshold: float = 0.5) -> None:
         super().__init__(3)
         self._threshold = threshold
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in logits and targets of the same shape."""
-        said, true = output.detach().sigmoid() > self._threshold, target > 0.5
-        self.total += torch.stack([(said & true).sum(), (said & ~true).sum(), (~said & true).sum()])
+        """Add logits and targets of the same shape."""
+        predicted, true = output.detach().sigmoid() > self._threshold, target > 0.5
+        self.total += torch.stack(
+            [(predicted & true).sum(), (predicted & ~true).sum(), (~predicted & true).sum()]
+        )
 
     def compute(self) -> float:
-        """Return 2 TP / (2 TP + FP + FN); NaN where there is no label at all."""
+        """Return 2 TP / (2 TP + FP + FN); NaN where there is neither a label nor a prediction."""
         hits, false, missed = self.total.tolist()
         whole = 2 * hits + false + missed
         return 2 * hits / whole if whole else math.nan
 
 
 class ConfusionMatrix(Running):
-    """Count samples (or pixels) by true class and answer; labels of no class are left out.
+    """Count samples (or pixels) by true and predicted class; labels of no class are excluded.
 
-    `counts` (classes, classes) has a row for each true class. The value is the mean over the
-    classes of each one's accuracy.
+    `counts` (classes, classes) has a row for each true class. The value is the mean of the
+    accuracies of the classes.
     """
 
     def __init__(self, num_classes: int) -> None:
-        # One more entry than pairs: the labels of no class are counted there.
+        # One entry more than there are pairs: it collects the labels of no class.
         super().__init__(num_classes * num_classes + 1)
         self.num_classes = num_classes
 
@@ -126,12 +128,12 @@ class ConfusionMatrix(Running):
         return self.total[:-1].view(self.num_classes, self.num_classes)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in logits (n, classes, ...) and labels (n, ...) or shares (n, classes, ...)."""
+        """Add logits (n, classes, ...) and labels (n, ...) or probabilities (n, classes, ...)."""
         labels = target.argmax(1) if target.is_floating_point() else target
         answers, n = output.detach().argmax(1), self.num_classes
         valid = (labels >= 0) & (labels < n)
         pairs = torch.where(valid, labels * n + answers, n * n).flatten()
-        # bincount would wait for the device to learn the largest entry.
+        # bincount would synchronize with the device to find the largest entry.
         self.total.index_add_(0, pairs, torch.ones_like(pairs, dtype=self.total.dtype))
 
     def compute(self) -> float | dict[str, float]:
@@ -139,21 +141,21 @@ class ConfusionMatrix(Running):
         return _mean(self.accuracies())
 
     def accuracies(self) -> Tensor:
-        """Return the share of each true class that is answered rightly; NaN where it is absent."""
+        """Return the accuracy of each true class; NaN for a class that does not occur."""
         return self.counts.diagonal() / self.counts.sum(1)
 
     def ious(self) -> Tensor:
-        """Return intersection over union of each class; NaN where it is neither there nor said."""
+        """Return the IoU of each class; NaN for a class that neither occurs nor is predicted."""
         hits = self.counts.diagonal()
         return hits / (self.counts.sum(0) + self.counts.sum(1) - hits)
 
     def f1s(self) -> Tensor:
-        """Return each class's F1; NaN where it is neither there nor said."""
+        """Return the F1 of each class; NaN for a class that neither occurs nor is predicted."""
         return 2 * self.counts.diagonal() / (self.counts.sum(0) + self.counts.sum(1))
 
 
 class MeanIoU(ConfusionMatrix):
-    """Intersection over union, the mean over the classes that occur."""
+    """Intersection over union, averaged over the classes that occur."""
 
     def compute(self) -> float:
         """Return the mean."""
@@ -161,7 +163,7 @@ class MeanIoU(ConfusionMatrix):
 
 
 class MacroF1(ConfusionMatrix):
-    """F1, the mean over the classes that occur."""
+    """F1, averaged over the classes that occur."""
 
     def compute(self) -> float:
         """Return the mean."""
@@ -169,13 +171,13 @@ class MacroF1(ConfusionMatrix):
 
 
 class PerClassAccuracy(ConfusionMatrix):
-    """The accuracy of each class by its name; `classes` are 0, 1, ... if not given."""
+    """The accuracy of each class by name; the default for `classes` is 0, 1, ..."""
 
     def __init__(self, num_classes: int, classes: Sequence[str] | None = None) -> None:
         super().__init__(num_classes)
         self.keys = [str(c) for c in (range(num_classes) if classes is None else classes)]
         if len(self.keys) != num_classes:
-            raise ModelError(f"classes names {len(self.keys)}, but num_classes={num_classes}")
+            raise ModelError(f"classes has {len(self.keys)} names, but num_classes={num_classes}")
 
     def compute(self) -> dict[str, float]:
         """Return the accuracies."""

@@ -1,4 +1,4 @@
-"""Any number of labels for each sample."""
+"""Multi-label classification: any number of labels for each sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.tasks.supervised import Scores, Supervised
 
 
 class MultiLabel(Supervised):
-    """Decide on each label; batches are `(inputs, targets)`, targets [n, labels] of 0 and 1.
+    """Predict each label; batches are `(inputs, targets)`, targets [n, labels] of 0 and 1.
 
-    Gives `label_accuracy`, the share of decisions that are right, `exact_match`, the share of
-    samples with all of them right, and `f1` over all decisions (micro).
+    Reports `label_accuracy`, the share of labels that are predicted correctly, `exact_match`, the
+    share of samples with all labels correct, and the micro-averaged `f1`.
     """
 
     output_kind = "labels"
@@ -34,7 +34,7 @@ class MultiLabel(Supervised):
         self.threshold = threshold
 
     def monitor(self) -> str:
-        """Name the metric that models are chosen by."""
+        """Return the metric that the best checkpoint is chosen by."""
         return "f1"
 
     def interpret(self, output: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class MultiLabel(Supervised):
         return output.float().sigmoid()
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse another number of labels."""
+        """Raise ModelError unless the output has one logit for each label."""
         if output.shape != target.shape:
             raise ModelError(
                 f"the model's output has shape {list(output.shape)}, the labels "
@@ -50,7 +50,7 @@ class MultiLabel(Supervised):
             )
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Sum the right decisions, and the samples with no wrong one."""
+        """Count the correct labels, and the samples with all labels correct."""
         right = (output.detach().sigmoid() > self.threshold) == (target > 0.5)
         return {
             "label_accuracy": (right.sum(), right.numel()),

@@ -1,4 +1,4 @@
-"""Penalties on gradients: loss terms that are differentiated twice."""
+"""Gradient penalties: loss terms that need second derivatives."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.errors import ModelError
 
 
 class GradientPenalty(nn.Module):
-    """Penalise the size of a gradient: `(norm - target)**2`, the square itself for target 0.
+    """Penalize the norm of a gradient: `(norm - target)**2`.
 
-    wrt: "inputs" gives one value for each sample, of the gradient of its own score with respect
-    to its own input: the score is the sum of the sample's outputs (Gulrajani et al. 2017,
-    Mescheder et al. 2018), or its `loss`, whose reduction then is `sum` (Drucker and LeCun 1992).
-    "parameters" gives one value for each micro-batch, of the gradient of `loss`: that is no mean
-    over samples, so it follows how a batch is split, as BatchNorm does.
+    `wrt="inputs"` gives one value for each sample: the penalty on the gradient of the sample's
+    score with respect to its input. The score is the sum of the sample's outputs (Gulrajani et al.
+    2017, Mescheder et al. 2018), or `loss`, which then needs `reduction="sum"` (Drucker and LeCun
+    1992). `wrt="parameters"` gives one value for each micro-batch: the penalty on the gradient of
+    `loss`. It is not a mean over samples, so it depends on how a batch is split, as BatchNorm does.
 
-    In evaluation there are no gradients, and no penalties.
+    There are no penalties in evaluation, which computes no gradients.
     """
 
     reduction = "none"
@@ -35,10 +35,10 @@ class GradientPenalty(nn.Module):
         reduction = getattr(loss, "reduction", "mean")
         if wrt == "inputs" and loss is not None and reduction != "sum":
             raise ModelError(
-                f"a gradient penalty on inputs asks for reduction: sum in its loss, not {reduction}"
+                f"a gradient penalty on inputs needs reduction: sum in its loss, not {reduction}"
             )
         if wrt == "parameters" and loss is None:
-            raise ModelError("a gradient penalty on parameters asks for a loss")
+            raise ModelError("a gradient penalty on parameters needs a loss")
         self.wrt = wrt
         self.loss = loss
         self.target = target
@@ -61,4 +61,6 @@ def penalty(squares: Tensor, target: float = 0.0) -> Tensor:
     """Return `(norm - target)**2` for squared norms."""
     if not target:
         return squares
-    return ((squares + 1e-12).sqrt() - target).square()  # the root has no slope at 0
+    return (
+        (squares + 1e-12).sqrt() - target
+    ).square()  # the square root is not differentiable at 0

@@ -1,4 +1,4 @@
-"""Real numbers for each sample."""
+"""Regression: one or several real numbers for each sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.tasks.supervised import Scores, Supervised
 
 
 class Regression(Supervised):
-    """Predict; batches are `(inputs, values)`, values [n] or [n, outputs > 1].
+    """Predict values; batches are `(inputs, values)`, values [n] or [n, outputs > 1].
 
-    Gives `mae`, the mean absolute error, and `r2`, the share of the variance explained.
+    Reports `mae`, the mean absolute error, and `r2`, the coefficient of determination.
     """
 
     output_kind = "values"
@@ -36,7 +36,7 @@ class Regression(Supervised):
         return output.squeeze(1) if output.ndim == 2 and output.shape[1] == 1 else output
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse another shape: broadcasting would hide it."""
+        """Raise ModelError where the shapes differ, which broadcasting would hide."""
         if output.shape != target.shape:
             raise ModelError(
                 f"the model's output has shape {list(output.shape)}, the values "
@@ -44,5 +44,5 @@ class Regression(Supervised):
             )
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Sum the absolute errors."""
+        """Return the sum of the absolute errors."""
         return {"mae": ((output.detach() - target).abs().sum(), target.numel())}

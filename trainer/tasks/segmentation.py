@@ -1,4 +1,4 @@
-"""A class for each pixel."""
+"""Semantic segmentation: one class for each pixel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.tasks.supervised import Scores, Supervised
 
 
 class Segmentation(Supervised):
-    """Classify pixels; batches are `(images, masks)`, masks [n, H, W] of class numbers.
+    """Classify pixels; batches are `(images, masks)`, masks [n, H, W] of class indices.
 
-    Pixels of `ignore_index` count nowhere: the loss is the mean over the others, however an
-    update is split. Gives `pixel_accuracy` and `miou`, the mean over the classes of intersection
-    over union.
+    Pixels of `ignore_index` are excluded: the loss is the mean over all other pixels of an update,
+    however it is split. Reports `pixel_accuracy` and `miou`, the mean intersection over union of
+    the classes.
     """
 
     output_kind = "mask"
@@ -37,23 +37,23 @@ class Segmentation(Supervised):
         self._ignore_index = ignore_index
 
     def monitor(self) -> str:
-        """Name the metric that models are chosen by."""
+        """Return the metric that the best checkpoint is chosen by."""
         return "miou"
 
     def interpret(self, output: Tensor) -> Tensor:
-        """Return the likeliest class of each pixel."""
+        """Return the predicted class of each pixel."""
         return output.argmax(1)
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse other sizes."""
+        """Raise ModelError unless the output has one logit for each class and pixel."""
         wanted = (len(target), self.num_classes, *target.shape[1:])
         if output.shape != wanted:
             raise ModelError(
                 f"the model's output has shape {list(output.shape)}, but masks of "
-                f"{self.num_classes} classes ask for {list(wanted)}"
+                f"{self.num_classes} classes require {list(wanted)}"
             )
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
-        """Sum the pixels that are right."""
-        right = output.detach().argmax(1) == target  # no answer is the ignored number
+        """Count the pixels that are predicted correctly."""
+        right = output.detach().argmax(1) == target  # `ignore_index` is never predicted
         return {"pixel_accuracy": (right.sum(), (target != self._ignore_index).sum())}

@@ -1,4 +1,4 @@
-"""An answer held against a target: what such tasks have in common."""
+"""Base class of tasks that compare a model's output with a target."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Scores = dict[str, tuple[Tensor, Tensor | int]]
 
 
 class Supervised(Task):
-    """Train on batches `(inputs, target)`: a loss, scores that are means, and metrics.
+    """Train on batches `(inputs, target)` with a loss, scores that are means, and metrics.
 
-    A task of its own says in `answer` how a model is asked, in `scores` what is summed besides the
-    loss, and in `score_names` how these are called; `check` may refuse an output.
+    A subclass may override `answer`, which calls the model, `scores` and `score_names`, the values
+    reported besides the loss, and `check`, which validates an output.
     """
 
     score_names: Sequence[str] = ()
-    num_classes: int | None = None  # of tasks whose targets are class numbers
+    num_classes: int | None = None  # set by tasks whose targets are class indices
 
     def __init__(self, losses: Losses, metrics: Mapping[str, Metric | None] | None = None) -> None:
         self.losses = losses
@@ -30,22 +30,22 @@ class Supervised(Task):
         self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
-        """Return what the model says to inputs, in the form that losses take."""
+        """Return the model's output for inputs, in the shape that the losses expect."""
         return model(inputs)
 
     def scores(self, output: Any, target: Any) -> Scores:
-        """Return for each of `score_names` a sum over the batch and the number of things summed."""
+        """Return for each of `score_names` the sum over the batch and the number of summands."""
         return {}
 
     def check(self, output: Any, target: Any) -> None:
-        """Raise ModelError or SampleError where output and target do not fit each other."""
+        """Raise ModelError or SampleError where output and target do not match."""
 
     def metric_names(self) -> list[str]:
-        """Name what an evaluation gives."""
+        """Return the names of the metrics of an evaluation."""
         return [*self.losses.names, *self.score_names, *metric_keys(self._metrics)]
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return the metrics with a state of their own."""
+        """Return the metrics that keep a state."""
         return self._metrics
 
     def counts(self, batch: Any) -> dict[str, Tensor | int]:
@@ -53,42 +53,42 @@ class Supervised(Task):
         return self.losses.counts(batch[1])
 
     def own_modules(self) -> dict[str, nn.Module]:
-        """Return the losses, and what a task of your own has beside them."""
+        """Return the losses, and the modules that a subclass adds."""
         return {**super().own_modules(), **self.losses.modules}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss and scores of `(inputs, target)`."""
         inputs, target = batch
         inputs = self.losses.watched(inputs)
-        return self._judged(self.answer(model, inputs), target, inputs, model)
+        return self._compute(self.answer(model, inputs), target, inputs, model)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute loss, scores and metrics of `(inputs, target)`."""
         inputs, target = batch
         output = self.answer(model, inputs)
-        result = self._judged(output, target, inputs, model)
+        result = self._compute(output, target, inputs, model)
         for metric in self._metrics.values():
             metric.update(output, target)
         return result
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's answer for a batch, with or without targets."""
+        """Return the model's output for a batch, with or without targets."""
         return self.answer(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
 
-    def _judged(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
+    def _compute(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
         self.check(output, target)
         try:
             loss, counts = self.losses(output, target, inputs, model)
         except IndexError as error:  # torch's "Target 7 is out of bounds"
             raise SampleError(
                 f"labels from {int(target.min())} to {int(target.max())}, but data.num_classes="
-                f"{self.num_classes}: labels are counted from 0"
+                f"{self.num_classes}: labels start at 0"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))
 
 
 def metric_keys(metrics: Mapping[str, Any]) -> list[str]:
-    """Name the values of metrics: their own names, or several for one that has `keys`."""
+    """Return the names of the values of metrics: one for each metric or for each of its `keys`."""
     names = []
     for name, metric in metrics.items():
         keys = getattr(metric, "keys", ())

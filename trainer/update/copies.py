@@ -36,20 +36,22 @@ class Memory:
         self._seen = _buffers(self._owners)
         self._held = list(_moving(self._owners))
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Have the tensors known be the buffers again, with the values of the assigned ones.
 
         What has another shape or format than before is taken as it is.
         """
+        if not self._owners:
+            return
         now = _buffers(self._owners)
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
             return
-        for owner, name, known in self._held:
-            new = owner.get(name)
-            if new is not None and new is not known and _kind(new) == _kind(known):
-                known.copy_(new)
-                owner[name] = known
+        with torch.no_grad():
+            for owner, name, known in self._held:
+                new = owner.get(name)
+                if new is not None and new is not known and _kind(new) == _kind(known):
+                    known.copy_(new)
+                    owner[name] = known
         self._look()
 
     def take(self, unless: Tensor | None = None) -> None:

@@ -16,6 +16,7 @@ from trainer.nested import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
+_AS_IT_IS = nullcontext()
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
 
 
@@ -57,7 +58,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
         if self._autocast is None:
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self._device_type, dtype=self._autocast)
 
     def backward(self, loss: Tensor) -> None:

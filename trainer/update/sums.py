@@ -34,11 +34,11 @@ class Sums:
         self, name: str, total: Tensor | float, count: Tensor | float, scale: float = 1
     ) -> None:
         """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
-        known = self._sums.get(name)
         if self._on_host:
-            total, count = _number(total), _number(count)
-            self._sums[name] = total * scale + (0.0 if known is None else known)
-        elif isinstance(known, Tensor):
+            self._add_numbers(name, _number(total) * scale, _number(count))
+            return
+        known = self._sums.get(name)
+        if isinstance(known, Tensor):
             known.add_(total, alpha=scale)
         else:
             # An offloaded run's norm lies in host memory.
@@ -47,6 +47,12 @@ class Sums:
         self._counts[name] = count if known is None else self._counts[name] + count
         if self._over is not None:
             self._over.add(name, total, count, scale)
+
+    def _add_numbers(self, name: str, total: float, count: float) -> None:
+        self._sums[name] = total + self._sums.get(name, 0.0)
+        self._counts[name] = count + self._counts.get(name, 0)
+        if self._over is not None:
+            self._over._add_numbers(name, total, count)
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""

@@ -80,7 +80,7 @@ class Updater:
         return True
 
     def try_out(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compute an update's gradients and drop them, for `Strategy.rehearse`."""
+        """Compute an update's gradients and drop them, for `Strategy.warm_up`."""
         self._guard.remember()
         for turn in self._turns:
             self._accumulate(turn, micro_batches)

@@ -52,7 +52,7 @@ def test_auto_takes_the_tasks_metric(
     assert monitor.better(2.0, 1.0) == rising
 
 
-def test_a_task_may_be_judged_by_no_metric() -> None:
+def test_a_task_may_have_no_metric() -> None:
     trainer: Any = SimpleNamespace(task=GAN())
     monitor = Monitor("auto")
     monitor.resolve(trainer)

@@ -14,7 +14,7 @@ import torch
 
 from data.errors import DataError, WorkerError
 from data.loading.loader import Loader
-from data.loading.workers import memory_error, obituary
+from data.loading.workers import memory_error, worker_exit_message
 from data.orders import Sequential
 from data.updates import UpdateSampler
 
@@ -119,9 +119,9 @@ def test_a_bus_error_is_full_shared_memory() -> None:
     process = context.Process(target=os._exit, args=(3,))
     process.start()
     process.join()
-    assert "shared memory" not in obituary(0, process, "sample 3")
+    assert "shared memory" not in worker_exit_message(0, process, "sample 3")
     process._popen.returncode = -7  # type: ignore[attr-defined]
-    assert "shared memory" in obituary(0, process, "sample 3")
+    assert "shared memory" in worker_exit_message(0, process, "sample 3")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_what_is_unknown_is_said(plan: Plan) -> None:
     memory = replace(plan.memory, optimizer=None)
     text = render(replace(plan, memory=memory, total_steps=None, notes=["one [GPU] only"]))
     assert "more than" in text
-    assert "no end but its time" in text
+    assert "no limit but its time" in text
     assert "one [GPU] only" in text
 
 
@@ -195,7 +195,7 @@ def test_fewer_samples_than_a_batch() -> None:
     split = BatchSplit(512, 1, 2, samples=100)
     assert split.largest == 50
     assert split.lines() == [
-        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 is more than there are)"
+        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
     ]
 
 

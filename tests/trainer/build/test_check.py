@@ -115,6 +115,13 @@ def test_a_fault_in_a_users_function_is_not_a_mistake_in_the_config(
         checked(SGD, {**LAMBDA, "functions": "faulty_schedules.fail"})
 
 
+def test_a_loss_that_cannot_be_built_hides_no_other_mistake() -> None:
+    loss = "task.loss={_target_: torch.nn.MultiMarginLoss, p: 3}"
+    with pytest.raises(ConfigError) as caught:
+        check_targets(parse(compose(["experiment=resnet18", loss, "+model.activation=no"]).config))
+    assert {problem.key for problem in caught.value.problems} == {"task.loss", "model"}
+
+
 class Counts:
     """Count how often classes are constructed."""
 

@@ -33,7 +33,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def set_device(device):
-        assert device.index is not None, "torch makes no device without a number its current one"
+        assert device.index is not None, "torch.cuda.set_device needs an index"
         chosen.append(device)
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
@@ -66,7 +66,7 @@ def test_strategies_of_users_may_say_cuda(two_gpus):
 def test_an_accelerator_that_is_not_there(strategy):
     if torch.cuda.is_available():
         pytest.skip("it is there")
-    with pytest.raises(ModelError, match="accelerator=cuda: this machine has none"):
+    with pytest.raises(ModelError, match="accelerator: cuda: this machine has none"):
         build_strategy(config(f"strategy={strategy}", "strategy.accelerator=cuda"))
 
 

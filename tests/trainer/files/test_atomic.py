@@ -52,6 +52,21 @@ def write_half_of(path, error):
         raise error
 
 
+def leave_with_3_if_none_is(file):
+    mine = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    os._exit(0 if str(file) in mine else 3)
+
+
+def test_a_forked_process_has_no_part_in_what_is_being_written(tmp_path):
+    """It would hold the space of a file that is removed, and its lock, for as long as it lives."""
+    with replacing(tmp_path / "a.pt") as file:
+        file.write(b"half")
+        (temporary,) = tmp_path.iterdir()
+        assert in_a_child(leave_with_3_if_none_is, temporary) == 3
+        file.write(b" and half")
+    assert (tmp_path / "a.pt").read_text() == "half and half"
+
+
 def test_a_half_written_file_is_found_under_no_suffix(tmp_path):
     with replacing(tmp_path / "a.pt") as file:
         file.write(b"half")

@@ -533,16 +533,22 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
         pytest.param(broken(step_size=1.5), "between 0 and 1", id="fraction"),
         pytest.param(broken("MultiStepLR", milestones=["a"]), "neither a step", id="milestone"),
         pytest.param(
-            broken(step_size=1, monitor="val/loss"), "StepLR follows no metric", id="no-metric"
+            broken(step_size=1, monitor="val/loss"),
+            "StepLR does not monitor a metric",
+            id="no-metric",
         ),
-        pytest.param(broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must name", id="monitor"),
+        pytest.param(
+            broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must be the metric", id="monitor"
+        ),
         pytest.param(
             broken(step_size=1, warmup={"step": 3}),
             "lr_scheduler.warmup.step: unknown key",
             id="ramp",
         ),
         pytest.param(
-            broken(step_size=1, warmup={"steps": 3, "epochs": 1}), "give one of them", id="both"
+            broken(step_size=1, warmup={"steps": 3, "epochs": 1}),
+            "remove one of the two",
+            id="both",
         ),
         pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
         pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
@@ -556,7 +562,9 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
             broken(step_size=1, warmup={"steps": 1, "start_factor": 2}), "start_factor", id="start"
         ),
         pytest.param(
-            broken("LambdaLR", functions={"heed": "1"}), "no parameter group is called", id="group"
+            broken("LambdaLR", functions={"heed": "1"}),
+            "there is no parameter group of this name",
+            id="group",
         ),
         pytest.param(
             broken("LambdaLR", functions={"first": "1"}), "none for group|no function", id="nobody"
@@ -577,7 +585,7 @@ def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
                 schedulers=[broken(step_size=1, interval="epoch")],
                 milestones=[],
             ),
-            r"schedulers.0.interval: belongs to lr_scheduler",
+            r"schedulers.0.interval: must be set in lr_scheduler",
             id="inner-interval",
         ),
         pytest.param(
@@ -599,9 +607,11 @@ def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], mess
 
 
 def test_a_run_without_a_length_has_no_horizon() -> None:
-    with pytest.raises(ScheduleError, match=r"lr_scheduler.T_max: follows the length.*max_epochs"):
+    with pytest.raises(
+        ScheduleError, match=r"lr_scheduler.T_max: depends on the length.*max_epochs"
+    ):
         build_lr_schedule(node("cosine"), optimizers(), None, None)
-    with pytest.raises(ScheduleError, match="milestones: follows the length of the run"):
+    with pytest.raises(ScheduleError, match="milestones: depends on the length of the run"):
         build_lr_schedule(node("multi_step"), optimizers(), None, None)
     warm = broken(step_size=1, warmup={"epochs": 1})
     with pytest.raises(ScheduleError, match="the length of an epoch is not known"):

@@ -227,14 +227,16 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         ),
         pytest.param(
             {"all": {"match": ".*"}, "head": {"match": "^4"}},
-            "optimizer.param_groups.head: is left without a parameter: earlier rules take 4.weight",
+            "optimizer.param_groups.head: has no parameter left: earlier rules take 4.weight",
             id="shadowed",
         ),
         pytest.param({"head": {"lr": 1.0}}, "param_groups.head: selects nothing", id="no-selector"),
         pytest.param(
-            {"head": {"match": "("}}, "head.match: '(' is no regular expression", id="regex"
+            {"head": {"match": "("}},
+            "head.match: '(' is not a valid regular expression",
+            id="regex",
         ),
-        pytest.param({"head": {"match": 3}}, "head.match: must be a text", id="match-type"),
+        pytest.param({"head": {"match": 3}}, "head.match: must be a string", id="match-type"),
         pytest.param({"head": {"kind": "biass"}}, "did you mean bias?", id="kind"),
         pytest.param({"head": {"module": "nrom"}}, "did you mean norm?", id="module-word"),
         pytest.param(
@@ -243,15 +245,15 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         pytest.param({"head": {"module": "os.system"}}, "is not allowed", id="module-refused"),
         pytest.param(
             {"head": {"module": "torch.nn.functional.relu"}},
-            "neither a class",
+            "neither the import path of a class",
             id="module-function",
         ),
         pytest.param(
             {"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean match?", id="except"
         ),
         pytest.param({"head": 3}, "param_groups.head: must be a rule", id="rule-type"),
-        pytest.param({"default": {"match": "^4"}}, "is not 'default'", id="reserved-name"),
-        pytest.param({"a b": {"match": "^4"}}, "a rule's name is made of", id="bad-name"),
+        pytest.param({"default": {"match": "^4"}}, "must not be 'default'", id="reserved-name"),
+        pytest.param({"a b": {"match": "^4"}}, "the name of a rule may have", id="bad-name"),
         pytest.param("head", "must be a dict or a list of rules", id="rules-type"),
         pytest.param(
             [{"name": "a", "match": "^4"}, {"name": "a", "match": "^3"}],
@@ -271,7 +273,7 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         ),
         pytest.param(
             {"head": {"match": "^4", "layer_decay": 0.5, "layers": ["^3"]}},
-            "head.layers: says nothing of 4.weight",
+            "head.layers: no pattern matches 4.weight",
             id="no-layer",
         ),
         pytest.param(
@@ -292,14 +294,14 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
             {"head": {"match": "^4", "nesterov": 1}}, "head.nesterov: must be true", id="not-bool"
         ),
         pytest.param(
-            {"head": {"match": "^4", "lr": 1.0, "lr_scale": 2}}, "one of them decides", id="both"
+            {"head": {"match": "^4", "lr": 1.0, "lr_scale": 2}}, "remove one of the two", id="both"
         ),
         pytest.param(
             {"head": {"match": "^4", "nesterov_scale": 2}}, "no hyper-parameter", id="no-share"
         ),
         pytest.param(
             {"all": {"match": ".*", "frozen": True}},
-            "optimizer: is left without a trainable parameter",
+            "optimizer: has no trainable parameter left",
             id="all-frozen",
         ),
     ],

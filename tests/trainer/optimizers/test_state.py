@@ -135,7 +135,7 @@ def test_what_is_released_later_begins_afresh() -> None:
     saved = trained(frozen, network())
     other = build_optimizers(network(), {**SGD, "param_groups": RULES})
     remarks = other.load_state_dict(through_a_file(saved.state_dict()))
-    assert remarks == ["trained since the checkpoint, and not before: 0.weight, 0.bias"]
+    assert remarks == ["unfrozen since the checkpoint, they begin without state: 0.weight, 0.bias"]
     assert_same(by_name(other), by_name(saved))
 
 

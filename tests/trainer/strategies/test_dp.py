@@ -72,7 +72,7 @@ def test_devices(three_gpus, arguments, expected):
 
 
 def test_a_gpu_that_is_not_there(three_gpus):
-    with pytest.raises(ResourceError, match=r"device_ids=\[0, 3\].* 3 GPUs, so no 3"):
+    with pytest.raises(ResourceError, match=r"device_ids=\[0, 3\].* 3 GPUs and no 3"):
         dp.DataParallel(device_ids=[0, 3])
 
 

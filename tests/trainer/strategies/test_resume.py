@@ -118,7 +118,7 @@ def in_group(function, **options):
     return run
 
 
-def interrupted(strategy, rehearse=True, stop=STOP, change=lambda payload: None):
+def interrupted(strategy, warm_up=True, stop=STOP, change=lambda payload: None):
     """Train with a stop in the middle, and return the whole's and the two parts' outcome."""
     whole = make_trainer(strategy)
     whole.fit()
@@ -128,8 +128,8 @@ def interrupted(strategy, rehearse=True, stop=STOP, change=lambda payload: None)
     payload = loaded(saved(first))
     change(payload)
     second = make_trainer(strategy)
-    if not rehearse:
-        second.strategy.rehearse = lambda wrapped, compute: None
+    if not warm_up:
+        second.strategy.warm_up = lambda wrapped, compute: None
     snapshot.restore(second, payload)
     second.callbacks["watch"].lines = list(first.callbacks["watch"].lines)
     second.fit()
@@ -144,9 +144,9 @@ def test_a_resume_is_exact(ranks, world_size, options):
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(3, {}), (2, POWERSGD)], ids=["", "powersgd"])
-def test_without_a_rehearsal_processes_differ(ranks, world_size, options):
+def test_without_a_warm_up_processes_differ(ranks, world_size, options):
     def resume(strategy):
-        return interrupted(strategy, rehearse=False)
+        return interrupted(strategy, warm_up=False)
 
     pairs = ranks(world_size, in_group(resume, **options))
     assert not any(same(expected, resumed) for expected, resumed in pairs)
@@ -188,22 +188,22 @@ def test_all_that_powersgd_keeps_matters(ranks, part, names, warm):
         assert not same(*changed)
 
 
-def test_a_rehearsal_leaves_no_trace(ranks):
-    def rehearse(strategy):
+def test_a_warm_up_leaves_no_trace(ranks):
+    def warm_up(strategy):
         trainer = make_trainer(strategy)
         before = outcome(trainer)
-        snapshot._rehearse(trainer)
+        snapshot._warm_up(trainer)
         grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         return same(before, outcome(trainer)), len(grads), trainer.state.updates
 
-    assert ranks(3, in_group(rehearse)) == [(True, 0, 0)] * 3
+    assert ranks(3, in_group(warm_up)) == [(True, 0, 0)] * 3
 
 
 def part(strategy, content=None, stop=None):
     """Train a part of a run in float64; return samples by update, weights and a checkpoint."""
     trainer = make_trainer(strategy, stop, "fp64", dropout=0)
     notes = snapshot.restore(trainer, loaded(content)) if content else []
-    trainer.train_loader.dataset.seen.clear()  # of the rehearsal
+    trainer.train_loader.dataset.seen.clear()  # of the warm-up
     trainer.fit()
     weights = [p.detach().clone() for p in trainer.model.parameters()]
     return trainer.train_loader.dataset.seen, weights, saved(trainer), notes
@@ -246,4 +246,4 @@ def test_powersgd_begins_anew_where_its_memory_does_not_fit(ranks, caplog, world
     content = ranks(2, in_group(lambda strategy: part(strategy, stop=STOP), **POWERSGD))[0][2]
     for updates, told in ranks(world_size, in_group(resume, **{**POWERSGD, **options})):
         assert updates == UPDATES - STOP
-        assert "powersgd begins anew" in told or "saved by 2 processes" in told
+        assert "powersgd starts anew" in told or "saved by 2 processes" in told

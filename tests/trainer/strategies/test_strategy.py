@@ -207,7 +207,7 @@ def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_all_processes_judge_the_buffers_that_are_saved(ranks, broadcast):
+def test_all_processes_evaluate_the_buffers_that_are_saved(ranks, broadcast):
     def evaluate(rank):
         strategy = DDP("gloo", 30, "cpu", broadcast_buffers=broadcast)
         strategy.setup()

@@ -240,7 +240,7 @@ def test_a_package_elsewhere_on_the_path_is_not_the_users(
     assert "not allowed" in (refusal("sneaky_thing.run") or "")
 
 
-def test_nothing_is_imported_to_judge_a_name(folder: Path) -> None:
+def test_nothing_is_imported_to_check_a_name(folder: Path) -> None:
     (folder / "my_loud.py").write_text("raise SystemExit('ran')\n")
     assert refusal("my_loud.Net") is None
     assert "my_loud" not in sys.modules

@@ -13,7 +13,7 @@ from trainer.targets.allow_list import TargetError, refusal
 from trainer.targets.instantiate import instantiate
 from trainer.targets.signatures import bind_problems
 
-# Paths that must not even be imported to be judged, or are refused once they are seen.
+# Paths that must not even be imported to be checked, or are refused once they are seen.
 PATHS = """
 trainer.runs.manifest._git
 trainer.runs.manifest.code_record
@@ -257,7 +257,7 @@ def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list
     assert timm == ["resnet18"]
 
 
-def test_arguments_by_place_are_judged_as_what_they_stand_for() -> None:
+def test_arguments_by_place_are_checked_as_what_they_stand_for() -> None:
     (found,) = bind_problems({"_target_": "torch.nn.Linear", "_args_": ["a", 2]}, "model")
     assert str(found).startswith("model._args_.0: in_features: expected int")
     (found,) = bind_problems({"_target_": "torch.nn.Dropout", "_args_": [0.1, True, 3]}, "model")

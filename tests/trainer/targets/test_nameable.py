@@ -97,7 +97,7 @@ def test_what_can_be_named_of_ours_is_this_list() -> None:
             parts = file.relative_to(ROOT).with_suffix("").parts
             module = ".".join(part for part in parts if part != "__init__")
             names = names_in(ast.parse(file.read_text(encoding="utf-8")))
-            # What is not listed is judged by the module's name alone.
+            # What is not listed is checked by the module's name alone.
             tried = sorted(set(names))[: None if module in OFFERS else 1]
             found |= {f"{module}.{name}" for name in tried if nameable(f"{module}.{name}")}
     expected = {
@@ -123,7 +123,9 @@ def test_what_can_be_named_of_the_libraries_is_public_and_their_own() -> None:
         if module_name.partition(".")[0] not in roots or not isinstance(module, ModuleType):
             continue
         names = [name for name in sorted(vars(module)) if name.isidentifier()]
-        if module_name not in LIBRARIES:  # judged by the module's name alone: one shows it for all
+        if (
+            module_name not in LIBRARIES
+        ):  # checked by the module name alone: one name shows it for all
             names = names[-1:]
         if offered := [name for name in names if nameable(f"{module_name}.{name}")]:
             found[module_name] = offered

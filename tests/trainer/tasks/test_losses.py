@@ -198,11 +198,11 @@ def test_a_term_that_is_null_is_dropped() -> None:
         pytest.param(
             lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum", id="mean"
         ),
-        pytest.param(lambda: GradientPenalty("parameters"), "asks for a loss", id="no-loss"),
-        pytest.param(lambda: Losses.of(GradientPenalty()), "no term but", id="alone"),
+        pytest.param(lambda: GradientPenalty("parameters"), "needs a loss", id="no-loss"),
+        pytest.param(lambda: Losses.of(GradientPenalty()), "only gradient penalties", id="alone"),
         pytest.param(
             lambda: Losses.of(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
-            "real numbers",
+            "floating-point tensor",
             id="tokens",
         ),
     ],
@@ -215,7 +215,7 @@ def test_what_cannot_be_penalised_is_refused(make, message: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(6,), (4, 5), (2, 4, 5)], ids=["n", "images", "volumes"])
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_labels_of_places_are_judged_as_torch_judges_them(kind, shape, reduction) -> None:
+def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None:
     """Flattened, as GPUs have no deterministic kernel for images of labels."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
@@ -235,7 +235,7 @@ def test_labels_of_places_are_judged_as_torch_judges_them(kind, shape, reduction
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-def test_shares_of_classes_at_places_are_judged_as_torch_judges_them() -> None:
+def test_shares_of_classes_at_places_give_the_loss_of_torch() -> None:
     logits, shares = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 5).softmax(1)
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     values, _ = Losses.of(loss)(logits, shares)

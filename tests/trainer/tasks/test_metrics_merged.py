@@ -64,7 +64,7 @@ class Points:
         return self.x[index], self.y[index]
 
 
-def judged(strategy: Strategy, **metrics) -> dict[str, float]:
+def evaluated(strategy: Strategy, **metrics) -> dict[str, float]:
     torch.manual_seed(3)
     model = strategy.prepare(nn.Linear(5, CLASSES))
     world = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
@@ -83,13 +83,13 @@ def test_they_tell_of_all_samples(ranks) -> None:
     def evaluate(rank: int) -> tuple[dict[str, float], str]:
         strategy = DDP("gloo", 60, "cpu")
         strategy.setup()
-        metrics = judged(strategy, reduced=Reduced(), gathered=Gathered())
+        metrics = evaluated(strategy, reduced=Reduced(), gathered=Gathered())
         with pytest.raises(ModelError) as refused:
-            judged(strategy, mine=Accuracy())
+            evaluated(strategy, mine=Accuracy())
         strategy.group.leave()
         return metrics, str(refused.value)
 
-    alone = judged(Strategy("cpu"), mine=Accuracy())
+    alone = evaluated(Strategy("cpu"), mine=Accuracy())
     for metrics, refused in ranks(3, evaluate):
         assert metrics["val/accuracy"] == pytest.approx(alone["val/accuracy"])
         assert metrics["val/reduced"] == pytest.approx(alone["val/mine"])

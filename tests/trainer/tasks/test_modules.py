@@ -219,7 +219,7 @@ def test_constants_are_not_saved_and_older_checkpoints_load() -> None:
     del places["groups"]["default"]["parameters"]["task.loss.scale"]
     del places["state"]["task.loss.scale"]
     notes = snapshot.restore(trainer_of(Restless, max_steps=8), payload)
-    assert notes == ["trained since the checkpoint, and not before: task.loss.scale"]
+    assert notes == ["unfrozen since the checkpoint, they begin without state: task.loss.scale"]
 
 
 def test_weights_alone_bring_the_task_along() -> None:

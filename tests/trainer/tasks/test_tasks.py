@@ -188,7 +188,7 @@ def test_the_metrics_named_are_those_that_come(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_are_judged_by_a_metric_that_comes(kind: str) -> None:
+def test_the_monitored_metric_is_computed(kind: str) -> None:
     task = CASES[kind][1]()
     assert task.monitor() in task.metric_names()
 

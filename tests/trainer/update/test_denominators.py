@@ -121,15 +121,15 @@ def test_they_count_nowhere_in_several_processes(ranks) -> None:
 @pytest.mark.parametrize(("loss", "ignored"), IGNORING)
 @pytest.mark.parametrize("batch", [1, 3, 5, 16])
 def test_an_evaluation_counts_the_others_once(loss, ignored: int, batch: int) -> None:
-    data, judge = Points(ignored), loss()
-    trainer = trainer_of(judge, data)
+    data, criterion = Points(ignored), loss()
+    trainer = trainer_of(criterion, data)
     metrics = trainer.evaluate(loader(data, batch), "test")
     with torch.no_grad():
         logits = trainer.model(data.x)
     counting = data.y != ignored
     right = (logits.argmax(1) == data.y)[counting].double().mean().item()
     best = (logits.topk(2).indices == data.y[:, None]).any(1)[counting].double().mean().item()
-    assert metrics["test/loss"] == pytest.approx(judge(logits, data.y).item(), abs=1e-12)
+    assert metrics["test/loss"] == pytest.approx(criterion(logits, data.y).item(), abs=1e-12)
     assert metrics["test/accuracy"] == pytest.approx(right, abs=1e-12)
     assert metrics["test/accuracy_top2"] == pytest.approx(best, abs=1e-12)
 

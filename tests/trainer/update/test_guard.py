@@ -172,7 +172,7 @@ def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> 
     assert type(guard_of(stop, Memory([]))) is HostGuard
 
 
-def test_a_scaled_loss_is_judged_by_the_host(gpu: Callable[[bool], None]) -> None:
+def test_a_scaled_loss_is_checked_on_the_host(gpu: Callable[[bool], None]) -> None:
     gpu(True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -294,7 +294,7 @@ def test_weights_that_are_lost_end_a_run_that_skips(gpu: Callable[[bool], None])
         trainer.fit()
 
 
-class Judge(Callback):
+class Observer(Callback):
     """Note the steps at which something looks at the model."""
 
     def __init__(self) -> None:
@@ -322,13 +322,18 @@ def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
     options: dict[str, Any], gpu: Callable[[bool], None], tmp_path: Path
 ) -> None:
     gpu(True)
-    judge = Judge()
+    callback = Observer()
     trainer = trainer_of(
-        "adamw", tmp_path / "run", batches(bad=2), {"judge": judge}, log_every_n_steps=99, **options
+        "adamw",
+        tmp_path / "run",
+        batches(bad=2),
+        {"callback": callback},
+        log_every_n_steps=99,
+        **options,
     )
     with pytest.raises(DivergedError, match="update 3"):
         trainer.fit()
-    assert judge.at == []
+    assert callback.at == []
 
 
 def test_a_resumed_run_goes_on_under_the_other_guard(

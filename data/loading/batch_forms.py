@@ -8,11 +8,41 @@ before them is applied to each sample.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from data import batch_transforms as batched
 from data.errors import DataError
 from data.transforms import Pipeline, acts_on_batches
+
+
+def quick_form(step: Any) -> Any:
+    """Return what does to each image what `step` does, with the same draws, in less time."""
+    if type(step) is not v2.RandomResizedCrop or not step.antialias:
+        return step
+    mode = getattr(step.interpolation, "value", step.interpolation)
+    return _QuickResizedCrop(step) if mode == "bilinear" else step
+
+
+class _QuickResizedCrop:
+    """torchvision's RandomResizedCrop of 8-bit images, without the classes around its two calls.
+
+    Its pixels are torchvision's to the bit on CPUs with AVX2; others round once more there.
+    """
+
+    def __init__(self, step: v2.RandomResizedCrop) -> None:
+        self.step = step
+
+    def __call__(self, image: Any) -> Any:
+        if type(image) is not Tensor or image.dtype != torch.uint8:
+            return self.step(image)
+        box = self.step.make_params([image])
+        rows = slice(box["top"], box["top"] + box["height"])
+        columns = slice(box["left"], box["left"] + box["width"])
+        part, size = image[None, :, rows, columns], list(self.step.size)
+        return interpolate(part, size, mode="bilinear", antialias=True)[0]
 
 
 def defer(pipeline: Pipeline, stage: str) -> None:
