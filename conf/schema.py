@@ -61,8 +61,12 @@ class LrSchedulerWords:
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
-    """A search by Optuna (`train -m sweep=optuna`), ranked by the metric that ranks checkpoints."""
+    """What `train -m` does with its jobs; the last three are of a search (`sweep=optuna`)."""
 
+    fail_fast: bool = option(False, "start no further job once one has failed")
+    group_by: str | list[str] | None = option(
+        None, "swept keys, such as seed, over which mean and deviation are taken"
+    )
     n_trials: int = option(20, "jobs", at_least=1)
     sampler: Literal["tpe", "random"] = option("tpe", "how the next values are chosen")
     params: dict[str, str] = option(
@@ -92,4 +96,4 @@ class Config:
     trainer: TrainerConfig = option(TrainerConfig, "the loop")
     strategy: StrategyConfig = option(StrategyConfig, "the devices")
     callbacks: Named = option({}, "named, called in this order; null drops one", node=True)
-    sweep: SweepConfig | None = option(None, "a search over configurations (train -m)")
+    sweep: SweepConfig | None = option(None, "many jobs (train -m)")

@@ -51,6 +51,12 @@ class Timer:
         self._before = dict(self.spent)
 
     @property
+    def seconds(self) -> float:
+        """Seconds since `start`."""
+        self.lap(self._kind)
+        return sum(self.spent.values())
+
+    @property
     def total(self) -> float:
         """Seconds of training in the interval, waiting for data included."""
         self.lap(self._kind)

@@ -26,14 +26,19 @@ class Request:
     def resume_command(self, run_dir: Path) -> str:
         """Return the command that resumes this run."""
         kept = [a for a in self.arguments if not a.lstrip("+").startswith(("run_dir=", "resume="))]
-        path = str(run_dir)
-        value = path if re.fullmatch(r"[\w./+-]+", path) else quoted(path)
-        return shlex.join(["train", *kept, f"run_dir={value}", "resume=auto"])
+        return shlex.join(["train", *kept, run_dir_override(run_dir), "resume=auto"])
 
     def config_text(self) -> str:
         """Return the configuration as YAML; keys that belong to a single start are null."""
         stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None}
         return dump(stored)
+
+
+def run_dir_override(path: Path) -> str:
+    """Return the override that names a folder, quoted where it must be."""
+    text = str(path)
+    plain = re.fullmatch(r"[\w./+-]+", text)
+    return f"run_dir={text if plain else quoted(text)}"
 
 
 def quoted(text: str) -> str:

@@ -58,7 +58,7 @@ class Dimension:
     choices: tuple[str, ...] = ()
     low: float = 0.0
     high: float = 0.0
-    integers: bool = False
+    integers: bool = False  # the ends are written as such
     log: bool = False
 
 
@@ -111,6 +111,10 @@ class Overrides:
         except Exception as error:
             self.note(name, first_lines(error))
             return []
+        if not values:
+            options = self._options(name) if self.groups.group_exists(name) else []
+            hint = f"choose of {', '.join(options)}" if options else None
+            self.note(name, f"{text.partition('=')[2]} gives no value", hint)
         return [Swept(f"{key}={value}", name, value, True) for value in values]
 
     def dimension(self, override: Any) -> Dimension | None:
@@ -124,7 +128,7 @@ class Overrides:
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
         if not low < high or (log and low <= 0):
             self.note(override.key_or_group, f"no numbers from {low} to {high}")
-        integers = isinstance(low, int) and isinstance(high, int)
+        integers = re.search(r"\d[.e]|\d*\.\d", override.input_line.partition("=")[2]) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:

@@ -64,7 +64,7 @@ def held_directory(
                 if exit_code(error) == ConfigError.exit_code and not began:
                     _discard(directory, config)
                 else:
-                    _record_failure(request, directory, error)
+                    _record_failure(request, directory, error, trainer.timer.seconds)
             raise
         finally:
             if directory is not None:
@@ -80,7 +80,9 @@ def _discard(directory: RunDirectory, config: Config) -> None:
                 folder.rmdir()
 
 
-def _record_failure(request: Request, directory: RunDirectory, error: BaseException) -> None:
+def _record_failure(
+    request: Request, directory: RunDirectory, error: BaseException, seconds: float
+) -> None:
     code = exit_code(error)
     log_file.error("error: %s", describe(error), exc_info=error)
     try:
@@ -89,6 +91,7 @@ def _record_failure(request: Request, directory: RunDirectory, error: BaseExcept
             code=code,
             reason=describe(error),
             resume=request.resume_command(directory.path),
+            seconds=seconds,
         )
     except StorageError:
         logger.warning("status.json could not be written")
@@ -105,14 +108,14 @@ def record_end(
     request: Request, trainer: Trainer, directory: RunDirectory, results: dict[str, float]
 ) -> None:
     """Record the end of a run; `stopped` if its time limit ended it before its horizon."""
-    if trainer.done or not trainer.state.interrupted:
-        directory.finish("finished", results=results)
+    state, seconds = trainer.state, trainer.timer.seconds
+    if trainer.done or not state.interrupted:
+        directory.finish("finished", results=results, seconds=seconds)
         return
-    state = trainer.state
     where = f"epoch {state.epoch}, step {state.global_step}"
     command = request.resume_command(directory.path)
     reason = f"trainer.{state.stop_reason} ended it at {where}"
-    directory.finish("stopped", reason=reason, resume=command, results=results)
+    directory.finish("stopped", reason=reason, resume=command, results=results, seconds=seconds)
 
 
 def interrupted(request: Request, trainer: Trainer) -> Interrupted:

@@ -16,7 +16,7 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from scripts.runs.abandoned import Moment
 from scripts.runs.report import best_of
-from scripts.sweeps.leaderboard import Ranking
+from scripts.sweeps.ranking import Ranking
 from trainer import snapshot
 from trainer.build.assembly import Assembly, Known
 from trainer.callback import Average, Callback, Saver

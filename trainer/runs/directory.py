@@ -17,16 +17,19 @@ from trainer.files.storage import storage_error
 from trainer.runs import manifest
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder
 from trainer.runs.status import (
+    CHECKPOINTS,
     INFERENCE,
+    LOG,
     MANIFEST,
+    METRICS,
     STATUS,
     RunDirectoryError,
     holds_run,
     read_json,
+    seconds_until_killed,
 )
 
-CONFIG, OVERRIDES, LOG, METRICS = "config.yaml", "overrides.yaml", "train.log", "metrics.jsonl"
-TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
+CONFIG, OVERRIDES, TENSORBOARD = "config.yaml", "overrides.yaml", "tensorboard"
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +42,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # user code may change the working directory
         self._lock = RunLock(self.path)
+        self._seconds = 0.0  # of training, by the processes before this one
 
     @classmethod
     def create(
@@ -106,13 +110,16 @@ class RunDirectory:
         reason: str | None = None,
         resume: str | Sequence[str] | None = None,
         results: Mapping[str, float] | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Record the end in `status.json` and the manifest.
 
-        `state` is finished, preempted or failed; `resume` is the command that continues the run.
+        `state` is finished, preempted or failed; `resume` is the command that continues the run;
+        `seconds` is the time this process trained, which is added to that of those before it.
         """
         command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}
+        self._seconds += seconds
         self._write_status(**end, resume=command, results=_plain(results or {}))
         self.update_manifest({"exit": {**end, "ended": manifest.now()}})
 
@@ -162,6 +169,7 @@ class RunDirectory:
         except RunDirectoryError as error:
             _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
             former = {}
+        self._seconds = self._seconds_before()
         resumed = [*former.get("resumed", []), manifest.start_record(facts)]
         write_json(self.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
         self._write_status(state="running", started=manifest.now())
@@ -175,7 +183,16 @@ class RunDirectory:
             "updated": manifest.now(),
         }
         empty = {"state": None, "code": None, "reason": None, "resume": None}
-        write_json(self.path / STATUS, {**empty, **identity, "results": {}, **fields})
+        facts = {**empty, **identity, "seconds": self._seconds, "results": {}}
+        write_json(self.path / STATUS, {**facts, **fields})
+
+    def _seconds_before(self) -> float:
+        with contextlib.suppress(RunDirectoryError, TypeError, ValueError):
+            status = read_json(self.path / STATUS)
+            if status.get("state") == "running":
+                return seconds_until_killed(self.path, status)
+            return float(status.get("seconds") or 0.0)
+        return 0.0
 
     def _started(self) -> Any:
         with contextlib.suppress(RunDirectoryError):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trainer.runs.lock import is_held
 MANIFEST = "manifest.json"
 INFERENCE = "inference.json"
 STATUS = "status.json"
+LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 
 
 class RunDirectoryError(RunError):
@@ -51,15 +53,33 @@ def read_status(path: Path) -> dict[str, Any]:
     """Read the status of the run in `path`; `running` becomes `killed` if its process is dead."""
     status = read_json(path / STATUS)
     if status.get("state") == "running" and not is_held(path):
-        status = {**status, "state": "killed"}
+        status = {**status, "state": "killed", "seconds": seconds_until_killed(path, status)}
     return status
+
+
+def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
+    """Return a run's `seconds`, those of its last process included, which wrote `status` and died.
+
+    They count up to the last of the files that a run writes as it goes.
+    """
+    seconds = float(status.get("seconds") or 0.0)
+    try:
+        began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
+    except ValueError:
+        return seconds
+    files = (path / name for name in (LOG, METRICS, f"{CHECKPOINTS}/index.json"))
+    last = max((file.stat().st_mtime for file in files if file.exists()), default=began)
+    return seconds + max(0.0, last - began)
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:
     """Replace code and reason in the status of a failed run by those of the first failure."""
     status = read_json(path / STATUS)
     if status:
-        end = {"state": "preempted" if code in (130, 143) else "failed", "code": code}
+        state = "preempted" if code in (130, 143) else "failed"
+        end: dict[str, Any] = {"state": state, "code": code}
+        if status.get("state") == "running":
+            end["seconds"] = seconds_until_killed(path, status)
         write_json(path / STATUS, {**status, **end, "reason": reason, "resume": resume})
 
 

@@ -10,23 +10,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conf.errors import ConfigError
+from conf.yaml_dump import dump
 from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import split_jobs
+from scripts.cli.request import quoted
+from scripts.composition.compose import compose, split_jobs, split_search
+from scripts.composition.overrides import Dimension
+from scripts.sweeps import grid, search
 from scripts.sweeps import sweep as sweep_jobs
+from scripts.sweeps.folder import newest_unfinished
 from scripts.sweeps.grid import sweep
-from scripts.sweeps.process import command, quoted
+from scripts.sweeps.process import command
+from trainer.runs.lock import RunLock
 
 # Stands for `train`: does what optimizer.lr tells it, and leaves a status as a run does.
 JOB = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 *overrides, target = sys.argv[1:]
 folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
-folder.mkdir(parents=True)
+folder.mkdir(parents=True, exist_ok=True)
+folder.joinpath("manifest.json").write_text("{}")
+folder.joinpath("overrides.yaml").write_text(json.dumps(sys.argv[1:]))
 lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
 print("job output", lr)
+if lr == 0.4 and not folder.joinpath("started").exists():
+    folder.joinpath("started").touch()
+    folder.joinpath("status.json").write_text('{"state": "running", "resume": "train it"}')
+    os.kill(os.getpid(), signal.SIGKILL)
 if lr == 0.5:
     folder.joinpath("started").touch()
     time.sleep(60)
@@ -35,6 +48,7 @@ if lr > 1:
     status = {"state": "failed", "code": 5, "reason": "it diverged"}
 else:
     status = {"state": "finished", "results": {"best/val/accuracy": 1 - lr, "val/accuracy": 0.0}}
+    status["seconds"] = 1.5
 if lr < 3:
     folder.joinpath("status.json").write_text(json.dumps(status))
 sys.exit(5 if lr > 1 else 0)
@@ -68,12 +82,22 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return [sys.executable, str(script), *command([], overrides, run_dir)[4:]]
 
     monkeypatch.setattr(sweep_jobs, "command", fake)
+    monkeypatch.setattr(grid, "check_built", lambda arguments, jobs: None)
+    monkeypatch.setattr(search, "check_built", lambda arguments, jobs: None)
     monkeypatch.chdir(tmp_path)
     return script
 
 
 def run(*argv: str) -> int:
     return sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
+
+
+def keep_configs(folder: Path) -> None:
+    """Write the configuration of each job that ran, as a run does."""
+    for path in folder.glob("*/overrides.yaml"):
+        overrides = yaml.safe_load(path.read_text())
+        config = compose(["--config-path", "conf", *overrides]).config
+        (path.parent / "config.yaml").write_text(dump({**config, "run_dir": None}))
 
 
 def board(folder: Path) -> list[dict[str, str]]:
@@ -114,6 +138,8 @@ def test_a_glob_takes_all_choices_of_a_group() -> None:
         pytest.param("optimizer.lr=interval(0,1)", "sweep=optuna", id="interval"),
         pytest.param("seed=range(0,1000000)", "10000 jobs", id="too-many"),
         pytest.param("hydra.sweep.dir=a,b", "cannot be set", id="hydra"),
+        pytest.param("seed=range(5,5)", r"^seed: range\(5,5\) gives no value", id="empty-range"),
+        pytest.param("model=glob(zzz*)", r"no value; choose of .*mlp", id="empty-glob"),
     ],
 )
 def test_values_that_make_no_jobs(override: str, text: str) -> None:
@@ -134,7 +160,7 @@ def test_a_sweep_goes_on_ranks_its_jobs_and_returns_the_first_failure(
     assert [row["status"] for row in rows] == ["finished", "finished", "failed", "failed"]
     assert rows[0]["val/accuracy"] == "0.8"
     assert rows[0]["run_dir"] == str(folder / "3")
-    assert float(rows[0]["seconds"]) > 0
+    assert [row["seconds"] for row in rows] == ["1.5", "1.5", "", ""]
     out, err = capfd.readouterr()
     assert "job output 0.3" in out
     assert out.count("it diverged") == 2  # from status.json, and where there is none from stderr
@@ -148,6 +174,82 @@ def test_nothing_starts_before_every_configuration_is_sound(job: Path) -> None:
         "trainer.max_epoch", "trainer.max_epoch", "optimizer.lr", "optimizer.lr",
     ]  # fmt: skip
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("varied", ["resume=auto,null", "run_dir=a,b"])
+def test_what_tells_no_jobs_apart_cannot_vary(job: Path, varied: str) -> None:
+    with pytest.raises(ConfigError, match="cannot vary between the jobs"):
+        run(varied)
+
+
+def test_the_same_combination_twice_is_one_job(job: Path) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1,0.10,1e-1", "seed=1,1") == 0
+    assert [row["job"] for row in board(Path("there"))] == ["0"]
+
+
+def test_a_changed_grid_finds_the_folders_of_its_jobs(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1,0.2,1.5") == 5
+    keep_configs(Path("there"))
+    capfd.readouterr()
+    assert run("optimizer.lr=0.3,1.5,0.2", "resume=auto", "run_dir=there") == 5
+    rows = {row["optimizer.lr"]: row for row in board(Path("there"))}
+    assert {lr: row["job"] for lr, row in rows.items()} == {"0.2": "1", "0.3": "3", "1.5": "2"}
+    assert rows["0.2"]["val/accuracy"] == "0.8"
+    out = capfd.readouterr().out
+    assert "job output 0.2" not in out  # it had finished
+    assert "job output 1.5" in out
+
+
+def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1") == 0
+    keep_configs(Path("there"))
+    (Path("conf") / "train.yaml").write_text(PRIMARY + "seed: 3\n")
+    run("optimizer.lr=0.1", "resume=auto", "run_dir=there")
+    assert capfd.readouterr().out.count("job output 0.1") == 2
+
+
+def test_the_first_failure_ends_a_sweep_that_asks_for_it(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run_dir=there", "optimizer.lr=1.5,0.1", "seed=1", "sweep.fail_fast=true"]
+    assert run(*argv) == 5
+    assert {row["status"] for row in board(Path("there"))} == {"failed", "not started"}
+    assert "sweep.fail_fast ended it; go on with the sweep: train -m" in capfd.readouterr().out
+
+
+def test_the_newest_unfinished_sweep_is_gone_on_with(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["name=mine", "optimizer.lr=0.1,0.4", "resume=auto"]
+    assert run(*argv) == 137
+    (folder,) = Path("runs/mine/sweeps").iterdir()
+    keep_configs(folder)
+    reason = "job 1 killed (exit 137): killed by SIGKILL (out of memory?); go on with: train it\n"
+    assert reason in capfd.readouterr().out
+    assert run(*argv) == 0
+    out = capfd.readouterr().out
+    assert f"going on with the sweep {folder}\n" in out
+    assert "job output 0.1" not in out
+    assert run(*argv) == 137
+    assert len(list(Path("runs/mine/sweeps").iterdir())) == 2
+
+
+def test_the_newest_sweep_that_nobody_holds(tmp_path: Path) -> None:
+    stamps = ["2026-01-01_00-00-00", "2026-01-01_00-00-00-9", "2026-01-01_00-00-00-10"]
+    for stamp in stamps:
+        (tmp_path / stamp).mkdir()
+        (tmp_path / stamp / "leaderboard.csv").write_text("job,status\n0,finished\n1,failed\n")
+    assert newest_unfinished(tmp_path) == tmp_path / stamps[2]
+    (tmp_path / stamps[2] / "leaderboard.csv").write_text("job,status\n0,finished\n")
+    lock = RunLock(tmp_path / stamps[1])
+    assert lock.acquire() is None
+    assert newest_unfinished(tmp_path) == tmp_path / stamps[0]
+    lock.release()
+    assert newest_unfinished(tmp_path) == tmp_path / stamps[1]
 
 
 def test_a_sweep_goes_where_it_is_told_and_not_twice(job: Path) -> None:
@@ -166,25 +268,29 @@ def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
 
 def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     driver = "import sys; from scripts.sweeps import grid, sweep\n"
+    driver += "grid.check_built = lambda *_: None\n"
     driver += "from scripts.cli.arguments import parse_arguments\n"
     driver += "real = sweep.command\n"
     driver += f"sweep.command = lambda *a: [sys.executable, {str(job)!r}, *real([], *a[1:])[4:]]\n"
     driver += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
     argv = [sys.executable, "-c", driver, "-m", "--config-path", "conf", "run_dir=there"]
     argv.append("optimizer.lr=0.1,0.5,0.2")
-    process = subprocess.Popen(argv, start_new_session=True)
+    process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
         while not Path("there/1/started").exists() and time.monotonic() < deadline:
             time.sleep(0.02)  # until the second job runs
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
     finally:
         process.kill()
         process.wait()
     states = {row["job"]: row["status"] for row in board(Path("there"))}
     assert states == {"0": "finished", "1": "failed", "2": "not started"}
     assert not Path("there/2").exists()
+    way_out = "train -m --config-path conf optimizer.lr=0.1,0.5,0.2 resume=auto run_dir=there"
+    assert out.endswith(f"interrupted; go on with the sweep: {way_out}\n")
 
 
 def test_a_search_needs_its_package_and_something_to_search(
@@ -198,6 +304,39 @@ def test_a_search_needs_its_package_and_something_to_search(
     with pytest.raises(ConfigError, match="pip install optuna"):
         run("+sweep=optuna", "optimizer.lr=interval(0.1,0.2)")
     assert not Path("runs").exists()
+
+
+def test_every_choice_of_a_search_is_checked_first(job: Path) -> None:
+    Path("conf/sweep").mkdir()
+    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\nsampler: tpe\n")
+    with pytest.raises(ConfigError) as caught:
+        run("+sweep=optuna", "optimizer.lr=choice(0.1,abc)", "seed=choice(1,-2)")
+    assert {p.key for p in caught.value.problems} == {"seed", "optimizer.lr"}
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("model.hidden=interval(16,64)", ["16", "64"], id="integers"),
+        pytest.param("model.hidden=interval(16.0,64.0)", ["16.0", "64.0"], id="written-as-floats"),
+        pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
+        pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
+        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
+    ],
+)
+def test_the_values_that_a_search_is_checked_with(text: str, expected: list[str]) -> None:
+    _, (dimension,) = split_search(parse_arguments(["-m", text]))
+    config = {"model": {"hidden": 32}, "optimizer": {"lr": 0.1}}
+    found = search.samples([search.with_integers(dimension, config)])
+    assert [swept.value for (swept,) in found] == expected
+
+
+def test_a_large_space_is_checked_with_each_choice_once() -> None:
+    space = [Dimension(key, choices=tuple(map(str, range(n)))) for key, n in (("a", 90), ("b", 7))]
+    found = search.samples(space)
+    assert len(found) == 90
+    assert {b.value for _, b in found} == set(space[1].choices)
 
 
 def test_a_search_finds_good_values(job: Path) -> None:
@@ -214,6 +353,9 @@ def test_a_search_finds_good_values(job: Path) -> None:
     finished = [float(row["val/accuracy"]) for row in rows if row["status"] == "finished"]
     assert finished == sorted(finished, reverse=True)
     assert finished[0] > 0.9
+    before = {row["job"]: row["optimizer.lr"] for row in rows}
+    run(*argv, f"run_dir={folder}", "resume=auto")
+    assert {row["job"]: row["optimizer.lr"] for row in board(folder)} == before
 
 
 def test_a_job_is_a_command_line_of_its_own() -> None:
@@ -226,8 +368,6 @@ def test_a_job_is_a_command_line_of_its_own() -> None:
 
 @pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])
 def test_quoted_text_is_read_as_it_was(text: str, tmp_path: Path) -> None:
-    from scripts.composition.compose import compose
-
     assert compose([f"run_dir={quoted(text)}"]).config["run_dir"] == text
 
 

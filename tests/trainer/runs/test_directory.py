@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,24 @@ def ended(path, state):
     run = create(path)
     run.finish(state)
     run.release()
+
+
+def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
+    run = create(tmp_path)
+    run.finish("preempted", seconds=2.5)
+    run.release()
+    run = RunDirectory.resume(tmp_path, facts={})
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["seconds"] == 2.5
+    run.release()  # as if it were killed, 40 seconds after it began
+    began = datetime.fromisoformat(status["updated"]).timestamp()
+    (tmp_path / "metrics.jsonl").touch()
+    os.utime(tmp_path / "metrics.jsonl", (began + 40, began + 40))
+    assert read_status(tmp_path)["seconds"] == pytest.approx(42.5)
+    run = RunDirectory.resume(tmp_path, facts={})
+    run.finish("finished", seconds=1)
+    run.release()
+    assert read_status(tmp_path)["seconds"] == pytest.approx(43.5)
 
 
 def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding):

@@ -1,0 +1,56 @@
+"""Check the jobs of a sweep before the first starts: all composed, some held against torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from conf.errors import ConfigError, Problem, raise_problems
+from scripts.cli.arguments import Arguments
+from scripts.cli.console import logger
+from scripts.composition.compose import compose
+from scripts.composition.overrides import Swept
+from scripts.sweeps.sweep import flags
+
+
+def checked(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
+    """Compose every job; raises ConfigError with the mistakes of all, each once."""
+    configs, problems = [], []
+    for job in jobs:
+        overrides = tuple(override.text for override in job)
+        try:
+            composed = compose(replace(arguments, overrides=overrides, multirun=False))
+            configs.append(composed.config)
+        except ConfigError as error:
+            problems += error.problems
+    raise_problems(problems)
+    return configs
+
+
+def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> None:
+    """Find the mistakes for which torch and the targets must be imported, in one process.
+
+    One job is checked for each combination of the swept values that are no numbers: groups and
+    words. A single job finds its own mistakes. Raises ConfigError.
+    """
+    if len(jobs) < 2:
+        return
+    kinds = {
+        tuple(o.text for o in job if o.varies and not _is_number(o.value)): job for job in jobs
+    }
+    logger.info("checking %d of %d jobs before the first starts", len(kinds), len(jobs))
+    texts = [[override.text for override in job] for job in kinds.values()]
+    argv = [sys.executable, "-P", "-m", "scripts.sweeps.built_check", *flags(arguments)]
+    done = subprocess.run(argv, input=json.dumps(texts), capture_output=True, text=True)
+    if done.returncode == 0:  # else the jobs themselves tell what is wrong
+        raise_problems(Problem(*fields) for fields in json.loads(done.stdout))
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

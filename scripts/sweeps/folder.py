@@ -1,0 +1,112 @@
+"""The folder of a sweep: which one to go on with, and which job each folder in it holds."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.errors import ConfigError, Problem
+from scripts.composition.identity import belongs_outside, identity
+from scripts.sweeps.leaderboard import FILE
+from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
+from trainer.runs.lock import RunLock, is_held
+from trainer.runs.status import RunDirectoryError, check_run_dir, holds_run, read_status
+
+RUNS = Path("runs")
+_FINISHED = "finished"
+_STAMP = len(timestamp())  # behind it stands the number of a sweep that began in the same second
+
+
+def find_sweep(config: dict[str, Any]) -> Path | None:
+    """Return the sweep to go on with; None for a new one. Makes nothing."""
+    if config["run_dir"] is None:
+        resumed = config["resume"] == "auto"
+        return newest_unfinished(_sweeps(config)) if resumed else None
+    folder = Path(config["run_dir"])
+    check_run_dir(folder)
+    used = (folder / FILE).exists() or holds_run(folder / "0")
+    if holds_run(folder) or (used and config["resume"] is None):
+        message = f"{folder} holds a run or a sweep already"
+        hint = "resume=auto goes on with it" if used else "choose another run_dir"
+        raise ConfigError([Problem("run_dir", message, hint=hint)])
+    return folder if used else None
+
+
+def newest_unfinished(sweeps: Path) -> Path | None:
+    """Return the newest sweep in a folder with a job that has not finished, and nobody's now."""
+    boards = sorted(sweeps.glob(f"*/{FILE}"), key=_age, reverse=True)
+    found = (b.parent for b in boards if not _all_finished(b) and not is_held(b.parent))
+    return next(found, None)
+
+
+def _age(board: Path) -> tuple[str, int, str]:
+    name = board.parent.name
+    return name[:_STAMP], len(name), name  # -10 comes after -9
+
+
+def _all_finished(board: Path) -> bool:
+    try:
+        with board.open(newline="", encoding="utf-8") as file:
+            _, *rows = csv.reader(file)
+    except (OSError, ValueError):  # unreadable: its jobs tell
+        return False
+    return all(row[1:2] == [_FINISHED] for row in rows)
+
+
+def hold_folder(config: dict[str, Any], found: Path | None) -> tuple[Path, RunLock]:
+    """Make the folder of a new sweep where none was found, and hold it.
+
+    Raises ConfigError where it cannot be made, RunDirectoryError where another process holds it.
+    """
+    folder = found or _make_folder(config)
+    lock = RunLock(folder)
+    holder = lock.acquire()
+    if holder is not None:
+        raise RunDirectoryError(
+            f"{folder}: the sweep is in use by {holder}: choose another run_dir"
+        )
+    return folder, lock
+
+
+def _make_folder(config: dict[str, Any]) -> Path:
+    if config["run_dir"] is None:
+        return reserve(_sweeps(config), timestamp())
+    folder = Path(config["run_dir"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("run_dir", f"{folder}: {error.strerror}")]) from error
+    return folder
+
+
+def _sweeps(config: dict[str, Any]) -> Path:
+    return name_folder(RUNS, config["name"]) / "sweeps"
+
+
+def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
+    """Return the folder of each job, by the overrides that it was made with."""
+    numbered = [path for path in sweep.iterdir() if path.name.isdecimal()]
+    folders: dict[tuple[str, ...], Path] = {}
+    for path in sorted(numbered, key=lambda path: int(path.name)):
+        try:
+            texts = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
+            folders.setdefault(identity(map(str, texts)), path)
+        except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+            continue  # whose it is cannot be told: nobody's
+    return folders
+
+
+def has_finished(job: Path, config: dict[str, Any]) -> bool:
+    """Tell whether a job has finished, with just this configuration."""
+    try:
+        if read_status(job).get("state") != _FINISHED:
+            return False
+        saved = yaml.safe_load((job / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):
+        return False
+    return isinstance(saved, dict) and _trained(saved) == _trained(config)
+
+
+def _trained(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if not belongs_outside(k) and k != "dry_run"}

@@ -1,0 +1,50 @@
+"""Which job of a sweep is the best."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from callbacks.support.monitor import AUTO, Monitor
+from scripts.sweeps.process import NOT_STARTED, Outcome
+from trainer.metric_names import epoch_metric
+
+_BEST = "best/"
+
+
+class Ranking:
+    """Compare jobs by the metric that their checkpoints are chosen by."""
+
+    def __init__(self, config: dict[str, Any], jobs: Sequence[Outcome]) -> None:
+        nodes = [node for node in config["callbacks"].values() if node]
+        modes = {
+            epoch_metric(node["monitor"]): node.get("mode", AUTO)
+            for node in nodes
+            if node.get("monitor") not in (None, AUTO)  # there the task decides
+        }
+        best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
+        name = next(best, None) or next(reversed(modes), "val/loss")
+        self._monitor = Monitor(name, modes.get(name, AUTO))
+        self.name = str(self._monitor.name)
+
+    def value(self, job: Outcome) -> float | None:
+        """Return a job's best value, or its last where the best was not recorded."""
+        found = job.results.get(_BEST + self.name, job.results.get(self.name))
+        return found if isinstance(found, int | float) else None
+
+    def rank(self, job: Outcome) -> float | None:
+        """Return a number that is smaller for a better job; None for one without a value."""
+        value = self.value(job)
+        return None if value is None else self.rank_of(value)
+
+    def rank_of(self, value: float) -> float:
+        """Return a number that is smaller for a better value."""
+        return self._monitor.rank(value)
+
+    def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
+        """Return jobs from the best to the worst; then those that failed, then the rest."""
+
+        def place(job: Outcome) -> tuple[bool, bool, bool, float, int]:
+            rank = self.rank(job)
+            waits = job.state == NOT_STARTED
+            return waits, job.failed, rank is None, rank or 0.0, job.number
+
+        return sorted(jobs, key=place)
