@@ -12,6 +12,8 @@ COMMANDS = {
     "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
     "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
     "export": ("scripts.export", "a trained model as a file for other programs"),
+    "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
+    "cp": ("scripts.cp", "copy a config, to change the copy"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }
