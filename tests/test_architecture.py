@@ -40,7 +40,7 @@ ORDER = (
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
-    ("scripts.runs", "scripts.prediction", "scripts.catalog"),
+    ("scripts.runs", "scripts.prediction", "scripts.catalog", "scripts.history"),
     ("scripts.launching", "scripts.sweeps"),
     ("scripts",),
     ("scripts.benchmarks",),
@@ -67,6 +67,7 @@ LIGHT = (
     "scripts.train",
     "scripts.ls",
     "scripts.cp",
+    "scripts.list_runs",
     "trainer.errors",
     "trainer.runs.directory",
 )
