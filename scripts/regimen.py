@@ -15,6 +15,7 @@ COMMANDS = {
     "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
     "cp": ("scripts.cp", "copy a config, to change the copy"),
     "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
+    "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }

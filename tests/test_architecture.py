@@ -40,7 +40,7 @@ ORDER = (
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
-    ("scripts.runs", "scripts.prediction", "scripts.catalog", "scripts.history"),
+    ("scripts.runs", "scripts.prediction", "scripts.catalog", "scripts.history", "scripts.checkup"),
     ("scripts.launching", "scripts.sweeps"),
     ("scripts",),
     ("scripts.benchmarks",),
