@@ -14,6 +14,7 @@ COMMANDS = {
     "export": ("scripts.export", "a trained model as a file for other programs"),
     "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
     "cp": ("scripts.cp", "copy a config, to change the copy"),
+    "new": ("scripts.new", "a small project of your own that trains at once"),
     "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
     "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
