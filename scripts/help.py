@@ -2,11 +2,10 @@
 
 import sys
 import textwrap
-from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from conf.errors import ConfigError
+from scripts.catalog.groups import description, groups_in
 from scripts.cli.arguments import Arguments, parser
 from scripts.composition.compose import answer_by_hydra, config_text
 from scripts.composition.sources import CONF
@@ -46,12 +45,11 @@ def answer(arguments: Arguments) -> bool:
 
 def help_text(arguments: Arguments) -> str:
     """Return the help: usage, experiments, groups with their choices, options."""
-    folders = [Path(d) for d in arguments.config_dirs] + [Path(arguments.config_path or CONF)]
-    groups = _groups(folders)
+    groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
     experiments = groups.pop("experiment", {})
     width = max((len(name) for name in experiments), default=0)
     parts = [_USAGE, "Experiments (experiment=...):"]
-    parts += [f"  {name:<{width}}  {_description(path)}" for name, path in experiments.items()]
+    parts += [f"  {name:<{width}}  {description(path)}" for name, path in experiments.items()]
     parts += ["", "Groups (group=choice):"]
     parts += [_listed(group, list(choices)) for group, choices in groups.items()]
     parts += ["", "Overrides:", _GRAMMAR, _options()]
@@ -64,35 +62,6 @@ def _print_config(arguments: Arguments) -> None:
     if problems:
         sys.stdout.flush()  # the configuration before its mistakes, wherever both go
         raise ConfigError(problems)
-
-
-def _groups(folders: list[Path]) -> dict[str, dict[str, Path]]:
-    """Return the choices of each group with their files; the first folder that has one wins."""
-    groups: dict[str, dict[str, Path]] = {}
-    for folder in folders:
-        for path in sorted(folder.rglob("*.yaml")):
-            group = path.parent.relative_to(folder).as_posix()
-            if group != ".":
-                groups.setdefault(group, {}).setdefault(path.stem, path)
-    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
-
-
-def _description(path: Path) -> str:
-    """Return the first comment of a file that is neither its command nor for Hydra."""
-    return next(_remarks(path), "")
-
-
-def _remarks(path: Path) -> Iterator[str]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.strip() and not line.startswith("#"):
-            return
-        text = line.lstrip("# ").strip()
-        if text and not text.startswith(("train ", "torchrun ", "python ", "@package")):
-            yield text
 
 
 def _listed(group: str, choices: list[str]) -> str:

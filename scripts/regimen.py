@@ -12,6 +12,12 @@ COMMANDS = {
     "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
     "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
     "export": ("scripts.export", "a trained model as a file for other programs"),
+    "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
+    "cp": ("scripts.cp", "copy a config, to change the copy"),
+    "new": ("scripts.new", "a small project of your own that trains at once"),
+    "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
+    "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
+    "completion": ("scripts.completion", "what TAB completes, for bash"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }

@@ -40,7 +40,7 @@ ORDER = (
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
-    ("scripts.runs", "scripts.prediction"),
+    ("scripts.runs", "scripts.prediction", "scripts.catalog", "scripts.history", "scripts.checkup"),
     ("scripts.launching", "scripts.sweeps"),
     ("scripts",),
     ("scripts.benchmarks",),
@@ -65,6 +65,9 @@ LIGHT = (
     "conf.reserved",
     "scripts.composition.compose",
     "scripts.train",
+    "scripts.ls",
+    "scripts.cp",
+    "scripts.list_runs",
     "trainer.errors",
     "trainer.runs.directory",
 )

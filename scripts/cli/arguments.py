@@ -66,6 +66,29 @@ def parser() -> argparse.ArgumentParser:
     return it
 
 
+def command_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes words, not overrides; its mistakes exit with 2."""
+    return _Parser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def parse_command(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> argparse.Namespace | None:
+    """Take a command line apart; None where its help was asked for, and printed.
+
+    Raises ConfigError.
+    """
+    if {"--help", "-h"} & set(argv):
+        parser.print_help()
+        return None
+    return parser.parse_args(argv)
+
+
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parse a command line. Raises ConfigError."""
     problems = [p for text in argv if (p := _oversized(text)) is not None]

@@ -123,7 +123,7 @@ def opened(arguments: Arguments) -> Iterator[Hydra]:
     path.append("hydra", "pkg://hydra.conf")
     for folder, provider in [*folders, (main, "main")]:
         option = "--config-dir" if provider == "command-line" else "--config-path"
-        _check_folder(folder, option)
+        check_folder(folder, option)
         path.append(provider, f"{_SCHEME}://{folder}")
     path.append("schema", "structured://")
     Plugins.instance()  # registers Hydra's own sources
@@ -141,7 +141,7 @@ def _resolved(folder: str | Path, option: str) -> Path:
         raise ConfigError(Problem(option, f"{folder}: {first_lines(error)}")) from error
 
 
-def _check_folder(folder: Path, option: str) -> None:
+def check_folder(folder: Path, option: str) -> None:
     """Raise ConfigError where a folder of configs is none, or cannot be listed."""
     try:
         with os.scandir(folder):

@@ -1,0 +1,61 @@
+"""What the word at the cursor can become: groups, choices, keys, directories of runs."""
+
+import os
+import typing
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from conf.check import dataclass_in
+from conf.fields import declared
+from conf.schema import Config
+from scripts.catalog.groups import groups_in
+from trainer.runs.status import MANIFEST
+
+# The shell has taken a word apart at "=", so only what follows the last one is replaced.
+BASH = """\
+_regimen_complete() {
+  local IFS=$'\\n'
+  COMPREPLY=($(regimen completion bash --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+  [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+}
+complete -o default -F _regimen_complete regimen train evaluate predict
+"""
+_CONF = Path(__file__).resolve().parents[2] / "conf"
+_OF_RUNS = ("run", "resume")
+_MOST_RUNS = 200
+
+
+def completions(line: str, commands: Sequence[str]) -> list[str]:
+    """Return what the last word of a command line can become, without what precedes its `=`."""
+    *before, word = line.split(" ")
+    words = [text for text in before if text]
+    if words == ["regimen"]:
+        return [name for name in commands if name.startswith(word)]
+    key, equals, value = word.partition("=")
+    groups = groups_in([*_config_dirs(words), _CONF])
+    if not equals:
+        names = [*groups, *_keys(Config), *_OF_RUNS]
+        return [f"{name}=" for name in dict.fromkeys(names) if name.startswith(word)]
+    known = _runs() if key in _OF_RUNS else groups.get(key.lstrip("+"), ())
+    return [choice for choice in known if choice.startswith(value)]
+
+
+def _config_dirs(words: Sequence[str]) -> list[str]:
+    return [folder for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    hints = typing.get_type_hints(schema)
+    for name in declared(schema):
+        section = dataclass_in(hints[name])
+        if section is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from _keys(section, f"{prefix}{name}.")
+
+
+def _runs() -> Iterator[str]:
+    found = (place for place, _, files in os.walk("runs") if MANIFEST in files)
+    for _, place in zip(range(_MOST_RUNS), found, strict=False):
+        yield place

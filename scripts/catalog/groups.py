@@ -1,0 +1,57 @@
+"""The groups of configs, their choices, and what the first comment of a file says of it."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from conf.errors import ConfigError, Problem, did_you_mean
+
+
+def groups_in(folders: Iterable[str | Path]) -> dict[str, dict[str, Path]]:
+    """Return the choices of each group with their files; the first folder that has one wins."""
+    groups: dict[str, dict[str, Path]] = {}
+    for folder in map(Path, folders):
+        for path in sorted(folder.rglob("*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if group != ".":
+                groups.setdefault(group, {}).setdefault(path.stem, path)
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def below(groups: dict[str, dict[str, Path]], name: str) -> dict[str, dict[str, Path]]:
+    """Return the group `name` and those inside it. Raises ConfigError if there is none."""
+    name = name.strip("/")
+    found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
+    if not found:
+        hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
+        raise ConfigError(Problem("", f"there is no group {name!r}", hint))
+    return found
+
+
+def file_of(groups: dict[str, dict[str, Path]], name: str) -> Path:
+    """Return the file of `group/choice`. Raises ConfigError if there is none."""
+    group, _, choice = name.removesuffix(".yaml").strip("/").rpartition("/")
+    files = groups.get(group, {})
+    if choice not in files:
+        known = [f"{g}/{c}" for g, files in groups.items() for c in files]
+        inside = f"{group} has {', '.join(files)}" if files else "`regimen ls` lists them"
+        hint = did_you_mean(name, known) or inside
+        raise ConfigError(Problem("", f"there is no config {name!r}: name group/choice", hint))
+    return files[choice]
+
+
+def description(path: Path) -> str:
+    """Return the first comment of a file that is neither its command nor for Hydra."""
+    return next(_remarks(path), "")
+
+
+def _remarks(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            return
+        text = line.lstrip("# ").strip()
+        if text and not text.startswith(("train ", "torchrun ", "python ", "@package")):
+            yield text

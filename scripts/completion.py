@@ -1,0 +1,39 @@
+"""`regimen completion bash`: completes groups, choices, keys and directories of runs.
+
+eval "$(regimen completion bash)"        # in ~/.bashrc, or for this shell
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from scripts.catalog.completion import BASH, completions
+from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.console import Command
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    with Command() as command:
+        command.code = completion(sys.argv[1:])
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Print the script for a shell, or what that asks for. Raises ConfigError."""
+    parser = command_parser("regimen completion", __doc__)
+    parser.add_argument("shell", choices=("bash",))
+    parser.add_argument("--line", help=argparse.SUPPRESS)  # what the script asks for
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    if arguments.line is None:
+        print(BASH, end="")
+        return 0
+    from scripts.regimen import COMMANDS
+
+    for word in completions(arguments.line, list(COMMANDS)):
+        print(word)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs that were made: read from their directories, compared, removed."""

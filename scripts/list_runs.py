@@ -1,0 +1,127 @@
+"""`regimen runs [DIR]`: what was trained; also `runs diff A B` and `runs clean [DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.console import Command
+from scripts.history.entry import Run, read_run, runs_in
+from scripts.history.removal import removable, remove
+from scripts.history.show import bytes_in_words, compared, comparison, differing, table_of
+from trainer.files.log_format import on_one_line
+
+_DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
+_CLEAN = """\
+Remove runs that did not end well: failed, killed, preempted, damaged. What would go is said first.
+
+The best run of each name stays, and one that is running. With --keep N, finished runs go as well,
+all but the N best of each name.
+"""
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    with Command() as command:
+        command.code = runs(sys.argv[1:])
+
+
+def runs(argv: Sequence[str]) -> int:
+    """Do what a command line asks for. Raises ConfigError, RunDirectoryError, StorageError."""
+    commands = {"diff": _diff, "clean": _clean}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
+    return _list(argv)
+
+
+def _list(argv: Sequence[str]) -> int:
+    parser = command_parser("regimen runs", __doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
+    parser.add_argument("--json", action="store_true", help="for machines: a list of objects")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    found = runs_in(arguments.folder)
+    if arguments.json:
+        print(json.dumps(differing(found), indent=2, default=str))
+    elif not found:
+        print(f"no runs in {on_one_line(arguments.folder)}")
+    else:
+        _print(table_of(found))
+    return 0
+
+
+def _diff(argv: Sequence[str]) -> int:
+    parser = command_parser("regimen runs diff", _DIFF)
+    parser.add_argument("left", type=Path, metavar="A")
+    parser.add_argument("right", type=Path, metavar="B")
+    parser.add_argument("--json", action="store_true", help="for machines: pairs by name")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    left, right = read_run(arguments.left), read_run(arguments.right)
+    if arguments.json:
+        print(json.dumps(compared(left, right), indent=2, default=str))
+    else:
+        _print(comparison(left, right))
+    return 0
+
+
+def _clean(argv: Sequence[str]) -> int:
+    parser = command_parser("regimen runs clean", _CLEAN)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
+    parser.add_argument("--keep", type=_positive, metavar="N", help="of each name, the N best")
+    parser.add_argument("--yes", "-y", action="store_true", help="remove without asking")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    chosen = removable(runs_in(arguments.folder), arguments.keep)
+    if not chosen:
+        print(f"nothing to remove in {on_one_line(arguments.folder)}")
+        return 0
+    for run in chosen:
+        print(f"{run.state:<10} {bytes_in_words(run.size):>10}  {on_one_line(run.path)}")
+    size = bytes_in_words(sum(run.size for run in chosen))
+    if not (arguments.yes or _confirmed(f"remove {_counted(chosen)} ({size})? [y/N] ")):
+        print("nothing was removed (--yes removes without asking)")
+        return 0
+    return _remove(chosen)
+
+
+def _remove(chosen: Sequence[Run]) -> int:
+    left = [run for run in chosen if not remove(run)]
+    for run in left:
+        print(f"left alone, a process has begun to use it: {on_one_line(run.path)}")
+    print(f"removed {_counted(chosen[len(left) :])}")
+    return 0
+
+
+def _counted(runs: Sequence[Run]) -> str:
+    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def _confirmed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:  # nobody is there to answer
+        print()
+        return False
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _print(table: object) -> None:
+    # rich is slow to import, and --json and --help do not need it
+    from rich.console import Console
+
+    Console(soft_wrap=False).print(table)
+
+
+if __name__ == "__main__":
+    main()

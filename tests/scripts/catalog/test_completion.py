@@ -1,0 +1,61 @@
+"""What TAB completes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.catalog.completion import completions
+from scripts.completion import completion
+
+COMMANDS = ["train", "runs"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "net" / "now").mkdir(parents=True)
+    (tmp_path / "runs" / "net" / "now" / "manifest.json").write_text("{}")
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "resnet_mine.yaml").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("regimen tr", ["train"], id="command"),
+        pytest.param("regimen ", COMMANDS, id="every command"),
+        pytest.param("train mod", ["model="], id="group"),
+        pytest.param("train model=resnet1", ["resnet18"], id="choice"),
+        pytest.param("regimen train task/loss=cross", ["cross_entropy"], id="inner group"),
+        pytest.param("train trainer.max_ep", ["trainer.max_epochs="], id="key"),
+        pytest.param("train dry", ["dry_run="], id="key at the root"),
+        pytest.param("evaluate run=", ["runs/net/now"], id="run"),
+        pytest.param("train resume=runs/n", ["runs/net/now"], id="resume"),
+        pytest.param("train -cd mine model=resnet_", ["resnet_mine"], id="the user's"),
+        pytest.param("train nothing", [], id="nothing"),
+    ],
+)
+def test_what_a_word_can_become(line: str, expected: list[str]) -> None:
+    assert completions(line, COMMANDS) == expected
+
+
+def test_every_group_and_key_is_offered_once() -> None:
+    offered = completions("train ", COMMANDS)
+    assert len(offered) == len(set(offered))
+    assert {"experiment=", "model=", "seed=", "loader.batch_size=", "run="} <= set(offered)
+
+
+def test_bash_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completion(["bash"])
+    script = capsys.readouterr().out
+    code = f"""{script}
+    regimen() {{ '{sys.executable}' -P -m scripts.regimen "$@"; }}
+    compopt() {{ :; }}
+    COMP_LINE='train model=resnet' COMP_POINT=18
+    _regimen_complete
+    echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("resnet18 resnet34 resnet50\n", "")

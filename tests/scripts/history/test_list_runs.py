@@ -1,0 +1,283 @@
+"""`regimen runs`: what directories tell of their runs, and which of them may go."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.errors import ConfigError
+from scripts.history.differences import varied
+from scripts.history.entry import read_run, runs_in
+from scripts.history.removal import removable, remove
+from scripts.history.show import bytes_in_words, duration
+from scripts.list_runs import runs
+from trainer.runs.directory import RunDirectory
+from trainer.runs.lock import RunLock
+from trainer.runs.status import RunDirectoryError
+
+CONFIG: dict[str, Any] = {
+    "name": "net",
+    "seed": 0,
+    "model": {"_target_": "models.mlp.MLP", "width": 8},
+    "trainer": {"max_epochs": 3},
+    "callbacks": {"checkpoint": {"save_top_k": 1, "monitor": "auto", "mode": "auto"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(
+    place: str, state: str | None = "finished", best: float | None = None, **config: Any
+) -> Path:
+    """Make a run's directory; `state` None: it still runs, as far as its files tell."""
+    path = Path("runs") / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(CONFIG | config)
+    directory = RunDirectory.create(path, config_yaml=text, overrides=[], facts={})
+    (path / "checkpoints").mkdir(exist_ok=True)
+    lines = [{"step": 5, "epoch": 1, "val/loss": 2.5}, {"step": 10, "epoch": 2, "val/loss": 2.25}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if state is not None:
+        directory.finish(state, results={} if best is None else {"best/val/loss": best})
+    directory.release()
+    return path
+
+
+def with_checkpoint(path: Path, metrics: dict[str, float | None]) -> Path:
+    names = {"best": {"metrics": metrics}}
+    (path / "checkpoints" / "index.json").write_text(json.dumps({"names": names}))
+    return path
+
+
+@pytest.fixture
+def held() -> Iterator[Path]:
+    path = made("net/held", None)
+    lock = RunLock(path)
+    assert lock.acquire() is None
+    yield path
+    lock.release()
+
+
+def listed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    assert runs([*argv, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_no_runs_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs([]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+    assert runs(["clean", "--yes"]) == 0
+    assert capsys.readouterr().out == "nothing to remove in runs\n"
+    assert listed(capsys, "nowhere") == []
+
+
+def test_what_a_finished_run_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/a", best=0.5)
+    (run,) = listed(capsys)
+    assert (run["run"], run["name"], run["status"]) == ("runs/net/a", "net", "finished")
+    assert (run["epoch"], run["step"], run["max_epochs"]) == (2, 10, 3)
+    assert (run["metric"], run["best"], run["differs"]) == ("val/loss", 0.5, {})
+    assert 0 <= run["seconds"] < 600
+    assert run["bytes"] == sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def test_further_names_of_a_file_take_no_room() -> None:
+    path = made("net/a")
+    before = read_run(path).size
+    (path / "checkpoints" / "step.pt").write_bytes(b"x" * 1000)
+    os.link(path / "checkpoints" / "step.pt", path / "checkpoints" / "last.pt")
+    assert read_run(path).size == before + 1000
+
+
+@pytest.mark.parametrize(
+    ("monitor", "metrics", "expected"),
+    [
+        pytest.param(
+            "auto", {"val/loss": 2.0, "val/accuracy": 0.5}, ("val/accuracy", 0.5), id="auto"
+        ),
+        pytest.param(
+            "train/loss", {"train/epoch_loss": 1.0}, ("train/epoch_loss", 1.0), id="named"
+        ),
+        pytest.param(None, {"val/loss": 2.0}, None, id="the newest"),
+        pytest.param("auto", {"val/loss": None}, None, id="not finite"),
+    ],
+)
+def test_the_best_of_a_run_that_has_not_ended(
+    monitor: str | None, metrics: dict[str, float | None], expected: tuple[str, float] | None
+) -> None:
+    node = {"save_top_k": 1, "monitor": monitor}
+    path = with_checkpoint(made("net/a", "failed", callbacks={"mine": node}), metrics)
+    assert read_run(path).best == expected
+
+
+def test_killed_and_running_runs_are_told_apart(
+    held: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made("net/killed", None)
+    assert {run["run"]: run["status"] for run in listed(capsys)} == {
+        "runs/net/held": "running",
+        "runs/net/killed": "killed",
+    }
+
+
+def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/a")
+    for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):
+        (path / name).write_bytes(b"{\xff")
+    (path / "checkpoints" / "index.json").write_text("[]")
+    (run,) = listed(capsys)
+    assert (run["status"], run["name"], run["epoch"], run["best"]) == ("damaged", "net", None, None)
+    assert runs([]) == 0
+
+
+def test_a_torn_last_line_is_no_epoch() -> None:
+    path = made("net/a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "epo')
+    assert read_run(path).step == 10
+
+
+def test_sweeps_are_found_and_links_are_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/sweeps/now/0")
+    (Path("runs") / "latest").symlink_to(path.absolute())
+    assert [run["run"] for run in listed(capsys)] == ["runs/net/sweeps/now/0"]
+    assert [run["run"] for run in listed(capsys, str(path))] == [str(path)]
+
+
+def test_what_differs_is_among_the_runs_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    made("net/a")
+    made("net/b", seed=1, model={"_target_": "models.mlp.MLP", "width": 9})
+    made("net/c", model={"_target_": "mine.Net"})
+    made("other/a", name="other", seed=7)
+    differs = {run["run"].removeprefix("runs/"): run["differs"] for run in listed(capsys)}
+    assert differs["other/a"] == {}
+    assert differs["net/b"]["seed"] == 1
+    assert differs["net/c"] == {"seed": 0, "model": {"_target_": "mine.Net"}}
+    runs([])
+    assert "model=mine.Net" in "".join(capsys.readouterr().out.split())
+
+
+def test_a_key_that_one_has_is_a_difference_and_so_is_a_type() -> None:
+    one = {"a": {"b": 1}, "same": [1]}
+    assert list(varied([one, {"a": {"b": 1, "c": None}, "same": [1]}])) == ["a.c"]
+    assert list(varied([one, {"a": {"b": True}, "same": [1]}])) == ["a.b"]
+
+
+def test_two_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    left = made("net/a", best=0.5)
+    right = made("net/b", "failed", model={"_target_": "mine.Net", "depth": 2})
+    runs(["diff", str(left), str(right), "--json"])
+    pairs = json.loads(capsys.readouterr().out)
+    assert pairs["config"] == {
+        "model._target_": ["models.mlp.MLP", "mine.Net"],
+        "model.width": [8, "-"],
+        "model.depth": ["-", 2],
+    }
+    assert pairs["metrics"] == {"best/val/loss": [0.5, None], "val/loss": [None, 2.25]}
+    assert pairs["run"]["status"] == ["finished", "failed"]
+    runs(["diff", str(left), str(right)])
+    assert "mine.Net" in capsys.readouterr().out
+
+
+def test_no_run_to_compare() -> None:
+    with pytest.raises(RunDirectoryError, match="nowhere holds no run") as caught:
+        runs(["diff", "nowhere", "there"])
+    assert caught.value.exit_code == 2
+
+
+def test_clean_leaves_the_good_the_best_and_the_running(held: Path) -> None:
+    made("net/good", best=0.5)
+    best = with_checkpoint(made("net/best", "preempted"), {"val/loss": 0.25})
+    bad = [made("net/failed", "failed"), made("net/killed", None)]
+    assert [run.path for run in removable(runs_in(Path("runs")))] == bad
+    assert runs(["clean", "--yes"]) == 0
+    assert {run.path.name for run in runs_in(Path("runs"))} == {"good", best.name, "held"}
+    assert not any(path.exists() for path in bad)
+
+
+def test_keep_leaves_the_best_of_each_name_and_metric() -> None:
+    for number, loss in enumerate((0.3, 0.1, 0.2)):
+        made(f"net/{number}", best=loss)
+    made("other/0", best=9.0, name="other")
+    made("net/unjudged")
+    runs(["clean", "--keep", "1", "--yes"])
+    assert {run.path.name for run in runs_in(Path("runs/net"))} == {"1", "unjudged"}
+    assert (Path("runs") / "other" / "0").exists()
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("max", {"0"}), ("auto", {"0", "1"})])
+def test_which_values_are_better_is_the_configs_word(mode: str, kept: set[str]) -> None:
+    node = {"save_top_k": 1, "monitor": "val/glow", "mode": mode}
+    for number, value in enumerate((2.0, 1.0)):
+        path = made(f"net/{number}", "failed", callbacks={"checkpoint": node})
+        with_checkpoint(path, {"val/glow": value})
+    runs(["clean", "--yes"])
+    assert {run.path.name for run in runs_in(Path("runs"))} == kept
+
+
+@pytest.mark.parametrize("answer", ["n", "", None])
+def test_clean_says_first_and_asks(
+    answer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made("net/a", "failed")
+
+    def asked(question: str) -> str:
+        assert "runs/net/a" in capsys.readouterr().out
+        assert "remove 1 run (" in question
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("builtins.input", asked)
+    assert runs(["clean"]) == 0
+    assert path.exists()
+    assert "nothing was removed" in capsys.readouterr().out
+
+
+def test_a_run_that_begins_after_the_question_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/a", "failed")
+    (run,) = removable(runs_in(Path("runs")))
+    lock = RunLock(path)
+    assert lock.acquire() is None
+    try:
+        assert not remove(run)
+    finally:
+        lock.release()
+    assert (path / "manifest.json").exists()
+
+
+def test_a_folder_with_other_runs_or_the_working_folder_inside_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made("net/outer", "failed")
+    inner = made("net/outer/inner", "failed")
+    here = made("net/here", "failed")
+    root = Path.cwd()
+    monkeypatch.chdir(here)
+    assert [run.path for run in removable(runs_in(root / "runs"))] == [root / inner]
+
+
+@pytest.mark.parametrize("argv", [["clean", "--keep", "0"], ["clean", "--keep", "x"], ["a", "b"]])
+def test_words_that_do_not_fit(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="command line"):
+        runs(argv)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (7.46, "7.5s"), (200, "3m 20s"), (3720, "1h 02m")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (2**41, "2.0 TiB")])
+def test_sizes(size: int, text: str) -> None:
+    assert bytes_in_words(size) == text
