@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from callbacks.support.averaging import WeightAverage
 from callbacks.support.errors import CallbackError
 from trainer.callback import Average
@@ -63,6 +65,10 @@ class EMA(Average):
         """Return the context in which the model has the average's weights."""
         self._average.take_buffers()  # those that are not averaged, also between two averagings
         return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's tensors themselves."""
+        return self._average.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, in the form of the model's state."""

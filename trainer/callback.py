@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import ModelError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from trainer.trainer import Trainer
 
 
@@ -21,6 +23,15 @@ class Callback:
 
     name: str = ""  # the key in the config, and of the state in a checkpoint
     of_run: bool = False  # its state tells of the run directory's files: another run's is no use
+    changes_weights: bool = False  # after an update: called before those that read them
+    takes_shards: bool = True  # does its work where each process has a part of every parameter
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError if it does not fit the model, whose weights may have no values yet."""
+
+    def explain(self, trainer: Trainer) -> Iterable[str]:
+        """Return lines for the plan of a run, which is built and not begun."""
+        return ()
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare: everything is built, nothing is loaded or trained."""
@@ -80,6 +91,10 @@ class Average(Callback):
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
         """Return the context in which the model has the average's weights."""
+        raise NotImplementedError
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's own tensors, named as the model's state: pruning changes them."""
         raise NotImplementedError
 
 
