@@ -153,7 +153,7 @@ class Pruning(Callback):
         """Log the sparsity of each layer."""
         rows = [(n, f"{k:,}", f"{k / total:.1%}") for n, (k, total) in self._counts().items()]
         columns = ("parameter", "pruned", "sparsity")
-        text = to_text(table(columns, rows, right=columns[1:]))
+        text = to_text(table(columns, rows, right=columns[1:])).rstrip()
         share = self.scalars(trainer)["pruning/sparsity"]
         _log.info("callbacks.%s: %.1f%% of the weights are zero\n%s", self.name, 100 * share, text)
 
