@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from callbacks.support.averaging import WeightAverage
 from callbacks.support.errors import CallbackError
 from trainer.callback import Average
@@ -65,6 +67,10 @@ class EMA(Average):
         # The copied buffers change between two updates of the average.
         self._average.take_buffers()
         return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's tensors themselves."""
+        return self._average.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as a state dict of the model."""

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.support.averaging import WeightAverage
@@ -88,6 +88,10 @@ class SWA(Average):
         """Return the context in which the model has the average's weights, once there is one."""
         used = self.used_for_evaluation and self.averaged
         return self._average.exchanged(trainer.model) if used else nullcontext()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's tensors themselves."""
+        return self._average.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as a state dict of the model, and the number of averaged epochs."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import ModelError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from trainer.trainer import Trainer
 
 
@@ -21,6 +23,15 @@ class Callback:
 
     name: str = ""  # the key in the config, and of the state in a checkpoint
     of_run: bool = False  # its state describes files of the run directory, and fits no other run
+    changes_weights: bool = False  # after an update: called before those that read them
+    takes_shards: bool = True  # does its work where each process has a part of every parameter
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError if it does not fit the model, whose weights may have no values yet."""
+
+    def explain(self, trainer: Trainer) -> Iterable[str]:
+        """Return lines for the plan of a run, which is built and not begun."""
+        return ()
 
     def setup(self, trainer: Trainer) -> None:
         """Called when everything is built, before a checkpoint is loaded."""
@@ -81,6 +92,10 @@ class Average(Callback):
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
         """Return the context in which the model has the average's weights."""
+        raise NotImplementedError
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's own tensors, named as the model's state: pruning changes them."""
         raise NotImplementedError
 
 

@@ -117,6 +117,8 @@ def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
         yield "no test split: the run ends with its validation metrics"
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
+    for callback in experiment.trainer.callbacks.values():
+        yield from callback.explain(experiment.trainer)
     callbacks = experiment.trainer.callbacks.items()
     for name in (n for n, c in callbacks if isinstance(c, Checkpoint) and c.background):
         state = memory.parameters + memory.buffers + (memory.optimizer or 0)

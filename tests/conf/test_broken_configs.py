@@ -175,6 +175,12 @@ VALUES = [
     case("optimizer=adam optimizer.betas=[0.9]", "optimizer", "out of range"),
     case("task.loss.label_smoothing=7", "task.loss", "between 0.0 and 1.0"),
     case("callbacks=[default,swa] callbacks.swa.start_epoch=5.5", "callbacks.swa", "a whole"),
+    case(
+        "callbacks=[default,pruning] callbacks.pruning.rules.weights.match=nowhere",
+        "callbacks.pruning",
+        "rules.weights: matches no parameter",
+    ),
+    case("callbacks=[default,pruning] strategy=fsdp", "callbacks.pruning", "strategy=ddp"),
     case("callbacks.tensorboard.hparams=abc", "callbacks.tensorboard", "a list of globs, such as"),
 ]
 

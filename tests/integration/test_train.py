@@ -117,7 +117,8 @@ def test_micro_batches_and_workers_change_nothing(finished, train, tmp_path):
 
 
 def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
-    run = train([*QUICK, "dry_run=true", f"run_dir={tmp_path / 'plan'}"])
+    overrides = ["callbacks=[default,pruning]", "dry_run=true"]
+    run = train([*QUICK, *overrides, f"run_dir={tmp_path / 'plan'}"])
     assert run.code == 0, run.err
     assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.txt"]
     text = (tmp_path / "plan" / "plan.txt").read_text()
@@ -127,6 +128,8 @@ def test_a_dry_run_writes_its_plan_and_nothing_else(train, tmp_path):
         "99,978",
         "SGD",
         "host memory",
+        "callbacks.pruning prunes from step 10 to 30, every 5",
+        "head.weight: 1,280 weights",
     ):
         assert shown in text
         assert shown in run.out

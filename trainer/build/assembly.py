@@ -117,13 +117,18 @@ class Assembly:
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:
-        """The callbacks in the order of the configuration, what saves checkpoints last.
+        """The callbacks in the order of the configuration, but for the first and the last.
 
-        `callbacks=[default,ema]` names it before others, whose state must be up to date by then.
+        What changes weights comes before all that read them, what saves checkpoints after all
+        others, whatever their order in `callbacks=[default,ema]`.
         """
         built = build_named(fill(self.config.callbacks, self.known.lengths), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
-        return dict(sorted(kept.items(), key=lambda pair: isinstance(pair[1], Saver)))
+        return dict(sorted(kept.items(), key=lambda pair: _turn(pair[1])))
+
+
+def _turn(callback: Callback) -> int:
+    return isinstance(callback, Saver) - callback.changes_weights
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_problems
 from conf.reserved import fill
 from conf.schema import Config
 from trainer.build.assembly import Assembly, Known
@@ -127,6 +127,14 @@ def _part_problems(parts: Assembly) -> Iterator[Problem]:
     if "model" in vars(parts):
         yield from _objections(lambda: parts.checkpointed)
         yield from _objections(lambda: parts.schedule)
+        if "callbacks" in vars(parts):
+            for name in parts.callbacks:
+                yield from _objections(functools.partial(_check_callback, parts, name))
+
+
+def _check_callback(parts: Assembly, name: str) -> None:
+    with problems_at(f"callbacks.{name}"):
+        parts.callbacks[name].check(parts.model)
 
 
 def _objections(build: Callable[[], Any]) -> list[Problem]:
@@ -210,9 +218,13 @@ def _search_problems(config: Config, known: Known) -> Iterator[Problem]:
 
 
 def _sharding_problems(config: Config) -> Iterator[Problem]:
-    """Name the optimizers that look at whole parameters, which no process has under fsdp."""
+    """Name what looks at whole parameters, which no process has under fsdp."""
     if config.strategy.name != "fsdp":
         return
+    for name, node in config.callbacks.items():
+        if node and not getattr(locate(node["_target_"]), "takes_shards", True):
+            message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
+            yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
     for section in sections(config.optimizer, "optimizer", []):
         kind = locate(section.target["_target_"])
         if isinstance(kind, type) and issubclass(kind, UNSHARDED):

@@ -150,7 +150,7 @@ def _objections(
     homeless: Sequence[str],
     found: Sequence[Candidate],
 ) -> Iterator[Problem]:
-    yield from _unused(claims, used, found)
+    yield from unused(claims, used, found)
     if homeless:
         yield Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}")
     for name, members in groups.items():
@@ -162,9 +162,10 @@ def _objections(
         yield Problem("optimizer", message, "rename a rule")
 
 
-def _unused(
+def unused(
     claims: Mapping[str, Claim], used: set[str], found: Sequence[Candidate]
 ) -> Iterator[Problem]:
+    """Yield the rules whose keys are not in `used`, and why they are left without a parameter."""
     rules = {rule.key: rule for claim in claims.values() for rule in claim.rules}
     for key, rule in rules.items():
         if key in used:

@@ -148,6 +148,7 @@ LIBRARIES: Mapping[str, Offer] = {
 OURS: Mapping[str, Offer] = dict(
     (
         _ours("callbacks.checkpoint"),
+        _ours("callbacks.compression.pruning"),
         _ours("callbacks.early_stopping"),
         _ours("callbacks.ema"),
         _ours("callbacks.histograms"),

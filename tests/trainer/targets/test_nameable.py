@@ -18,6 +18,7 @@ PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 
 OURS = """
 callbacks.checkpoint Checkpoint Saved
+callbacks.compression.pruning Pruning
 callbacks.early_stopping EarlyStopping
 callbacks.ema EMA
 callbacks.histograms Histograms

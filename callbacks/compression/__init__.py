@@ -1,0 +1,1 @@
+"""Callbacks that make a network smaller while it trains."""

@@ -1,0 +1,310 @@
+"""Pruned weights: which, when, and that they stay zero."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.compression.masks import Rules, Schedule, Settings, extend
+from callbacks.compression.pruning import Pruning
+from callbacks.ema import EMA
+from callbacks.swa import SWA
+from conf.errors import ConfigError
+from trainer import snapshot
+from trainer.build.assembly import Assembly, Known
+from trainer.callback import Average, Callback
+from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import read_safetensors
+from trainer.options import Clipping
+
+WEIGHTS = {"weights": {"kind": "matrix"}}
+FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]
+SECOND = [[-4.0, 6.0], [7.0, -0.25]]
+
+
+def net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor(FIRST))
+        model[1].weight.copy_(torch.tensor(SECOND))
+    return model
+
+
+def pruned_of(rules: Any, *levels: float, seed: int = 0, **options: Any) -> dict[str, list[Any]]:
+    """Prune to each level in turn; return the final masks."""
+    model = net()
+    settings = {"sparsity": 0.5, "initial_sparsity": 0.0, "method": "l1", "scope": "global"}
+    pools = Rules(rules, Settings(**{**settings, "norm": 2.0, "dim": 0, **options})).pools(model)  # type: ignore[arg-type]
+    pruned = {
+        name: torch.zeros_like(p, dtype=torch.bool)
+        for pool in pools
+        for name, p in pool.members.items()
+    }
+    for level in levels:
+        for pool in pools:
+            extend(pool, pruned, level, seed)
+    return {name: mask.int().tolist() for name, mask in pruned.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "first", "second"),
+    [
+        pytest.param({}, 0.4, [[1, 0, 0], [1, 0, 1]], [[0, 0], [0, 1]], id="l1-global"),
+        pytest.param({"scope": "layer"}, 0.5, [[1, 0, 0], [1, 0, 1]], [[1, 0], [0, 1]], id="layer"),
+        # Norms: 8.60 and 5.41; 7.21 and 7.00.
+        pytest.param(
+            {"method": "ln_structured", "scope": "layer"},
+            0.5,
+            [[0, 0, 0], [1, 1, 1]],
+            [[0, 0], [1, 1]],
+            id="rows",
+        ),
+        # Of columns: sums 3, 13, 3.5 and 11, 6.25, over two weights each.
+        pytest.param(
+            {"method": "ln_structured", "norm": 1.0, "dim": 1},
+            0.6,
+            [[1, 0, 1], [1, 0, 1]],
+            [[0, 1], [0, 1]],
+            id="columns-global",
+        ),
+        # Root mean squares of rows: 4.97 and 3.12; 5.10 and 4.95.
+        pytest.param(
+            {"method": "ln_structured"}, 0.5, [[0, 0, 0], [1, 1, 1]], [[0, 0], [1, 1]], id="sizes"
+        ),
+        pytest.param({}, 0.0, [[0, 0, 0], [0, 0, 0]], [[0, 0], [0, 0]], id="none"),
+    ],
+)
+def test_masks_by_hand(
+    options: dict[str, Any], level: float, first: list[Any], second: list[Any]
+) -> None:
+    assert pruned_of(WEIGHTS, level, **options) == {"0.weight": first, "1.weight": second}
+
+
+def test_random_masks_follow_from_the_seed_and_grow() -> None:
+    few, many = (pruned_of(WEIGHTS, level, method="random") for level in (0.3, 0.7))
+    assert pruned_of(WEIGHTS, 0.3, 0.7, method="random") == many
+    assert pruned_of(WEIGHTS, 0.7, method="random", seed=1) != many
+    flat = [torch.cat([torch.tensor(m).flatten() for m in masks.values()]) for masks in (few, many)]
+    assert [int(f.sum()) for f in flat] == [3, 7]
+    assert (flat[0] <= flat[1]).all()
+
+
+def test_equal_weights_go_in_order_and_what_is_pruned_stays() -> None:
+    pools = Rules(WEIGHTS, Settings(0.5, 0.0, "l1", "layer", 2.0, 0)).pools(
+        model := nn.Sequential(nn.Linear(4, 1))
+    )
+    nn.init.ones_(model[0].weight)
+    pruned = {"0.weight": torch.tensor([[False, False, False, True]])}
+    extend(pools[0], pruned, 0.5, seed=0)
+    assert pruned["0.weight"].tolist() == [[True, False, False, True]]
+
+
+def test_rules_divide_as_parameter_groups_do() -> None:
+    rules = {"out": {"match": "^1"}, "first": {"kind": "matrix", "sparsity": 0.7, "scope": "layer"}}
+    out = {**rules, "out": {"match": "^1", "sparsity": 0}}
+    assert list(pruned_of(rules, 0.5)) == ["1.weight", "1.bias", "0.weight"]
+    assert pruned_of(out, 0.5) == {"0.weight": [[1, 0, 0], [1, 0, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"rules": {"a": {"match": "conv"}}}, "matches no parameter", id="pattern"),
+        pytest.param(
+            {"rules": {"a": {"match": "0"}, "b": {"match": r"0\.weight"}}},
+            "rules.b: is left without a parameter",
+            id="shadowed",
+        ),
+        pytest.param({"rules": {"a": {"kind": "matrx"}}}, "did you mean matrix?", id="kind"),
+        pytest.param({"rules": {"a": {"match": "0", "sparsty": 1}}}, "sparsity", id="key"),
+        pytest.param({"rules": {"a": {"match": "0", "frozen": True}}}, "a.frozen", id="group"),
+        pytest.param({"rules": {}}, "there is none", id="no rule"),
+        pytest.param(
+            {"rules": {"a": {"match": "0"}}, "method": "ln_structured"}, "no slices", id="vector"
+        ),
+        pytest.param({"sparsity": 1.0}, "less than 1", id="all"),
+        pytest.param({"rules": {"a": {"match": "0", "sparsity": "x"}}}, "a.sparsity", id="text"),
+        pytest.param({"initial_sparsity": 0.6}, "stays pruned", id="falling"),
+        pytest.param({"method": "l2"}, "l1, random, ln_structured", id="method"),
+        pytest.param({"scope": "local"}, "global, layer", id="scope"),
+        pytest.param({"norm": 0.0}, "more than 0", id="norm"),
+        pytest.param({"every_n_steps": 0}, "at least 1", id="every"),
+        pytest.param({"start_step": -1}, "start_step=-1", id="start"),
+        pytest.param({"start_step": 5, "end_step": 4}, "end_step=4", id="order"),
+    ],
+)
+def test_mistakes_are_config_errors(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        Pruning(**{"rules": WEIGHTS, **options}).check(net())
+
+
+def test_the_schedule_of_zhu_and_gupta() -> None:
+    plan, settings = Schedule.between(4, 0.75, 3, 20), Settings(0.8, 0.2, "l1", "global", 2.0, 0)
+    assert [step for step in range(20) if plan.is_due(step)] == [4, 7, 10, 13]
+    for step in (4, 7, 10, 13):
+        expected = 0.8 + (0.2 - 0.8) * (1 - (step - 4) / (3 * 3)) ** 3
+        assert settings.level(plan.progress(step)) == pytest.approx(expected, abs=1e-15)
+    assert settings.level(plan.progress(9)) == settings.level(plan.progress(7))
+    assert settings.level(plan.progress(19)) == 0.8
+    assert settings.level(Schedule.between(3, None, 1, None).progress(3)) == 0.8
+    with pytest.raises(ConfigError, match="give a number of updates"):
+        Schedule.between(0.5, None, 1, None)
+
+
+class Zeros(Callback):
+    """Remember which weights are zero after each update."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_update_end(self, trainer: Any) -> None:
+        self.counts.append(sum(int((trainer.model[i].weight == 0).sum()) for i in (0, 3)))
+
+
+def gradual(**options: Any) -> Pruning:
+    steps = {"start_step": 2, "end_step": 8, "every_n_steps": 3}
+    return Pruning(WEIGHTS, **{"sparsity": 0.75, "initial_sparsity": 0.25, **steps, **options})
+
+
+def test_trains_as_written_out_by_hand(make_trainer: Any) -> None:
+    trainer = make_trainer(
+        {"pruning": gradual(), "zeros": Zeros()}, clipping=Clipping(norm=0.5), max_epochs=2
+    )
+    model = copy.deepcopy(trainer.model)
+    batches = [b for _ in range(2) for b in trainer.train_loader._loader]
+    trainer.fit()
+    weights = [model[0].weight, model[3].weight]
+    masks = [torch.ones_like(w) for w in weights]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    levels = {2: 12, 5: round(48 * (0.75 - 0.5 * 0.5**3)), 8: 36}
+    for step, (inputs, targets) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        for weight, mask in zip(weights, masks, strict=True):
+            assert weight.grad is not None
+            weight.grad *= mask
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, mask in zip(weights, masks, strict=True):
+                weight *= mask
+            if step in levels:
+                flat = torch.cat([w.abs().flatten() for w in weights])
+                bound = flat.sort().values[levels[step] - 1]
+                for weight, mask in zip(weights, masks, strict=True):
+                    mask.copy_(weight.abs() > bound)
+                    weight *= mask
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], value, rtol=0, atol=1e-13)
+    assert trainer.callbacks["zeros"].counts == [0, 12, 12, 12, 33, 33, 33, 36, 36, 36]
+    assert trainer.metrics["pruning/sparsity"] == 36 / 48
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 6, 10])
+@pytest.mark.parametrize("method", ["l1", "random", "ln_structured"])
+def test_goes_on_after_a_resume(
+    make_trainer: Any, stop_at: Any, carry_over: Any, cut: int, method: str
+) -> None:
+    def callbacks() -> dict[str, Callback]:
+        return {"pruning": gradual(method=method), "ema": EMA(0.9)}
+
+    whole, first, second = (
+        make_trainer({**callbacks(), **more}, max_epochs=3)
+        for more in ({}, {"stop": stop_at(cut)}, {})
+    )
+    whole.fit()
+    first.fit()
+    carry_over(first, second)
+    second.fit()
+    for one, other in zip(snapshot_of(whole), snapshot_of(second), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def snapshot_of(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    payload = snapshot.take(trainer)
+    return [payload["model"], payload["ema"]["model"], payload["callbacks"]["pruning"]["pruned"]]
+
+
+def test_a_run_that_goes_on_with_pruning_is_pruned_at_once(
+    make_trainer: Any, stop_at: Any, carry_over: Any
+) -> None:
+    dense = make_trainer({"ema": EMA(0.9), "stop": stop_at(6)})
+    going_on = make_trainer({"pruning": gradual(), "ema": EMA(0.9), "zeros": Zeros()})
+    dense.fit()
+    carry_over(dense, going_on)
+    going_on.fit()
+    assert going_on.callbacks["zeros"].counts == [33, 36, 36, 36]
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        pytest.param(lambda: EMA(0.99, update_every=3), id="ema"),
+        pytest.param(lambda: SWA(0), id="swa"),
+        pytest.param(lambda: EMA(0.99, use_for_evaluation=False), id="not evaluated"),
+    ],
+)
+def test_averages_are_pruned_wherever_they_go(
+    make_trainer: Any, tmp_path: Path, average: Any
+) -> None:
+    seen: list[int] = []
+
+    class Looks(Callback):
+        def on_validation_start(self, trainer: Any) -> None:
+            with trainer.evaluation_weights():
+                seen.append(sum(int((trainer.model[i].weight == 0).sum()) for i in (0, 3)))
+
+    callbacks = {"pruning": gradual(), "average": average(), "looks": Looks()}
+    trainer = make_trainer({**callbacks, "save": Checkpoint(save_weights=True)}, tmp_path)
+    trainer.fit()
+    assert seen == [33, 36]
+    folder = tmp_path / "checkpoints"
+    payload = CheckpointStore(folder).load(folder / "last.pt")
+    kept = payload["ema"] or payload["callbacks"]["average"]
+    assert int(sum((kept["model"][f"{i}.weight"] == 0).sum() for i in (0, 3))) == 36
+    best = read_safetensors(folder / "best.safetensors")
+    assert sum(int((best[f"{i}.weight"] == 0).sum()) for i in (0, 3)) in (33, 36)
+
+
+def test_an_average_that_cannot_be_pruned_is_refused(make_trainer: Any) -> None:
+    trainer = make_trainer({"pruning": gradual(), "own": Average()})
+    with pytest.raises(
+        ConfigError, match=r"callbacks\.own cannot be pruned: give Average a method"
+    ):
+        trainer.fit()
+
+
+def test_it_comes_first_whatever_the_order_in_the_config() -> None:
+    nodes = {
+        "saves": {"_target_": "callbacks.checkpoint.Checkpoint"},
+        "ema": {"_target_": "callbacks.ema.EMA"},
+        "pruning": {"_target_": "callbacks.compression.pruning.Pruning", "rules": WEIGHTS},
+    }
+    config: Any = type("Config", (), {"callbacks": nodes})
+    parts: Any = Assembly(config, Known(3), None, None)  # type: ignore[arg-type]
+    assert list(parts.callbacks) == ["pruning", "ema", "saves"]
+
+
+def test_a_skipped_update_prunes_nothing(make_trainer: Any) -> None:
+    batches = [(torch.randn(6, 4).double(), torch.randn(6, 2).double()) for _ in range(5)]
+    batches[1] = (batches[1][0] * float("nan"), batches[1][1])
+    callbacks = {"pruning": gradual(), "zeros": Zeros()}
+    make_trainer(callbacks, batches=batches, max_epochs=1, on_nonfinite="skip").fit()
+    assert callbacks["zeros"].counts == [0, 0, 12, 12, 12]  # type: ignore[attr-defined]
+
+
+def test_the_log_and_the_plan_tell_the_layers(make_trainer: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    trainer = make_trainer({"pruning": gradual(scope="layer")})
+    plan = "\n".join(trainer.callbacks["pruning"].explain(trainer))
+    assert "from step 2 to 8, every 3" in plan
+    assert "0.weight: 32 weights, 75.0% (rules.weights, l1, layer)" in plan
+    trainer.fit()
+    assert "75.0% of the weights are zero" in caplog.text
+    assert ["3.weight", "12", "75.0%"] in [line.split() for line in caplog.text.splitlines()]
