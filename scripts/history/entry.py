@@ -12,8 +12,16 @@ from callbacks.support.monitor import AUTO
 from conf.errors import ConfigError
 from conf.yaml_file import plain_values
 from trainer.metric_names import epoch_metric
-from trainer.runs.directory import CHECKPOINTS, CONFIG, METRICS
-from trainer.runs.status import MANIFEST, RunDirectoryError, holds_run, read_json, read_status
+from trainer.runs.directory import CONFIG
+from trainer.runs.status import (
+    CHECKPOINTS,
+    MANIFEST,
+    METRICS,
+    RunDirectoryError,
+    holds_run,
+    read_json,
+    read_status,
+)
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
 _BEST = "best/"
