@@ -9,6 +9,7 @@ import pytest
 
 from conf.errors import ConfigError
 from scripts.catalog.copying import shown_use
+from scripts.catalog.groups import description
 from scripts.composition.compose import compose
 from scripts.composition.sources import CONF
 from scripts.cp import cp
@@ -34,6 +35,10 @@ def test_every_group_and_choice_is_listed(capsys: pytest.CaptureFixture[str]) ->
             group = line
     shipped = {p.relative_to(CONF).with_suffix("").as_posix() for p in CONF.rglob("*/*.yaml")}
     assert listed == shipped
+
+
+def test_every_shipped_file_says_what_it_is_for() -> None:
+    assert [path for path in CONF.rglob("*/*.yaml") if not description(path)] == []
 
 
 def test_one_group_with_its_descriptions_and_those_inside_it(
