@@ -21,6 +21,7 @@ from trainer.runs.status import (
     holds_run,
     read_json,
     read_status,
+    seconds_until_killed,
 )
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
@@ -42,7 +43,7 @@ class Run:
     max_epochs: int | None
     best: tuple[str, float] | None  # the metric that its checkpoints are chosen by, and its value
     mode: str  # min, max or auto: which values of that metric are better
-    seconds: float | None  # of its last start
+    seconds: float | None  # of all its starts
     size: int  # bytes; a file with several names counts once
     config: Mapping[str, Any]
 
@@ -185,17 +186,16 @@ def _best(path: Path, found: Mapping[str, Any], monitor: str) -> tuple[str, floa
         return None
 
 
-def _seconds(path: Path, status: Mapping[str, Any], state: str) -> float | None:
+def _seconds(path: Path, status: dict[str, Any], state: str) -> float | None:
+    """Return a run's seconds over all its starts; None if its status tells nothing."""
+    if not status:
+        return None
+    if state != "running":
+        return seconds_until_killed(path, status) if state == "killed" else status.get("seconds")
     try:
-        start = datetime.fromisoformat(str(status["started"]))
-        if state == "running":
-            end = datetime.now(UTC)
-        elif state == "killed":  # it could not say when
-            end = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
-        else:
-            end = datetime.fromisoformat(str(status["updated"]))
-        return max(0.0, (end - start).total_seconds())
-    except (KeyError, ValueError, TypeError, OSError):
+        since = datetime.now(UTC) - datetime.fromisoformat(str(status["updated"]))
+        return float(status.get("seconds") or 0.0) + max(0.0, since.total_seconds())
+    except (KeyError, ValueError, TypeError):
         return None
 
 

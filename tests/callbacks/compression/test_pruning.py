@@ -118,7 +118,7 @@ def test_rules_divide_as_parameter_groups_do() -> None:
         pytest.param({"rules": {"a": {"match": "conv"}}}, "matches no parameter", id="pattern"),
         pytest.param(
             {"rules": {"a": {"match": "0"}, "b": {"match": r"0\.weight"}}},
-            "rules.b: is left without a parameter",
+            "rules.b: has no parameter left",
             id="shadowed",
         ),
         pytest.param({"rules": {"a": {"kind": "matrx"}}}, "did you mean matrix?", id="kind"),
