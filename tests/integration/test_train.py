@@ -41,6 +41,7 @@ def test_files_of_a_run(finished):
     assert found == {
         "config.yaml",
         "overrides.yaml",
+        "inference.json",
         "manifest.json",
         "train.log",
         "status.json",

@@ -138,7 +138,7 @@ def test_nothing_seen_is_no_number(metric: Running) -> None:
 
 
 def test_names_of_classes_must_be_as_many() -> None:
-    with pytest.raises(ModelError, match="names 2"):
+    with pytest.raises(ModelError, match="classes has 2 names"):
         PerClassAccuracy(3, ["a", "b"])
 
 
