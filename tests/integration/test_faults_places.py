@@ -38,7 +38,8 @@ def test_a_sweep_into_the_root_is_refused(train):
 def test_shared_memory_that_is_too_small_is_code_8(train, tmp_path, size):
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
-    job = [*TINY, "loader.num_workers=2", "loader.batch_size=1024", f"run_dir={tmp_path}/run"]
+    large = ["loader.num_workers=2", "loader.batch_size=1024", "data.image_size=32"]
+    job = [*TINY, *large, f"run_dir={tmp_path}/run"]  # batches of 1 MiB
     run = train(job, tmpfs=("/dev/shm", f"size={size}"))
     assert run.code == 8, run.err
     assert "shared memory (/dev/shm) is full" in run.error
