@@ -5,6 +5,7 @@ The test is the launcher: it holds the store, sets the environment, and starts t
 
 import json
 import multiprocessing.connection
+import re
 import signal
 
 import pytest
@@ -259,7 +260,7 @@ def test_a_group_started_again_ends_as_if_nothing_had_been(ranks, whole, world_s
     # The launcher keeps its store; nothing but the attempt tells the new processes.
     second = ranks(world_size, *broken("die"), folder=first.folder, attempt=1, store=first.store)
     assert second.wait() == [0] * world_size, second.err
-    assert "resumed at step 6" in second.err
+    assert re.search("resumed at step [36]", second.err)  # a kill can hit the save of step 6
     undisturbed = whole(world_size).run_dir
     assert differences(undisturbed, second.run_dir, but=("config",)) == []
 

@@ -157,9 +157,9 @@ def test_a_killed_process_is_replaced(start, folder, whole):
     run = start([*JOB, *faults, "run_dir=run"], folder=folder).wait(180)
     assert run.code == 0, run.err
     assert "restart 1 of 2" in run.err
-    assert "resumed at step 6" in run.err
+    assert re.search("resumed at step [36]", run.err)  # a kill can hit the save of step 6
     assert "restart 2 of 2" in run.err
-    assert "resumed at step 24" in run.err
+    assert re.search("resumed at step (21|24)", run.err)
     (undisturbed,) = (whole[1] / "runs" / "resnet18").iterdir()
     assert differences(undisturbed, folder / "run", but=("config",)) == []
 
@@ -193,11 +193,11 @@ def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, f
 
 
 @pytest.mark.slow
-def test_a_sweep_makes_one_directory_a_job(train, folder):
-    run = train(
+def test_a_sweep_makes_one_directory_a_job(start, folder):
+    run = start(
         [*JOB, "trainer.max_epochs=1", "optimizer.lr=0.1,0.05", "-m", "run_dir=sweep"],
         folder=folder,
-    )
+    ).wait(180)
     assert run.code == 0, run.err
     assert sorted(path.name for path in (folder / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
     assert not (folder / "runs").exists()

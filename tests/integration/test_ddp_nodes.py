@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -165,7 +166,7 @@ def test_a_killed_process_is_replaced_on_its_node(launch, two):
     run = launch(*broken("die"), options=["--max-restarts=1"])
     assert run.wait() == [0, 0], run.err
     assert "restart 1 of 1" in run.err
-    assert "resumed at step 6" in run.err
+    assert re.search("resumed at step [36]", run.err)  # a kill can hit the save of step 6
     assert differences(two.run_dir, run.run_dir, but=("config",)) == []
 
 
