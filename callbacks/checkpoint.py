@@ -146,7 +146,7 @@ class Checkpoint(Saver):
         if logged or trainer.group.world_size == 1:  # several processes agree where they meet
             self._settle(trainer, wait=False)
         due = self._due(trainer)
-        if not due and not (self._failures and logged):
+        if not due and not (logged and self._must_try_again(trainer)):
             return
         try:
             # What writing imports is imported by the first save, with no thread beside it: a
@@ -154,6 +154,15 @@ class Checkpoint(Saver):
             self._save(trainer, ranked=due, wait=not (self.background and self._wrote))
         except StorageError as error:
             self._warn(trainer, state.global_step, error)
+
+    def _must_try_again(self, trainer: Trainer) -> bool:
+        """Tell whether the last save failed; one that is under way may be the one that succeeds.
+
+        The end of the run saves anyway, and ranks what it saves.
+        """
+        if self._failures and not trainer.done:
+            self._settle(trainer, wait=True)
+        return self._failures > 0 and not trainer.done
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save where the run ended. Raises StorageError."""

@@ -122,8 +122,8 @@ class Fetcher:
             tell(epoch)
 
     def _whole_batch(self, piece: Piece) -> Any:
-        """Take the data set's fast path: one gather for all samples, where nothing is random."""
-        batch = getattr(self.dataset, "batch", None)
+        """Take the data set's fast path, one gather for all samples, where it has one."""
+        batch = whole_batches(self.dataset)
         return None if batch is None else batch(piece.indices)
 
     def _samples(self, piece: Piece) -> tuple[list[Any], Piece]:
@@ -204,6 +204,17 @@ class Fetcher:
             )
         failure.add_note(traceback.format_exc())
         return failure
+
+
+def whole_batches(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
+    """Return a data set's method `batch`, unless a subclass has other samples than it returns."""
+    batch: Callable[[Sequence[int]], Any] | None = getattr(dataset, "batch", None)
+    for kind in type(dataset).__mro__:
+        if "batch" in vars(kind):
+            return batch
+        if "__getitem__" in vars(kind):
+            return None
+    return batch
 
 
 def path_of(dataset: Any, index: int) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from data.errors import DataError, WorkerError
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
+from data.sources import Digits
 from data.updates import UpdateSampler
 
 
@@ -225,3 +226,22 @@ def test_worker_options_are_harmless_without_workers(noisy: Any) -> None:
     options = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9.0}
     with loading(noisy(), multiprocessing_context="fork", **options) as loader:
         assert len(drain(loader, 0)) == len(loader) == 4
+
+
+class _Relabelled(Digits):
+    """What a user writes to change samples: it must not be passed over by a fast path."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = super().__getitem__(index)
+        return image, 9 - label
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error: Any) -> None:
+    plain, own = Digits("val"), _Relabelled("val")
+    labels = {}
+    for dataset in (plain, own):
+        sampler = UpdateSampler(Sequential(len(dataset)), batch_size=32)
+        loader = Loader(dataset, sampler, seed=0, on_error=on_error)
+        labels[dataset] = torch.cat([micro.batch[1] for micro in loader.epoch(0)])
+    assert torch.equal(labels[own], 9 - labels[plain])
