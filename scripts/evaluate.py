@@ -56,27 +56,18 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _taken_apart(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     from conf.errors import ConfigError, Problem
+    from scripts.cli.arguments import own_keys, run_problems
 
-    own = {"checkpoint": "best", "split": "test"}
-    overrides = []
-    for override in given:
-        name, equals, value = override.partition("=")
-        if equals and name in _OWN:
-            own[name] = value
-        else:
-            overrides.append(override)
-    problems = []
-    if not own.get("run"):
-        problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))
-    elif not (Path(own["run"]) / "config.yaml").is_file():
-        problems.append(Problem("run", f"{own['run']} holds no run: it has no config.yaml"))
+    given, others = own_keys(overrides, _OWN)
+    own = {"checkpoint": "best", "split": "test", **given}
+    problems = run_problems(own.get("run"), "evaluate run=RUN_DIR")
     if own["split"] not in ("test", "val"):
         problems.append(Problem("split", f"{own['split']!r} is neither test nor val"))
     if problems:
         raise ConfigError(problems)
-    return own, overrides
+    return own, others
 
 
 def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None:

@@ -65,12 +65,14 @@ def export(argv: Sequence[str]) -> int:
 
 def _values(overrides: Sequence[str]) -> dict[str, Any]:
     from conf.errors import ConfigError, Problem
+    from scripts.cli.arguments import own_keys, run_problems
 
-    values = dict(override.partition("=")[::2] for override in overrides)
-    unknown = [key for key in values if key not in _KEYS]
-    if unknown:
-        known = f"known are {', '.join(_KEYS)}"
-        raise ConfigError([Problem(key, "is no key of export", hint=known) for key in unknown])
+    values, others = own_keys(overrides, _KEYS)
+    known = f"known are {', '.join(_KEYS)}"
+    problems = [Problem(key.partition("=")[0], "is no key of export", known) for key in others]
+    problems += run_problems(values.get("run"), "regimen export run=RUN_DIR format=onnx")
+    if problems:
+        raise ConfigError(problems)
     return values
 
 
@@ -78,8 +80,6 @@ def _check(values: dict[str, Any], formats: Sequence[str]) -> None:
     from conf.errors import ConfigError, Problem
 
     problems = []
-    if not values.get("run"):
-        problems.append(Problem("run", "missing: regimen export run=RUN_DIR format=onnx"))
     one_of = {
         "format": (*formats,),
         "preprocessing": ("outside", "inside"),

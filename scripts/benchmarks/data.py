@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +34,7 @@ from conf.check import parse
 from data.images import ImageTensors
 from data.loading.batch_forms import defer
 from data.loading.on_device import OnDevice
-from scripts.benchmarks.report import Report, Row
+from scripts.benchmarks.report import Report, Row, one_thread
 from scripts.composition.compose import compose
 from trainer.build.data import Data, build_data, build_pipeline, train_loader
 
@@ -73,7 +72,7 @@ class InMemory(Dataset[Sample]):
 
 def measure(rounds: int) -> Report:
     """Let every contender make a pass `rounds` times, in turn, and compare."""
-    with tempfile.TemporaryDirectory() as folder, _one_thread():
+    with tempfile.TemporaryDirectory() as folder, one_thread():
         small, made_small = _folder("cifar10/train", Path(folder), 32, SMALL)
         large, made_large = _folder("imagenet", Path(folder), 500, LARGE)
         contenders = [*_memory(), *_small(small), *_large(large)]
@@ -247,13 +246,3 @@ def _pictures(samples: int, side: int, channels: int) -> Tensor:
             total += interpolate(noise, (side, side), mode="bilinear")[0] * (0.2 + part / 64)
         made.append((total / total.max() * 255).byte())
     return torch.stack(made)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

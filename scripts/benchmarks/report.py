@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,14 @@ def _processor() -> str:
 
 def _ratio(row: Row) -> str:
     return "" if row.ratio is None else f"{row.ratio:.3f}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as long as the context lasts."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

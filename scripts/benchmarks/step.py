@@ -32,7 +32,7 @@ from tqdm import tqdm
 from callbacks.lr_monitor import LRMonitor
 from callbacks.progress import Progress
 from callbacks.tensorboard import TensorBoard
-from scripts.benchmarks.report import Report, Row
+from scripts.benchmarks.report import Report, Row, one_thread
 from trainer.callback import Callback
 from trainer.options import Clipping, TrainerOptions
 from trainer.tasks.classification import Classification
@@ -158,7 +158,7 @@ CONTENDERS: dict[str, tuple[Contender, str]] = {
 def measure(rounds: int) -> Report:
     """Run every contender `rounds` times, in turn, and compare."""
     costs: dict[str, list[Cost]] = {name: [] for name in CONTENDERS}
-    with _one_thread(), _quiet_terminal():
+    with one_thread(), _quiet_terminal():
         for _ in range(rounds):
             for name, (contender, _reference) in CONTENDERS.items():
                 costs[name].append(_run(contender))
@@ -220,16 +220,6 @@ def _ratio(costs: dict[str, list[Cost]], name: str, clock: Callable[[Cost], floa
     """Return the median over the turns of a contender's cost by its reference's."""
     pairs = zip(costs[name], costs[CONTENDERS[name][1]], strict=True)
     return statistics.median(clock(own) / clock(other) for own, other in pairs)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Terminal(io.StringIO):

@@ -1,8 +1,9 @@
 """The command line: the options of Hydra, and ours."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from conf.errors import ConfigError, Problem
@@ -111,6 +112,28 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         package=got.package,
         info=got.info,
     )
+
+
+def own_keys(overrides: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Split overrides into the keys of a command on a finished run, by name, and all others."""
+    own: dict[str, str] = {}
+    others = []
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if equals and name in names:
+            own[name] = value
+        else:
+            others.append(override)
+    return own, others
+
+
+def run_problems(run: str | None, usage: str) -> list[Problem]:
+    """Return what is wrong with the key `run` of a command on a finished run."""
+    if not run:
+        return [Problem("run", f"missing: {usage}")]
+    if not (Path(run) / "config.yaml").is_file():
+        return [Problem("run", f"{run} holds no run: it has no config.yaml")]
+    return []
 
 
 def of_run(arguments: Arguments, run_dir: str, overrides: Sequence[str]) -> Arguments:

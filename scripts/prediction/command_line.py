@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conf.errors import ConfigError, Problem
-from scripts.cli.arguments import Arguments
+from scripts.cli.arguments import Arguments, own_keys
 from scripts.prediction.options import Options, names, take_options
 
 HELP = """\
@@ -30,16 +30,9 @@ strategy.name=ddp strategy.devices=2. Answers are the same for the same batch si
 
 def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
     """Return the keys of `predict`, and the overrides of the run's configuration."""
-    own: dict[str, str] = {}
-    overrides = []
-    for override in arguments.overrides:
-        name, equals, value = override.partition("=")
-        if equals and name in names():
-            own[name] = value
-        elif name == "data.on_error":  # what the error of a broken file names
-            own["on_error"] = value
-        else:
-            overrides.append(override)
+    own, overrides = own_keys(arguments.overrides, (*names(), "data.on_error"))
+    if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
+        own["on_error"] = named
     options = take_options(own)
     keys = [override.partition("=")[0] for override in overrides]
     if "strategy.name" not in keys:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
+from scripts.cli.arguments import run_problems
 
 TABLE = "predictions.csv"
 FORMATS = (".csv", ".jsonl", ".parquet")
@@ -65,12 +66,7 @@ def names() -> tuple[str, ...]:
 
 
 def _missing(values: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    run = values.get("run")
-    if not run:
-        problems.append(Problem("run", "missing: predict run=RUN_DIR source=DIR"))
-    elif not (Path(run) / "config.yaml").is_file():
-        problems.append(Problem("run", f"{run} holds no run: it has no config.yaml"))
+    problems = run_problems(values.get("run"), "predict run=RUN_DIR source=DIR")
     if not values.get("source"):
         hint = "a folder, a file, a glob, - (file names on standard input), val or test"
         problems.append(Problem("source", "missing: what to predict", hint=hint))

@@ -39,6 +39,7 @@ from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed.attempts import attempt
 from trainer.evaluation import EvaluationAbandoned
+from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
 from trainer.strategies.strategy import Strategy
@@ -188,8 +189,3 @@ def _test(experiment: Experiment) -> dict[str, float]:
     experiment.test_loader.close()
     trainer.log(metrics)
     return metrics
-
-
-def best_or_last(folder: Path) -> Path | None:
-    """Return the checkpoint to test: the best, or else the last; None if there is none."""
-    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)

@@ -34,6 +34,7 @@ from trainer.targets.instantiate import instantiate
 logger = logging.getLogger("regimen")
 
 WEIGHTS = "safetensors"
+FACTS = "export.json"
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
 _TOLERANCE = 1e-4  # of the largest answer, at least of 1
@@ -70,6 +71,8 @@ def export_run(
     folder = out or run.path / "exports" / name
     if folder.exists() and not overwrite:
         raise ModelError(f"out={folder} exists: overwrite=true replaces it")
+    if folder.exists() and not (folder / FACTS).is_file():
+        raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
     if name in FORMATS:
         check_libraries(name)
     try:
@@ -80,7 +83,7 @@ def export_run(
     try:
         write = _write_weights if name == WEIGHTS else _write_graph
         file, facts = write(run, name, made, preprocessing, checkpoint)
-        write_json(made / "export.json", facts)
+        write_json(made / FACTS, facts)
         write_text(made / "card.md", model_card(run, facts))
         made.chmod(0o777 & ~_umask())
         if folder.exists():
@@ -246,7 +249,7 @@ def _write_weights(
 
 def how_to_load(folder: Path) -> list[str]:
     """Return the lines of Python that load weights without Regimen's trainer."""
-    facts = json.loads((folder / "export.json").read_text())
+    facts = json.loads((folder / FACTS).read_text())
     node = dict(facts["model"])
     module, _, kind = str(node.pop("_target_")).rpartition(".")
     arguments = ", ".join(f"{key}={value!r}" for key, value in node.items())

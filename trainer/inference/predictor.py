@@ -84,7 +84,9 @@ class Predictor:
         """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
         trainer = self._trainer
         with ExitStack() as stack:
-            stack.enter_context(rng.keyed(trainer.strategy.device, derived(0, "predict")))
+            stack.enter_context(
+                rng.keyed(trainer.strategy.device, derived(trainer.options.seed, "predict"))
+            )
             stack.enter_context(trainer.evaluation_weights())
             trainer.model.eval()
             if self._module is not None:

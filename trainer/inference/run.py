@@ -85,8 +85,8 @@ class Run:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill tears the last
 
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
@@ -163,7 +163,8 @@ def facts_of_run(path: Path, config: Config) -> InferenceFacts:
         return facts
     splits = tuple(s for s in _SPLITS if getattr(config.data, s) is not None) or ("train",)
     data = build_data(config, splits)
-    parts = Assembly(config, Known(data.num_classes), Strategy(), Precision("fp32", "cpu"))
+    on_cpu = Strategy(torch.device("cpu"))
+    parts = Assembly(config, Known(data.num_classes), on_cpu, Precision("fp32", "cpu"))
     return facts_of(config, data, parts.task)
 
 
@@ -196,12 +197,16 @@ def load_trainer(
 def find_checkpoint(run_dir: Path, name: str) -> Path:
     """Return a checkpoint's path: `best` (or else the last), `last`, or a path."""
     folder = run_dir / "checkpoints"
-    names = ("best", "last") if name == "best" else (name,)
-    known = [folder / f"{n}.pt" for n in names]
-    path = next((p for p in known if p.is_file()), Path(name))
+    known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
+    path = known if known is not None and known.is_file() else Path(name)
     if not path.is_file():
         raise CheckpointError(f"checkpoint={name}: {folder} holds no such checkpoint")
     return path
+
+
+def best_or_last(folder: Path) -> Path | None:
+    """Return the checkpoint to test: the best, or else the last; None if there is none."""
+    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
 
 
 def as_picture(image: Any, channels: int) -> Tensor:

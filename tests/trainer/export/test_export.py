@@ -129,6 +129,11 @@ def test_a_folder_is_replaced_only_when_asked(run, tmp_path):
     assert (made.folder / "mine").exists()
     export_run(run, "safetensors", tmp_path / "o", overwrite=True)
     assert not (made.folder / "mine").exists()
+    (tmp_path / "of_others").mkdir()
+    (tmp_path / "of_others" / "thesis").touch()
+    with pytest.raises(ModelError, match="is no export"):
+        export_run(run, "safetensors", tmp_path / "of_others", overwrite=True)
+    assert (tmp_path / "of_others" / "thesis").exists()
 
 
 def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeypatch):
