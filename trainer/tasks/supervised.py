@@ -48,7 +48,7 @@ class Supervised(Task):
         """Return the metrics that keep a state."""
         return self._metrics
 
-    def counts(self, batch: Any) -> dict[str, Tensor | int]:
+    def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the denominators that depend on the labels."""
         return self.losses.counts(batch[1])
 
