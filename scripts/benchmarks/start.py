@@ -116,7 +116,7 @@ COMMANDS: dict[str, tuple[Callable[[], Times], str]] = {
     "bare script: --help": (partial(_whole, (_PLAIN, "--help"), 0), "bare script: --help"),
     "train --help": (partial(_whole, (*_TRAIN, "--help"), 0), "bare script: --help"),
     "train: a mistake": (
-        partial(_whole, (*_TRAIN, "experiment=resnet18", "optimizer.rl=1"), 2),
+        partial(_whole, (*_TRAIN, "experiment=resnet18", "trainer.max_epoch=1"), 2),
         "bare script: --help",
     ),
 }
