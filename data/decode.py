@@ -31,7 +31,7 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
     if not data:
         raise UnreadableError(f"cannot decode {path}: the file is empty")
-    return _decode(data, path, channels)
+    return decode_image(data, path, channels)
 
 
 def _content(path: Path | str) -> bytes:
@@ -43,7 +43,8 @@ def _content(path: Path | str) -> bytes:
         return file.read()
 
 
-def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
+def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
+    """Return the content of an image file as `read_image` does; errors call it `path`."""
     if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:

@@ -18,7 +18,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from conf.yaml_file import plain_values
-from data.decode import read_image
+from data.decode import decode_image, read_image
 from data.errors import DataError
 from data.loading.collate import collate
 from data.pictures import Pictures
@@ -105,9 +105,10 @@ class Run:
     ) -> list[Row]:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
-        images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
-        [H, W, C] too); or, where the run's data are no pictures, a tensor [n, ...] of inputs after
-        the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
+        images: file names, the bytes of picture files, PIL pictures, uint8 tensors or arrays
+        [C, H, W] (arrays [H, W] and [H, W, C] too); or, where the run's data are no pictures, a
+        tensor [n, ...] of inputs after the transforms. `batch_size`: default
+        `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for what is no picture.
         """
         trainer = self.trainer(checkpoint)
@@ -147,7 +148,7 @@ class Run:
             yield from images
             return
         form = self.pictures([])
-        singles = [images] if isinstance(images, (str, os.PathLike)) else images
+        singles = [images] if isinstance(images, (str, bytes, os.PathLike)) else images
         for image in singles:
             yield form.brought_to_form(as_picture(image, form.channels))
 
@@ -213,6 +214,8 @@ def as_picture(image: Any, channels: int) -> Tensor:
     """Return a picture, given in any usual form, as uint8 [channels, H, W]. Raises DataError."""
     if isinstance(image, (str, os.PathLike)):
         return read_image(Path(image), channels)
+    if isinstance(image, bytes):
+        return decode_image(image, "the picture", channels)
     if hasattr(image, "convert"):  # Pillow's
         image = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     tensor = torch.as_tensor(np.array(image)) if not isinstance(image, Tensor) else image
