@@ -33,6 +33,7 @@ from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, facts_of, read_facts
+from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
 from trainer.runs.status import RunDirectoryError
@@ -125,6 +126,42 @@ class Run:
                 found += rows(Answers(indices, values, None, {}))
         for row in found:
             del row["file"]
+        return found
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 200,
+        sampling: Sampling = "greedy",
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        batch_size: int | None = None,
+        checkpoint: str = "best",
+    ) -> list[str]:
+        """Return what a language model writes after each prompt, as `predict` does.
+
+        sampling: greedy (the likeliest token) or random, from the `top_k` likeliest. seed: default
+        that of the run. Raises ConfigError for a run that does not continue text, DataError for a
+        prompt with characters that are not in the run's vocabulary.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        names = [f"prompt {number}" for number in range(len(texts))]
+        dataset = prompts_for(self.facts, self.config, names, texts)
+        trainer = self.trainer(checkpoint)
+        seed = self.config.seed if seed is None else seed
+        generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
+        predictor = Predictor(trainer, generation=generation)
+        rows = Rows(self.facts, 1, str, prompt_of=texts.__getitem__)
+        loader = self.config.loader
+        size = batch_size or loader.eval_batch_size or loader.batch_size
+        found: list[str] = []
+        with torch.inference_mode(), predictor.ready():
+            for first, samples in _batches(map(dataset.__getitem__, range(len(texts))), size):
+                values, _ = predictor.ask(trainer.to_device(collate(samples)), len(samples))
+                indices = range(first, first + len(samples))
+                found += [row["prediction"] for row in rows(Answers(indices, values, None, {}))]
         return found
 
     def loader(self, split: str = "val") -> Iterator[Any]:
