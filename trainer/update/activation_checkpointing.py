@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from conf.errors import Problem
 from trainer.errors import ModelError
+
+_KEY = "trainer.activation_checkpointing"
 
 
 def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -27,10 +30,9 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise ModelError(
-                f"trainer.activation_checkpointing: {pattern!r} matches no module; there are "
-                f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
-            )
+            more = ", ..." if len(names) > 12 else ""
+            hint = f"there are {', '.join(names[:12])}{more}"
+            raise ModelError(Problem(_KEY, f"{pattern!r} matches no module", hint))
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
@@ -44,15 +46,11 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def checkpoint_segments(model: nn.Module, segments: int) -> None:
     """Checkpoint an `nn.Sequential` in `segments` segments of layers."""
     if not isinstance(model, nn.Sequential):
-        raise ModelError(
-            "trainer.activation_checkpointing_segments asks for an nn.Sequential, the model is a "
-            f"{type(model).__name__}: name modules in trainer.activation_checkpointing instead"
-        )
+        message = f"needs an nn.Sequential, but the model is a {type(model).__name__}"
+        raise ModelError(Problem(f"{_KEY}_segments", message, f"name modules in {_KEY} instead"))
     if not 1 <= segments <= len(model):
-        raise ModelError(
-            f"trainer.activation_checkpointing_segments={segments}: the model has {len(model)} "
-            "layers"
-        )
+        message = f"{segments} segments, but the model has {len(model)} layers"
+        raise ModelError(Problem(f"{_KEY}_segments", message))
     _refuse_chance(model)
     plain, layers = model.forward, list(model)
     size = len(layers) // segments  # as torch.utils.checkpoint.checkpoint_sequential cuts
@@ -201,11 +199,9 @@ def _refuse_chance(module: nn.Module, prefix: str = "") -> None:
     for name, inner in module.named_modules():
         if any(isinstance(value, random.SystemRandom) for value in _values(vars(inner))):
             path = (prefix + name).rstrip(".") or "the model"
-            raise ModelError(
-                f"trainer.activation_checkpointing: {path} holds "
-                "a random.SystemRandom, which cannot repeat what it drew: use random.Random, or "
-                "leave the module out"
-            )
+            message = f"{path} holds a random.SystemRandom, which cannot repeat what it drew"
+            hint = "use random.Random, or leave the module out"
+            raise ModelError(Problem(_KEY, message, hint))
 
 
 def _state(generator: Any) -> Any:
