@@ -83,7 +83,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 30) -> Any:
+    def until(self, expression: str, seconds: float = 90) -> Any:
         """Return the value of an expression, a plain one, once it is something."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):
