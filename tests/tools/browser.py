@@ -59,8 +59,9 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._session = None
+        self.ask("Browser.close")
+        self._process.wait(30)
         os.close(self._write)
         os.close(self._read)
 
