@@ -191,6 +191,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("models.timm_adapter", "build"),
         _ours("models.torchvision_adapter", "build"),
         _ours("models.transformer"),
+        _ours("models.transformers_adapter", "build", classes=False),
         _ours("models.unet"),
         _ours("models.vit"),
         _ours("trainer.tasks.losses", "vector"),
