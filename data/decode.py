@@ -29,8 +29,6 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
         data = _content(path)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
-    if not data:
-        raise UnreadableError(f"cannot decode {path}: the file is empty")
     return decode_image(data, path, channels)
 
 
@@ -44,7 +42,9 @@ def _content(path: Path | str) -> bytes:
 
 
 def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
-    """Return the content of an image file as `read_image` does; errors call it `path`."""
+    """Return the image of a file's bytes as `read_image` does; `path` is for messages."""
+    if not data:
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
     if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:

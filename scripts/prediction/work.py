@@ -33,7 +33,13 @@ from trainer.inference.facts import InferenceFacts
 from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
-from trainer.inference.run import facts_of_run, find_checkpoint, load_trainer, pictures_for
+from trainer.inference.run import (
+    facts_of_run,
+    find_checkpoint,
+    load_trainer,
+    pictures_for,
+    table_for,
+)
 from trainer.runs import manifest
 from trainer.targets.allow_list import allow
 from trainer.trainer import Trainer
@@ -86,6 +92,8 @@ def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: lis
     if options.source not in SPLITS:
         if facts.inputs["kind"] == "text":
             return prompts_for(facts, config, *find_prompts(options.source, lines))
+        if facts.inputs["kind"] == "table":
+            return table_for(facts, config, options.source)
         return pictures_for(facts, config, find_pictures(options.source, lines))
     if getattr(config.data, options.source) is None:
         hint = "data.predict names samples without labels; source=DIR reads pictures"

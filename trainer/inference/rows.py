@@ -32,6 +32,7 @@ class Rows:
     ) -> None:
         self._classes = facts.classes
         self._threshold = float(facts.outputs.get("threshold", 0.5))
+        self._mean, self._std = facts.outputs.get("scale", (0.0, 1.0))
         self._top_k = top_k
         self._name_of = name_of
         self._mask_of = mask_of
@@ -82,6 +83,7 @@ class Rows:
         return rows
 
     def _values(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        values = values * self._std + self._mean  # those of the file, where training scaled them
         if values.ndim == 1:
             return [{"prediction": value} for value in values.tolist()]
         return [

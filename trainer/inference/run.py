@@ -20,6 +20,7 @@ from conf.schema import Config
 from conf.yaml_file import plain_values
 from data.decode import decode_image, read_image
 from data.errors import DataError
+from data.formats.table import TableRows, rows_to_predict
 from data.loading.collate import collate
 from data.pictures import Pictures
 from models.weights import no_initial_weights
@@ -204,6 +205,12 @@ def facts_of_run(path: Path, config: Config) -> InferenceFacts:
     on_cpu = Strategy(torch.device("cpu"))
     parts = Assembly(config, Known(data.num_classes), on_cpu, Precision("fp32", "cpu"))
     return facts_of(config, data, parts.task)
+
+
+def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
+    """Return the rows of a file, encoded as the run's table was. Raises DataError."""
+    form = facts.inputs
+    return rows_to_predict(path, form["features"], form["missing"], build_pipeline(config, "eval"))
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
