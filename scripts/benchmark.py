@@ -17,6 +17,7 @@ BENCHMARKS = {
     "start": "process start to the first update, help and a mistake, against a bare script",
     "train": "images a second of ResNet-18, against a bare loop with its data in memory",
     "evaluate": "images a second of an evaluation, against a bare loop over the same loader",
+    "predict": "answers for picture files as a table, against a bare loop over the same loader",
     "growth": "cost of an update and memory as data set and run grow",
     "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
     "ddp": "throughput of one and two processes, and their start, against the same by hand",
