@@ -20,6 +20,7 @@ ORDER = (
     ("conf", "data"),
     ("data.loading",),
     ("trainer.errors", "trainer.state", "trainer.rng", "trainer.nested", "trainer.metric_names"),
+    ("trainer.user_code", "trainer.shadow"),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed", "trainer.timer"),
     ("trainer.pace",),
     ("trainer.task", "trainer.callback", "trainer.gradients"),

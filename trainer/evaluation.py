@@ -14,7 +14,7 @@ from trainer import rng
 from trainer.errors import ModelError
 from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
-from trainer.task import Metric, StepOutput
+from trainer.task import Metric, StepOutput, as_output, unsound
 from trainer.update.batch import as_source
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
@@ -77,10 +77,17 @@ class Evaluator:
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                sums.add_output(self._evaluation_step(batch), count)
+                self._add_output(self._evaluation_step(batch), count, sums)
             elif self._parts.strategy.evaluates_in_step:
                 # The other processes wait for this process's shards of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
+
+    def _add_output(self, output: StepOutput, count: int, sums: Sums) -> None:
+        try:
+            sums.add_output(output, count)
+        except MISFITS as error:
+            task = self._parts.task
+            raise unsound(output, task, "evaluation_step") or error from None
 
     def _own_generators(self, step: int) -> AbstractContextManager[None]:
         strategy = self._parts.strategy
@@ -100,7 +107,8 @@ class Evaluator:
 
     def _evaluation_step(self, batch: Any) -> StepOutput:
         try:
-            return self._parts.task.evaluation_step(self._module, batch)
+            result = self._parts.task.evaluation_step(self._module, batch)
+            return as_output(result, self._parts.task, "evaluation_step")
         except MISFITS as error:
             if (known := misfit(error, batch, self._parts.state.updates)) is not None:
                 raise known from error

@@ -30,6 +30,7 @@ from trainer.update.batch import BatchSource, as_source, repeatable, updates
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
 from trainer.update.waiting import Waiting
+from trainer.user_code import account
 
 
 class Trainer:
@@ -160,6 +161,8 @@ class Trainer:
             self.updater.confirm()
             self.hooks.emit("on_fit_end", self)
         except BaseException as error:
+            if (said := account(error)) is not None:
+                error.add_note(said)  # below the traceback, in a notebook too
             self.hooks.emit("on_exception", self, error)
             raise
         finally:

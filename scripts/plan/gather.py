@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.checkpoint import Checkpoint
+from data.errors import DataError
 from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
+from scripts.plan.trial import first_micro_batch, try_out
 from trainer.files.atomic import write_text
 from trainer.files.storage import storage_error
 from trainer.lr_schedulers.schedule import curve
 from trainer.summary.memory import MemoryEstimate, estimate
 from trainer.summary.model import summarize
 from trainer.summary.text import size
+from trainer.task import as_output
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
@@ -45,14 +48,14 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         _length(experiment.data.sets["train"]),
         config.loader.drop_last,
     )
-    example = next(trainer.draw(0))[0].batch
-    trainer.train_loader.close()
+    first = first_micro_batch(trainer)
     summary = summarize(
         trainer.model,
-        example,
+        None if isinstance(first, DataError) else first.batch,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
     )
+    untried = list(try_out(experiment, first))
     total, steps = trainer.total_steps, trainer.steps_per_epoch
     curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
     memory = estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest)
@@ -82,17 +85,16 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         memory=memory,
         callbacks={name: type(c).__name__ for name, c in trainer.callbacks.items()},
         run_dir=str(folder),
-        notes=list(_notes(experiment, memory)),
+        notes=[*untried, *_notes(experiment, memory)],
     )
 
 
 def _loss(task: Any, model: Any, batch: Any) -> Any:
-    output = (
-        task.turn_step(model, batch, task.turns[0])
-        if task.turns
-        else task.training_step(model, batch)
-    )
-    return output.loss
+    if batch is None:
+        raise DataError("no sample can be read")
+    if task.turns:
+        return as_output(task.turn_step(model, batch, task.turns[0]), task, "turn_step").loss
+    return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
 def _data_rows(experiment: Experiment) -> Iterator[DataRow]:

@@ -92,7 +92,8 @@ def build(
         precision,
         {**(callbacks or {}), **parts.callbacks},
         trainer_options,
-        compiled=_compile(parts.model, options.compile),
+        # A dry run computes a single micro-batch, which is not worth a compilation.
+        compiled=_compile(parts.model, False if config.dry_run else options.compile),
         config_text=config_text,
     )
     if strategy.group.is_main:

@@ -137,8 +137,12 @@ def _import_module(name: str, path: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
+            error.imported_for = path  # type: ignore[attr-defined]
             raise  # the module exists, and one that it needs does not
         raise TargetError(f"no package {name!r} is installed, which {path!r} needs") from error
+    except Exception as error:
+        error.imported_for = path  # type: ignore[attr-defined]
+        raise
     if module.__name__ != name:
         raise TargetError(f"{path!r} is not allowed: {name} is really {module.__name__}")
     return module
