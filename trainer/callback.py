@@ -90,6 +90,11 @@ class Average(Callback):
 
     used_for_evaluation: bool = True
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is an average yet, which evaluations use."""
+        return True
+
     def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
         """Return the context in which the model has the average's weights."""
         raise NotImplementedError

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-_OURS = Path(__file__).resolve().parents[1]
-_OUR_PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
+from trainer.shadow import PACKAGES, ROOT
+
 _INSTALLED = ("site-packages", "dist-packages")
 _NOTEBOOK = ("<ipython", "<stdin>")
 # Our functions that hold the batch that the user's code was called for.
@@ -141,7 +141,7 @@ def is_users(file: str) -> bool:
     path = Path(file)
     if any(part in path.parts for part in _INSTALLED) or path.is_relative_to(_standard_library()):
         return False
-    return not (path.is_relative_to(_OURS) and path.relative_to(_OURS).parts[0] in _OUR_PACKAGES)
+    return not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES)
 
 
 def called(thing: Any) -> str:

@@ -14,8 +14,8 @@ from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
 from scripts.plan.trial import first_micro_batch, try_out
 from trainer.files.atomic import write_text
-from trainer.files.storage import storage_error
 from trainer.lr_schedulers.schedule import curve
+from trainer.runs.directory import make_folder
 from trainer.summary.memory import MemoryEstimate, estimate
 from trainer.summary.model import summarize
 from trainer.summary.text import size
@@ -31,10 +31,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     print(render(plan, width=width, colour=sys.stdout.isatty()))
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise storage_error(folder, error) from error
+    make_folder(folder)
     write_text(folder / "plan.txt", render(plan, width=100))
 
 

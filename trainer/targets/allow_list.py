@@ -239,8 +239,8 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
-    near = nearest(root, [*_INSTALLED, *_in_folder()])
-    if near not in (None, root):
+    near = nearest(root, [*_INSTALLED, *_in_folder()], cutoff=0.75)
+    if near not in (None, root) and importlib.machinery.PathFinder.find_spec(root) is None:
         return f"did you mean {near}?"
     module, _, name = path.rpartition(".")
     near = nearest(module, OFFERS, cutoff=0.85)
