@@ -15,7 +15,7 @@ from trainer.errors import ModelError
 from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, StepOutput, as_output, unsound
-from trainer.update.batch import as_source
+from trainer.update.batch import BatchSource, as_source
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
 from trainer.update.sums import Sums
@@ -55,10 +55,14 @@ class Evaluator:
         sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
         for metric in metrics.values():
             metric.reset()
-        stream = self._waiting.attend(as_source(loader, 1)).epoch(0, 0, limit)
+        source = as_source(loader, 1)
+        stream, batches = self._waiting.attend(source).epoch(0, 0, limit), _batches(source, limit)
+        done = 0
         with self._own_generators(step), self._evaluating(), weights, self._alike():
             while (micro_batch := self._waiting.next(stream)) is not None:
                 self._add(micro_batch, sums)
+                done += 1
+                self._parts.hooks.emit("on_evaluation_batch", self._parts, stage, done, batches)
                 self._parts.strategy.group.agree(self._parts.state, at_once=False)
                 if self._parts.state.stop_code:
                     break
@@ -125,6 +129,14 @@ class Evaluator:
         finally:
             for module, mode in modes:  # a frozen module stays in evaluation mode
                 module.training = mode
+
+
+def _batches(source: BatchSource, limit: int | None) -> int | None:
+    try:
+        length = len(source)
+    except TypeError:
+        return limit
+    return length if limit is None else min(limit, length)
 
 
 @contextmanager

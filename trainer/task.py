@@ -123,6 +123,10 @@ class Task:
     turns: Sequence[str] = ()
     # Names of the loss terms whose denominators depend on the data; `counts` returns these.
     count_names: Sequence[str] = ()
+    # Whether the loss of a sample depends on the other samples of its micro-batch, as that of
+    # contrastive learning does: an update that is split is then another one. The plan and the log
+    # say so.
+    couples_samples: bool = False
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
     # [n, H, W]), or "array" (anything else).
@@ -195,6 +199,17 @@ def missing_step(kind: type, step: str) -> str:
     return (
         f"{kind.__module__}.{kind.__qualname__} defines no {step}({given}): let it return the "
         "loss of a batch, a tensor, or a trainer.task.StepOutput"
+    )
+
+
+def coupling_remark(task: Task, micro_batches: int, devices: int) -> str | None:
+    """Say that a split changes the training; None where it does not, or nothing is split."""
+    if not task.couples_samples or micro_batches * devices == 1:
+        return None
+    return (
+        f"{called(task)} couples the samples of a micro-batch (couples_samples): an update that is "
+        f"split over {devices} devices and {micro_batches} micro-batches is not that of the whole "
+        "batch; the same training needs trainer.gradient_accumulation_steps=1 and one device"
     )
 
 

@@ -19,7 +19,7 @@ from trainer.runs.directory import make_folder
 from trainer.summary.memory import MemoryEstimate, estimate
 from trainer.summary.model import summarize
 from trainer.summary.text import size
-from trainer.task import as_output
+from trainer.task import as_output, coupling_remark
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
@@ -114,6 +114,10 @@ def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if experiment.data.sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
+    options = experiment.trainer.options
+    accumulation = options.gradient_accumulation_steps
+    if remark := coupling_remark(experiment.trainer.task, accumulation, strategy.devices):
+        yield remark
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     for callback in experiment.trainer.callbacks.values():

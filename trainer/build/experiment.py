@@ -181,7 +181,7 @@ def _options(config: Config, updates: int) -> TrainerOptions:
         validate_every_n_epochs=options.validate_every_n_epochs,
         validate_every_n_steps=options.validate_every_n_steps,
         limit_train_batches=None if limit is None else count(limit, updates),
-        sanity_batches=options.validate_at_start,
+        validate_at_start=options.validate_at_start,
         channels_last=options.channels_last,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data.batch import MicroBatch
+from data.batch import MicroBatch, joined
 from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.optimizers.optimizers import needs_closure
 from trainer.task import StepOutput, as_output, unsound
@@ -32,6 +32,9 @@ class Updater:
         self.epoch_sums = Sums(device)
         self.sums = Sums(device, over=self.epoch_sums)  # since the last log
         self._shares = Shares(parts.task, parts.strategy, self.sums.dtype)
+        self.keeps_updates = False  # for callbacks that ask for an update's batch and outputs
+        self._last_batches: Sequence[MicroBatch] = ()
+        self._last_outputs: dict[str, list[StepOutput]] = {}
         self._parts = parts
         self._turns = turns_of(parts.optimizers, parts.task)
         others = list(parts.task.own_modules().values())
@@ -53,6 +56,8 @@ class Updater:
         """
         parts, guard, taken = self._parts, self._guard, []
         guard.remember()
+        if self.keeps_updates:
+            self._last_batches, self._last_outputs = micro_batches, {}
         for turn in self._turns:
             outputs, shares = self._accumulate(turn, micro_batches)
             parts.timer.lap("forward + backward")
@@ -109,7 +114,15 @@ class Updater:
             shares.append(share)
         if parts.strategy.group.world_size > 1:
             self._exchange_apart()
+        if self.keeps_updates:
+            self._last_outputs[turn.name] = outputs
         return outputs, shares
+
+    def last_update(self) -> dict[str, Any]:
+        """Return `batch` and `outputs` of the last update, as `Callback.on_update_end` says."""
+        batches = [m.batch for m in self._last_batches if m.piece.count]
+        outputs = [output for turn in self._last_outputs.values() for output in turn]
+        return {"batch": joined(batches) if batches else None, "outputs": outputs}
 
     def _exchange_apart(self) -> None:
         # The strategy's wrapper knows the model's parameters, not those of losses.
