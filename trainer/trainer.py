@@ -88,7 +88,7 @@ class Trainer:
             callback.name = name
         self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.run_dir = None if run_dir is None else self._made(Path(run_dir))
         self.config_text = config_text  # kept in every checkpoint
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the last value of everything logged
@@ -138,6 +138,15 @@ class Trainer:
     def _ended(self) -> bool:
         return self.done or self.state.stop_reason is not None
 
+    def _made(self, run_dir: Path) -> Path:
+        """Make the run directory now: one that cannot be is found before anything is computed."""
+        if self.is_main:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise storage_error(run_dir, error) from error
+        return run_dir
+
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""
         return self.optimizers.learning_rates()
@@ -157,7 +166,7 @@ class Trainer:
         on_fit_end | on_exception, and teardown always
         """
         try:
-            self._prepare_place()
+            self._warn_unsaved()
             if resume is not None:
                 snapshot.go_on(self, resume)
             self._begin()
@@ -192,16 +201,10 @@ class Trainer:
             self._is_set_up = True
             self.hooks.emit("setup", self)
 
-    def _prepare_place(self) -> None:
-        """Make `run_dir` before anything is computed, and say that there is none to save in."""
+    def _warn_unsaved(self) -> None:
         saver = saver_of(self.callbacks)
         if self.run_dir is None and saver is not None and self.is_main:
             _log.warning("callbacks.%s saves nothing: the Trainer was given no run_dir", saver.name)
-        if self.run_dir is not None and self.is_main:
-            try:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise storage_error(self.run_dir, error) from error
 
     def _begin(self) -> None:
         self.timer.start()
