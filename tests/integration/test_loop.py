@@ -178,7 +178,7 @@ def test_debug_overfit(run, lines) -> None:
     assert trained == list(range(1, len(trained) + 1))
     assert len(trained) < 60
     assert values(lines(), "train/loss")[-1] <= 0.2 < values(lines(), "train/loss")[-2]
-    assert values(lines(), "val/accuracy")[-1] > 0.9
+    assert values(lines(), "train/epoch_accuracy")[-1] > 0.9
     assert "overfitting: 60 updates of" in done.err
     assert "near zero" in done.out
 
