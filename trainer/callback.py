@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ModelError
@@ -11,7 +12,21 @@ from trainer.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from trainer.media import Histogram, Image, PRCurve
     from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """How a run ended, after its test.
+
+    `state`: finished, stopped (by its time limit), preempted (by a signal) or failed.
+    """
+
+    state: str
+    metrics: Mapping[str, float] = field(default_factory=dict)  # last values, best and test
+    code: int = 0  # the exit code
+    reason: str | None = None  # why it did not finish
 
 
 class Callback:
@@ -50,7 +65,22 @@ class Callback:
         return {}
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Called with the values logged at `trainer.state.global_step`."""
+        """Called with values logged at `trainer.log_point`: `step` and `epoch`."""
+
+    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
+        """Called with an image, uint8 [H, W, 3]; as the next four: on the main process only."""
+
+    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
+        """Called with a histogram, as of the weights of a layer."""
+
+    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
+        """Called with a text in Markdown."""
+
+    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
+        """Called with a figure of matplotlib's, which the caller closes."""
+
+    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
+        """Called with precision and recall over thresholds."""
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called before a validation."""
@@ -72,6 +102,12 @@ class Callback:
 
     def teardown(self, trainer: Trainer) -> None:
         """Release what `setup` acquired; called in any case."""
+
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Called last, after the test, however the run ended; no collectives here.
+
+        An exception in it is logged and changes nothing: the run has ended.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs: tensors and plain containers only."""
@@ -107,6 +143,11 @@ class Saver(Callback):
     """
 
     of_run = True
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that the best checkpoint is chosen by, if there is one."""
+        return None
 
     def best_result(self) -> tuple[str, float, int] | None:
         """Return metric, value and step of the best checkpoint, or None."""

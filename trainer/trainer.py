@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch, to_device
-from trainer.callback import Callback, Hooks, evaluated_average
+from trainer.callback import Callback, Hooks, Results, evaluated_average
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator
 from trainer.lr_schedulers.horizon import refuse_to_wait
 from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.media import PRCurve, as_image, histogram_of
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.pace import is_done, log_is_due, validation_is_due
-from trainer.state import MAX_TIME, TrainState
+from trainer.state import MAX_TIME, LogPoint, TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task, named_modules
 from trainer.timer import Timer
@@ -30,6 +32,8 @@ from trainer.update.batch import BatchSource, as_source, repeatable, updates
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
 from trainer.update.waiting import Waiting
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -86,7 +90,8 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()
         self.resumed = False
-        self._is_set_up = False
+        self._is_set_up = self._has_ended = False
+        self._log_point: LogPoint | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
         self.updater = Updater(self)
@@ -143,6 +148,7 @@ class Trainer:
                 boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
             after the last one: on_epoch_end, before its boundary
         on_fit_end | on_exception, and teardown always
+        `end`, after the test: on_run_end
         """
         try:
             self._begin()
@@ -268,10 +274,62 @@ class Trainer:
             self.lr_schedule.after_validation(epoch)
         self.log(scalars)
 
-    def log(self, scalars: Mapping[str, float]) -> None:
-        """Hand values at the current step to the callbacks."""
+    @property
+    def log_point(self) -> LogPoint:
+        """Where the values that are logged now stand: mostly at the run's own step."""
+        return self._log_point or LogPoint(self.state.global_step, self.state.epoch)
+
+    def log(self, scalars: Mapping[str, float], at: LogPoint | None = None) -> None:
+        """Hand values to the callbacks, at the current step or that of the weights they are of."""
         self.metrics |= scalars
-        self.hooks.emit("on_log", self, scalars)
+        self._log_point = at
+        try:
+            self.hooks.emit("on_log", self, scalars)
+        finally:
+            self._log_point = None
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Hand an image to the callbacks; `trainer.media.as_image` says what may be one.
+
+        This and the next four do nothing, and read nothing from the device, where no callback of
+        the run receives such a thing, and on other processes than the main one.
+        """
+        self._show("on_image", name, lambda: as_image(image))
+
+    def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
+        """Hand the histogram of a tensor to the callbacks."""
+        self._show("on_histogram", name, lambda: histogram_of(values, bins))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Hand a text, in Markdown, to the callbacks."""
+        self._show("on_text", name, lambda: text)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Hand a figure of matplotlib's to the callbacks; it stays open."""
+        self._show("on_figure", name, lambda: figure)
+
+    def log_pr_curve(self, name: str, curve: PRCurve) -> None:
+        """Hand precision and recall over thresholds to the callbacks."""
+        self._show("on_pr_curve", name, lambda: curve)
+
+    def _show(self, hook: str, name: str, value: Callable[[], Any]) -> None:
+        if self.is_main and self.hooks.listeners(hook):
+            self.hooks.emit(hook, self, name, value())
+
+    def end(self, results: Results) -> None:
+        """Tell the callbacks how the run ended; once, after the test.
+
+        `train` does it; who calls `fit` himself may do it as well.
+        """
+        if not self._is_set_up or self._has_ended:
+            return
+        self._has_ended = True
+        for listener in self.hooks.listeners("on_run_end"):
+            try:
+                listener(self, results)
+            except Exception as error:  # what was trained stays trained
+                name = type(listener.__self__).__name__
+                _log.warning("%s.on_run_end failed: %s", name, error, exc_info=True)
 
     def _validate(self) -> None:
         with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
