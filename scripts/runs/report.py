@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scripts.cli.request import Request
     from trainer.build.experiment import Experiment
 
-_NOT_RESULTS = ("time/", "memory/", "lr/")
+_NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
@@ -62,7 +62,9 @@ def final_block(
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))
-    lines += [(stage, _values(results, stage)) for stage in ("train", "val")]
+    lines.append(("train", _values(results, "train")))
+    if validated := _values(results, "val"):
+        lines.append(("val", f"{validated}  (step {state.validated_at})"))
     if best:
         lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
     average = experiment.trainer.average
