@@ -1,8 +1,10 @@
-"""Histograms of the weights in TensorBoard."""
+"""Histograms of weights and gradients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
@@ -12,17 +14,40 @@ if TYPE_CHECKING:
 
 
 class Histograms(Callback):
-    """Log a histogram of every parameter, `weights/<name>`, every `every_n_epochs` epochs."""
+    """Log a histogram of every parameter, `weights/<name>`, every `every_n_epochs` epochs.
 
-    def __init__(self, every_n_epochs: int = 1, bins: int = 64) -> None:
+    With `gradients` also `gradients/<name>`: those of the epoch's last update, clipped, which are
+    copied for it. A stream of unknown length has none.
+    """
+
+    takes_shards = False
+
+    def __init__(self, every_n_epochs: int = 1, bins: int = 64, gradients: bool = True) -> None:
         if every_n_epochs < 1 or bins < 1:
             raise CallbackError(f"every_n_epochs={every_n_epochs}, bins={bins}: at least 1")
         self._every_n_epochs = every_n_epochs
         self._bins = bins
+        self._wants_gradients = gradients
+        self._gradients: dict[str, Tensor] = {}
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Copy the gradients of an epoch's last update."""
+        state = trainer.state
+        last = state.position + 1 == trainer.steps_per_epoch
+        due = (state.epoch + 1) % self._every_n_epochs == 0
+        if self._wants_gradients and last and due and trainer.is_main:
+            self._gradients |= {
+                name: parameter.grad.detach().clone()
+                for name, parameter in trainer.model.named_parameters()
+                if parameter.grad is not None
+            }
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Log the histograms."""
+        gradients, self._gradients = self._gradients, {}
         if trainer.state.epoch % self._every_n_epochs:
             return
         for name, parameter in trainer.model.named_parameters():
             trainer.log_histogram(f"weights/{name}", parameter, self._bins)
+        for name, gradient in gradients.items():
+            trainer.log_histogram(f"gradients/{name}", gradient, self._bins)

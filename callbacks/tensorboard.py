@@ -37,6 +37,7 @@ from trainer.runs.dashboard import FOLDER, command
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+_OPEN = ("preempted", "stopped")  # ends after which a run can go on
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +104,7 @@ class TensorBoard(Callback):
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Close the session of the HParams tab; a run that can go on leaves it open."""
         there = self._folder is not None and self._folder.is_dir()  # or the run was discarded
-        if self._file is not None and there and results.state in ("finished", "failed"):
+        if self._file is not None and there and results.state not in _OPEN:
             file, end = self._file, session_end(failed=results.state == "failed")
             # A run that is resumed after all makes a running TensorBoard forget what is beyond.
             self._try(lambda: file.summary(trainer.state.global_step + 1, end))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from trainer.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from data.batch import MicroBatch
     from trainer.media import Histogram, Image, PRCurve
     from trainer.trainer import Trainer
 
@@ -57,6 +58,12 @@ class Callback:
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Called at the start of an epoch, or of the rest of an epoch after a resume."""
 
+    def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
+        """Called with an update's micro-batches of this process, on the device, transformed."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Called when the gradients are clipped, before the step; of a GAN, in each turn."""
+
     def on_update_end(self, trainer: Trainer) -> None:
         """Called after each update, applied or skipped."""
 
@@ -84,6 +91,13 @@ class Callback:
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called before a validation."""
+
+    def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Called with a batch of a validation and what the model answered, on the device.
+
+        `output` is `StepOutput.output`, which a task of one's own may leave None. A process is not
+        called where it has no sample of its own.
+        """
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Called after a validation with its metrics, `val/...`."""

@@ -17,7 +17,7 @@ from trainer.callback import Callback, Hooks, Results, evaluated_average
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.errors import SampleError
-from trainer.evaluation import EvaluationAbandoned, Evaluator
+from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
 from trainer.lr_schedulers.horizon import refuse_to_wait
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.media import PRCurve, as_image, histogram_of
@@ -143,9 +143,9 @@ class Trainer:
 
         setup, resume (`trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
-            each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
-                                -> zero -> scheduler, on_update_end
-                boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
+            each update:        on_update_start, (forward, backward) x micro-batches -> unscale
+                                -> clip -> on_gradients -> step -> zero -> scheduler, on_update_end
+                boundary:       scalars, on_log -> on_validation_start, _batch, _end -> on_boundary
             after the last one: on_epoch_end, before its boundary
         on_fit_end | on_exception, and teardown always
         `end`, after the test: on_run_end
@@ -156,6 +156,7 @@ class Trainer:
                 length = self.steps_per_epoch
                 self.hooks.emit("on_epoch_start", self)
                 for micro_batches in self._epoch(length):
+                    self.hooks.emit("on_update_start", self, micro_batches)
                     self.update(micro_batches)
                     self.hooks.emit("on_update_end", self)
                     if self.state.position != length and self._boundary():
@@ -335,14 +336,21 @@ class Trainer:
         with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
-            metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)
+            watchers = self.hooks.listeners("on_validation_batch")
+            limit = self.options.limit_val_batches
+            metrics = self.evaluate(self.val_loader, "val", limit, watchers=watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
             self.hooks.emit("on_validation_end", self, metrics)
 
     def evaluate(
-        self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
+        self,
+        loader: Any,
+        stage: str,
+        limit: int | None = None,
+        step: int | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> dict[str, float]:
         """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`.
 
@@ -351,7 +359,12 @@ class Trainer:
         """
         step = self.state.global_step if step is None else step
         with self.timer.spending("evaluation"):
-            return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
+            weights = self.evaluation_weights()
+            return self._evaluator.run(loader, stage, weights, limit, step, watchers)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which the model answers as in a validation, for callbacks."""
+        return self._evaluator.prepared(self.evaluation_weights(), self.state.global_step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""

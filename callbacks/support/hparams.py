@@ -17,8 +17,9 @@ import yaml
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
 
+from trainer.runs.dashboard import SWEEP
+
 Value = bool | int | float | str
-SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 
 
 def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
@@ -41,9 +42,9 @@ def swept_keys(run: Path) -> list[str]:
     """Return what varies in the sweep that a run is a job of; nothing if it is of none."""
     try:
         keys = json.loads((run.parent / SWEEP).read_text(encoding="utf-8"))["swept"]
+        return [str(key) for key in keys]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [str(key) for key in keys]
 
 
 def columns(

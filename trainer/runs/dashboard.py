@@ -4,10 +4,16 @@ import shlex
 from pathlib import Path
 
 FOLDER = "tensorboard"
+SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 
 
 def command(run_dir: Path) -> str:
-    """Return the command that serves a run, under its own name, to this machine only."""
+    """Return the command that serves a run, under its own name, to this machine only.
+
+    For a job of a sweep it is the sweep's, which shows the job by what varies in it.
+    """
+    if (run_dir.parent / SWEEP).exists():
+        return sweep_command(run_dir.parent)
     name, folder = "/".join(run_dir.parts[-2:]).lstrip("/"), run_dir / FOLDER
     if any(sign in f"{name}{folder}" for sign in ":,"):  # these separate runs and their names
         return _served("--logdir", str(run_dir))
