@@ -77,7 +77,7 @@ class GeneratedText(ValidationPicture):
 
     def fits(self, trainer: Trainer) -> bool:
         """Tell whether the task predicts tokens, as far as is known before a batch is seen."""
-        return trainer.task.output_kind == "array"
+        return trainer.task.output_kind in ("text", "array")
 
     def start(self, trainer: Trainer) -> None:
         """Forget the prompts."""
