@@ -178,7 +178,9 @@ def test_histograms(make_trainer: Any, tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     board.Reload()
     assert set(board.Tags()["histograms"]) == {
-        f"weights/{name}" for name, _ in trainer.model.named_parameters()
+        f"{kind}/{name}"
+        for kind in ("weights", "gradients")
+        for name, _ in trainer.model.named_parameters()
     }
     points = board.Histograms("weights/0.weight")
     assert [point.step for point in points] == [5, 10]
