@@ -79,7 +79,7 @@ def exported_program(network: Network, example: Tensor) -> ExportedProgram:
 def _write_program(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
-    with _silently():
+    with silently():
         save(
             exported_program(network, example),
             path,
@@ -89,7 +89,7 @@ def _write_program(
 
 def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]) -> None:
     onnx: Any = importlib.import_module("onnx")
-    with _silently():
+    with silently():
         program = torch.onnx.export(
             exported_program(network, example),
             input_names=["input"],
@@ -106,7 +106,7 @@ def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping
 
 
 @contextmanager
-def _silently() -> Iterator[None]:
+def silently() -> Iterator[None]:
     """Keep what exporters say of their own passes from the terminal."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
@@ -131,7 +131,7 @@ def _write_torchscript(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
     extra = {"regimen.json": json.dumps(metadata)}
-    with _silently():  # that it is deprecated is said once, by us
+    with silently():  # that it is deprecated is said once, by us
         traced = torch.jit.trace(network, (example,))  # type: ignore[no-untyped-call]
         torch.jit.save(traced, str(path), _extra_files=extra)
 
