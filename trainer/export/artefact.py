@@ -22,7 +22,7 @@ from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors, write_safetensors
 from trainer.errors import ModelError
 from trainer.export.card import model_card
-from trainer.export.formats import FORMATS, check_libraries
+from trainer.export.formats import FORMATS, check_libraries, speed_of_package
 from trainer.export.network import Network, Preprocessing, build_network
 from trainer.files.atomic import sync_folder, write_json, write_text
 from trainer.files.storage import storage_error
@@ -76,6 +76,8 @@ def export_run(
         file, facts = write(run, name, made, preprocessing, checkpoint)
         complete(run, made, facts)
     remark = FORMATS[name].remark if name in FORMATS else ""
+    for key, value in facts.get("speed", {}).items():
+        remark += f"; {key} {value:.3g}"
     return Exported(folder, folder / file, facts["verified"]["largest_difference"], remark)
 
 
@@ -149,6 +151,8 @@ def _write_graph(
     with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
         difference = _verify(network, folder / form.file, samples, form.answer, Path(scratch))
     facts["verified"] = verified = verification(real, difference)
+    if form.compiles:
+        facts["speed"] = speed_of_package(network, folder / form.file, samples)
     if preprocessing == "inside" and real:
         plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
         with torch.inference_mode():

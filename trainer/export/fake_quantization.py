@@ -111,7 +111,7 @@ class _Rounding(torch.autograd.Function):
 
 def rounded_weight(weight: Tensor) -> Tensor:
     """Return weights on the grid of each output channel; gradients pass."""
-    rounded: Tensor = _Rounding.apply(weight)  # type: ignore[no-untyped-call]
+    rounded: Tensor = _Rounding.apply(weight)
     return rounded
 
 

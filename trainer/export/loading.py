@@ -93,6 +93,12 @@ def _program(path: Path, facts: Mapping[str, Any]) -> Callable[[Tensor], Tensor]
     return lambda x: program(x)  # no submodule: a program has no evaluation mode to enter
 
 
+def _package(path: Path, facts: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    inductor: Any = importlib.import_module("torch._inductor")
+    package = inductor.aoti_load_package(str(path))
+    return lambda x: package(x.contiguous())
+
+
 def _script(path: Path, facts: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     return torch.jit.load(str(path))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -107,6 +113,7 @@ _LOADERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Callable[[Tensor], Te
     "onnx": _onnx,
     "torch_export": _program,
     "torchscript": _script,
+    "aoti": _package,
     WEIGHTS: _weights,
 }
 # From the answers of a file back to what its task expects of a model.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -29,7 +27,7 @@ from trainer.export.artefact import (
 )
 from trainer.export.calibration import calibrated, learnt
 from trainer.export.evaluation import metrics_of
-from trainer.export.formats import FORMATS, check_libraries, silently
+from trainer.export.formats import FORMATS, check_libraries, milliseconds, silently
 from trainer.export.integers import integer_network
 from trainer.export.loading import Answering
 from trainer.export.network import Preprocessing, build_network
@@ -42,7 +40,6 @@ METHODS = ("auto", "static", "dynamic")
 _NOISE = {"static": 0.02, "dynamic": 0.1}  # of the largest answer: root mean square of differences
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LATENCIES = (1, 32)  # batch sizes
-_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +197,7 @@ def _measured(
     values |= _metrics(request, Answering(answer, facts["output"]), facts)
     for size in _LATENCIES:
         batch = samples[torch.arange(size) % len(samples)]
-        values[f"ms_of_{size}"] = 1e3 * _seconds(lambda x=batch: answer(x))  # type: ignore[misc]
+        values[f"ms_of_{size}"] = milliseconds(answer, batch)
     return values
 
 
@@ -215,15 +212,6 @@ def _metrics(request: _Request, answering: nn.Module, facts: Mapping[str, Any]) 
     except DataError as error:
         logger.warning("the run's data are not there (%s): accuracy is not measured", error)
         return {}
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    times: Sequence[float] = []
-    for _ in range(_RUNS + 3):
-        begin = time.perf_counter()
-        work()
-        times = [*times, time.perf_counter() - begin]
-    return median(times[3:])
 
 
 def _check_drop(before: Mapping[str, float], after: Mapping[str, float], most: float) -> None:

@@ -1,9 +1,14 @@
 """Quantized models lose little, answer as the network that rounds, and can be evaluated."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from scripts.cli.arguments import parse_arguments
@@ -133,6 +138,53 @@ def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preproc
 def test_a_quantized_file_is_tested_in_the_same_way(run, static):
     found = evaluate_artefact(run.config, static.file, "test")
     assert found["test/accuracy"] == static.after["test/accuracy"]
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from scripts.predict import main
+sys.argv = ["predict", *sys.argv[1:]]
+main()
+"""
+
+
+def predicted(model, *words, cwd):
+    command = [sys.executable, "-c", WITHOUT_TORCH, f"model={model}", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_a_file_predicts_where_torch_is_not_installed(run, tmp_path, unverified):
+    made = export_run(run, "onnx", tmp_path / "onnx")
+    (tmp_path / "pictures").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (5, 8, 12, 3), dtype=np.uint8)
+    for number, pixels in enumerate(noise):
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
+    done = predicted(made.file, "source=pictures", "top_k=2", "out=out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    files = [row.pop("file") for row in rows]
+    assert [Path(name).name for name in files] == [f"{number}.png" for number in range(5)]
+    for found, expected in zip(
+        rows, run.predict([tmp_path / f for f in files], top_k=2), strict=True
+    ):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert found[key] == (pytest.approx(value, abs=1e-4) if "prob" in key else value)
+
+
+def test_broken_pictures_and_words_end_a_prediction_without_torch(static, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    Image.new("L", (16, 16)).save(tmp_path / "b.png")
+    assert predicted(static.file, "source=a.png", cwd=tmp_path).returncode == 3
+    done = predicted(static.file, "source=.", "on_error=skip", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert lines[1].startswith("a.png,,,cannot decode a.png")
+    assert lines[2].startswith("b.png,")
+    done = predicted(static.file, "source=.", "colour=red", "top_k=0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in ("colour", "top_k", "predictions.csv exists"))
 
 
 def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
