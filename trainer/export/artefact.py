@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,10 @@ from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors, write_safetensors
 from trainer.errors import ModelError
 from trainer.export.card import model_card
+from trainer.export.folder import FACTS, export_folder
 from trainer.export.formats import FORMATS, check_libraries, speed_of_package
 from trainer.export.network import Network, Preprocessing, build_network
-from trainer.files.atomic import sync_folder, write_json, write_text
-from trainer.files.storage import storage_error
+from trainer.files.atomic import write_json, write_text
 from trainer.inference.run import Run, find_checkpoint
 from trainer.runs import manifest
 from trainer.runs.status import read_status
@@ -35,7 +33,6 @@ from trainer.targets.instantiate import instantiate
 logger = logging.getLogger("regimen")
 
 WEIGHTS = "safetensors"
-FACTS = "export.json"
 _SAMPLES = 32
 BATCHES = (1, 2, 3, _SAMPLES)
 _TOLERANCE = 1e-4  # of the largest answer, at least of 1
@@ -79,38 +76,6 @@ def export_run(
     for key, value in facts.get("speed", {}).items():
         remark += f"; {key} {value:.3g}"
     return Exported(folder, folder / file, facts["verified"]["largest_difference"], remark)
-
-
-@contextmanager
-def export_folder(
-    run: Run, out: Path | None, name: str, overwrite: bool
-) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to write into, and the one whose name it gets when all went well (I7).
-
-    out: default RUN/exports/NAME. Raises ModelError where one exists that is not to be replaced,
-    StorageError.
-    """
-    folder = out or run.path / "exports" / name
-    if folder.exists() and not overwrite:
-        raise ModelError(f"out={folder} exists: overwrite=true replaces it")
-    if folder.exists() and not (folder / FACTS).is_file():
-        raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
-    try:
-        folder.parent.mkdir(parents=out is None, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    try:
-        yield made, folder
-        made.chmod(0o777 & ~_umask())
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(made, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def complete(run: Run, made: Path, facts: dict[str, Any]) -> None:
@@ -305,9 +270,3 @@ def how_to_load(folder: Path) -> list[str]:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

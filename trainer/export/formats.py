@@ -48,9 +48,9 @@ class Format:
     write: Callable[[Network, Tensor, Path, Mapping[str, Any]], None]
     answer: Callable[[Path, Sequence[Tensor], Path], list[Tensor]]  # with a folder for its use
     needs: tuple[str, ...] = ()  # libraries
-    compiles: bool = False  # with the machine's C++ compiler
     extra: str = ""  # that brings them
     remark: str = ""
+    compiles: bool = False  # with the machine's C++ compiler
 
 
 def check_libraries(name: str) -> None:

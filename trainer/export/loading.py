@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import ModelError
-from trainer.export.artefact import FACTS, WEIGHTS
+from trainer.export.artefact import WEIGHTS
+from trainer.export.folder import FACTS
 from trainer.export.formats import check_libraries
 from trainer.targets.instantiate import instantiate
 

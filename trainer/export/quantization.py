@@ -20,13 +20,13 @@ from trainer.errors import ModelError
 from trainer.export.artefact import (
     BATCHES,
     complete,
-    export_folder,
     graph_facts,
     samples_of,
     verification,
 )
 from trainer.export.calibration import calibrated, learnt
 from trainer.export.evaluation import metrics_of
+from trainer.export.folder import export_folder
 from trainer.export.formats import FORMATS, check_libraries, milliseconds, silently
 from trainer.export.integers import integer_network
 from trainer.export.loading import Answering
