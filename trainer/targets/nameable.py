@@ -149,6 +149,7 @@ OURS: Mapping[str, Offer] = dict(
     (
         _ours("callbacks.checkpoint"),
         _ours("callbacks.compression.pruning"),
+        _ours("callbacks.compression.qat"),
         _ours("callbacks.early_stopping"),
         _ours("callbacks.ema"),
         _ours("callbacks.histograms"),
