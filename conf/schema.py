@@ -63,7 +63,20 @@ class LrSchedulerWords:
 class SweepConfig:
     """What `train -m` does with its jobs; the last three are of a search (`sweep=optuna`)."""
 
+    jobs: int | None = option(
+        None, "how many run at a time; null = 1 here, all on a cluster", at_least=1, at_most=1024
+    )
+    jobs_per_device: int = option(1, "how many of them share a GPU", at_least=1)
     fail_fast: bool = option(False, "start no further job once one has failed")
+    retries: int = option(
+        0, "further starts of a job lost to a signal or to a lack of memory", at_least=0
+    )
+    launcher: Literal["local", "submitit", "ray"] = option(
+        "local", "where jobs run: here, on a SLURM cluster, on a Ray cluster"
+    )
+    launcher_options: dict[str, Any] = option(
+        {}, "what submitit's executor, or a Ray task, is asked for"
+    )
     group_by: str | list[str] | None = option(
         None, "swept keys, such as seed, over which mean and deviation are taken"
     )

@@ -1,13 +1,13 @@
-"""Hold configurations against torch and their targets: the process that `check` starts.
+"""Hold configurations against torch and their targets: what `check` has done in a process.
 
-It reads a JSON list of overrides for each job, and prints one of the mistakes, each once.
+It reads a JSON list of overrides for each job, and writes one of the mistakes, each once.
 """
 
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import astuple, replace
+from pathlib import Path
 
 from conf.check import parse
 from conf.errors import ConfigError, Problem
@@ -30,12 +30,10 @@ def problems_of(arguments: Arguments, overrides: Sequence[str]) -> list[Problem]
 
 
 def main() -> None:
-    """Check every job of the list on stdin."""
-    arguments = parse_arguments(sys.argv[1:])
-    with redirect_stdout(sys.stderr):  # of the user's modules
-        found = [p for job in json.load(sys.stdin) for p in problems_of(arguments, job)]
-    print(json.dumps([astuple(problem) for problem in dict.fromkeys(found)]))
-
-
-if __name__ == "__main__":
-    main()
+    """Check every job of the list in one file, and write the mistakes into another."""
+    *given, asked, answer = sys.argv[1:]
+    arguments = parse_arguments(given)
+    jobs = json.loads(Path(asked).read_text(encoding="utf-8"))
+    found = [problem for job in jobs for problem in problems_of(arguments, job)]
+    problems = [astuple(problem) for problem in dict.fromkeys(found)]
+    Path(answer).write_text(json.dumps(problems), encoding="utf-8")

@@ -13,6 +13,7 @@ from scripts.composition.compose import compose, split_search
 from scripts.composition.identity import refuse_outside
 from scripts.composition.overrides import Dimension, Swept
 from scripts.sweeps.check import check_built, checked
+from scripts.sweeps.jobs import run_jobs
 from scripts.sweeps.process import NOT_STARTED, Outcome
 from scripts.sweeps.sweep import Sweep
 
@@ -41,7 +42,7 @@ def search(arguments: Arguments) -> int:
     study = _study(settings["sampler"], config["seed"])
     varied = [dimension.key.lstrip("+") for dimension in space]
     it = Sweep(arguments, config, varied, settings["n_trials"])
-    check_built(arguments, jobs)
+    check_built(arguments, jobs, it.server)
     with it.held():
         it.write()
         for _ in range(settings["n_trials"]):
@@ -60,7 +61,7 @@ def _run_trial(it: Sweep, study: Any, base: list[Swept], space: list[Dimension])
         config = {}  # of combinations that were not sampled, the job tells
     outcome = it.plan(job, config)
     if outcome.state == NOT_STARTED:
-        it.run(outcome, job)
+        run_jobs(it, iter([(outcome, job), None]).__next__)
     if it.stop.number is None:
         _tell(study, trial, it, outcome)
 

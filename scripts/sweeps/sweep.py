@@ -1,4 +1,4 @@
-"""The jobs of a sweep, one after the other, in one folder."""
+"""The jobs of a sweep and how they ended, in one folder."""
 
 import itertools
 import shlex
@@ -11,14 +11,19 @@ from typing import Any
 from conf.check import parse
 from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments
+from scripts.cli.console import logger
 from scripts.cli.request import run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
 from scripts.sweeps.folder import find_sweep, has_finished, hold_folder, job_folders
 from scripts.sweeps.groups import Groups, group_keys
+from scripts.sweeps.launchers.choice import launcher_for
+from scripts.sweeps.launchers.launcher import Launcher
+from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.leaderboard import show, write_csv
-from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
+from scripts.sweeps.process import Outcome, Stop, note_outcome, words
 from scripts.sweeps.ranking import Ranking
+from trainer.errors import StorageError
 from trainer.runs.status import holds_run
 
 Job = Sequence[Swept]
@@ -43,9 +48,13 @@ class Sweep:
     free: Iterator[int] = field(init=False)  # numbers of new folders
     planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
+    complaints: set[str] = field(default_factory=set)  # about the leaderboard's file
+    server: Server = field(default_factory=Server)
+    launcher: Launcher = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = parse(self.config).sweep or SweepConfig()
+        self.launcher = launcher_for(self.settings, self.server)
         self.group_by = group_keys(self.settings.group_by, self.varied)
         self.found = find_sweep(self.config)
         self.known = job_folders(self.found) if self.found else {}
@@ -67,6 +76,7 @@ class Sweep:
             with self.stop.listening():
                 yield
         finally:
+            self.launcher.close()
             lock.release()
 
     def plan(self, job: Job, config: dict[str, Any]) -> Outcome:
@@ -78,7 +88,7 @@ class Sweep:
         done = self.is_done(job, config)
         folder = self.known.get(name) or self.folder / str(next(self.free))
         values = {o.key: o.value for o in job if not belongs_outside(o.key)}
-        outcome = self.planned[name] = Outcome(int(folder.name), folder, values)
+        outcome = self.planned[name] = Outcome(int(folder.name), folder, values, config)
         if done:
             note_outcome(outcome, 0)
         return outcome
@@ -88,22 +98,15 @@ class Sweep:
         """Return all jobs that are known so far, in the order of the grid."""
         return list(self.planned.values())
 
-    def run(self, outcome: Outcome, job: Job) -> None:
-        """Run a job to its end, and write the leaderboard as it stands then."""
-        varied = " ".join(override.text for override in job if override.varies)
-        place = self.outcomes.index(outcome) + 1
-        print(f"\n[{place}/{self.count}] {varied}  ->  {outcome.run_dir}", flush=True)
-        run_job(outcome, self._command(outcome, job), self.stop)
-        self.write()
-
-    def _command(self, outcome: Outcome, job: Job) -> list[str]:
+    def words(self, outcome: Outcome, job: Job) -> list[str]:
+        """Return the words behind `train` on a job's command line."""
         texts = [override.text for override in job if not _placed(override.key)]
         started = holds_run(outcome.run_dir)
         if started:
             texts.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):  # a checkpoint that all jobs begin from
             texts += [override.text for override in job if override.key == "resume"]
-        return command(flags(self.arguments), texts, outcome.run_dir)
+        return words(flags(self.arguments), texts, outcome.run_dir)
 
     @property
     def ended(self) -> bool:
@@ -113,7 +116,12 @@ class Sweep:
 
     def write(self) -> None:
         """Write the leaderboard as it stands."""
-        write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+        try:
+            write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+        except StorageError as error:  # the jobs that run are none the worse for it
+            if str(error) not in self.complaints:
+                logger.warning("warning: %s", error)
+            self.complaints.add(str(error))
 
     @property
     def groups(self) -> Groups:

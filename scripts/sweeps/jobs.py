@@ -1,0 +1,95 @@
+"""Run the jobs of a sweep through its launcher, and the lost ones again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scripts.sweeps.display import display_for
+from scripts.sweeps.launchers.launcher import Ended, Launch
+from scripts.sweeps.process import Outcome, note_outcome
+from scripts.sweeps.sweep import Job, Sweep
+
+Asked = tuple[Outcome, Job]
+_PATIENCE = 0.5  # seconds between two looks at signals and at the table
+_LOST = (6, 8, 130, 143)  # exit codes: a lost process, memory, and signals that were not ours
+
+
+@dataclass(slots=True)
+class _Run:
+    """The jobs that run, those that are to run again, and how often each did."""
+
+    it: Sweep
+    running: dict[int, Asked] = field(default_factory=dict)
+    waiting: list[Asked] = field(default_factory=list)
+    starts: dict[int, int] = field(default_factory=dict)
+    exhausted: bool = False
+
+    def next(self, ask: Callable[[], Asked | None]) -> Asked | None:
+        """Return what is to run next, if anything is."""
+        if not self.waiting and not self.exhausted:
+            asked = ask()
+            if asked is None:
+                self.exhausted = True
+            else:
+                self.waiting.append(asked)
+        return self.waiting[0] if self.waiting else None
+
+    def is_to_run_again(self, end: Ended) -> bool:
+        """Tell whether a job was lost for a reason of the machine's, and has a start left."""
+        lost = end.code < 0 or end.code in _LOST
+        left = self.starts[end.number] <= self.it.settings.retries
+        return lost and left and self.it.stop.number is None
+
+
+def run_jobs(
+    it: Sweep,
+    ask: Callable[[], Asked | None],
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+    at_once: int | None = None,
+) -> None:
+    """Run jobs until there are none or the sweep is to end, up to `at_once` at a time.
+
+    `ask` gives the next job when there is room for it, None where there is none any more; `tell`
+    hears of each that has ended for good.
+    """
+    run, launcher = _Run(it), it.launcher
+    display = display_for(it)
+    try:
+        while True:
+            while not it.ended and (at_once is None or len(run.running) < at_once):
+                asked = run.next(ask)
+                if asked is None or it.ended or not launcher.start(_launch(it, asked)):
+                    break
+                outcome, _ = run.waiting.pop(0)
+                run.running[outcome.number] = asked
+                run.starts[outcome.number] = run.starts.get(outcome.number, 0) + 1
+                display.started(outcome, asked[1], run.starts[outcome.number])
+            if not run.running:
+                return
+            for end in launcher.wait(_PATIENCE):
+                _note(run, end, tell, display.ended)
+            for number in it.stop.heard():
+                launcher.send(number)
+            display.refresh([outcome for outcome, _ in run.running.values()])
+    finally:
+        display.close()
+
+
+def _launch(it: Sweep, asked: Asked) -> Launch:
+    outcome, job = asked
+    output = it.folder / "output" / f"{outcome.number}.txt"
+    strategy = outcome.config.get("strategy") or {}
+    return Launch(outcome.number, it.words(outcome, job), outcome.run_dir, output, strategy)
+
+
+def _note(
+    run: _Run, end: Ended, tell: Callable[[Outcome], None], show: Callable[[Outcome, bool], None]
+) -> None:
+    outcome, job = run.running.pop(end.number)
+    again = run.is_to_run_again(end)
+    note_outcome(outcome, end.code, end.errors)
+    show(outcome, again)
+    if again:
+        run.waiting.insert(0, (outcome, job))
+        return
+    run.it.write()
+    tell(outcome)
