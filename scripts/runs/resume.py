@@ -244,6 +244,8 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
+    if old is _ABSENT and new is None:  # a key that came with a later version, and is not used
+        return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)

@@ -7,9 +7,11 @@ from scripts.sweeps.display import display_for
 from scripts.sweeps.launchers.launcher import Ended, Launch
 from scripts.sweeps.process import Outcome, note_outcome
 from scripts.sweeps.sweep import Job, Sweep
+from trainer.runs.status import holds_run
 
 Asked = tuple[Outcome, Job]
 _PATIENCE = 0.5  # seconds between two looks at signals and at the table
+_STOPPED = (-15, -2, 130, 143)  # before it had begun, where there is no run
 _LOST = (6, 8, 130, 143)  # exit codes: a lost process, memory, and signals that were not ours
 
 
@@ -86,7 +88,8 @@ def _note(
 ) -> None:
     outcome, job = run.running.pop(end.number)
     again = run.is_to_run_again(end)
-    note_outcome(outcome, end.code, end.errors)
+    if not run.it.stop.number or holds_run(outcome.run_dir) or end.code not in _STOPPED:
+        note_outcome(outcome, end.code, end.errors)
     show(outcome, again)
     if again:
         run.waiting.insert(0, (outcome, job))

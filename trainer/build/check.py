@@ -13,6 +13,7 @@ from conf.reserved import fill
 from conf.schema import Config
 from trainer.build.assembly import Assembly, Known
 from trainer.build.data import build_transforms
+from trainer.build.folds import fold_problems
 from trainer.build.loss_check import loss_problems
 from trainer.build.node_kinds import misfit
 from trainer.build.nodes import optimizer_nodes, with_classes
@@ -57,6 +58,7 @@ def check_targets(config: Config) -> None:
     first = [*_task_problems(parts), *_sharding_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
     others = [*_search_problems(config, parts.known), *_part_problems(parts)]
+    others += fold_problems(config)
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
