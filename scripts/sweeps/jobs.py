@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from scripts.sweeps.display import display_for
 from scripts.sweeps.launchers.launcher import Ended, Launch
@@ -78,9 +79,13 @@ def run_jobs(
 
 def _launch(it: Sweep, asked: Asked) -> Launch:
     outcome, job = asked
-    output = it.folder / "output" / f"{outcome.number}.txt"
     strategy = outcome.config.get("strategy") or {}
-    return Launch(outcome.number, it.words(outcome, job), outcome.run_dir, output, strategy)
+    words, output = it.words(outcome, job), _output(it, outcome)
+    return Launch(outcome.number, words, outcome.run_dir, output, strategy)
+
+
+def _output(it: Sweep, outcome: Outcome) -> Path:
+    return it.folder / "output" / f"{outcome.number}.txt"
 
 
 def _note(
@@ -90,6 +95,8 @@ def _note(
     again = run.is_to_run_again(end)
     if not run.it.stop.number or holds_run(outcome.run_dir) or end.code not in _STOPPED:
         note_outcome(outcome, end.code, end.errors)
+    if outcome.failed and run.it.launcher.quiet:
+        outcome.reason = outcome.reason or f"see {_output(run.it, outcome)}"
     show(outcome, again)
     if again:
         run.waiting.insert(0, (outcome, job))

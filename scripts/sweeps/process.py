@@ -22,12 +22,12 @@ class Outcome:
     number: int
     run_dir: Path
     overrides: dict[str, str]
-    config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
     state: str = NOT_STARTED
     code: int = 0
     reason: str = ""
     seconds: float | None = None
     results: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
 
     @property
     def failed(self) -> bool:

@@ -57,8 +57,8 @@ def _last_lines(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def seconds_left(elapsed: float, done: float, jobs: int) -> float | None:
-    """Return what `jobs` take that got as far as `done` jobs in so many seconds; None: unknown."""
-    return elapsed * (jobs - done) / done if done > 0 else None
+    """Return what is left of `jobs` that got as far as `done` in so many seconds, if known."""
+    return elapsed * (jobs - done) / done if 0 < done < jobs else None
 
 
 def in_words(seconds: float | None) -> str:

@@ -70,6 +70,8 @@ class Sweep:
         self.folder, lock = hold_folder(self.config, self.found)
         taken = {path.name for path in self.folder.iterdir()}
         self.free = (number for number in itertools.count() if str(number) not in taken)
+        if self.settings.launcher != "local":
+            self.server.close()  # it was there to check
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         try:
@@ -88,7 +90,7 @@ class Sweep:
         done = self.is_done(job, config)
         folder = self.known.get(name) or self.folder / str(next(self.free))
         values = {o.key: o.value for o in job if not belongs_outside(o.key)}
-        outcome = self.planned[name] = Outcome(int(folder.name), folder, values, config)
+        outcome = self.planned[name] = Outcome(int(folder.name), folder, values, config=config)
         if done:
             note_outcome(outcome, 0)
         return outcome

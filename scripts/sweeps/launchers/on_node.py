@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ class NodeJob:
     run_dir: str
     output: str
     folder: str  # where the sweep was started
+    module: str = TRAIN
     process: "subprocess.Popen[bytes] | None" = field(default=None, compare=False)
 
     @classmethod
     def of(cls, launch: Launch) -> "NodeJob":
         """Return a job to be sent to another machine."""
         run_dir, output = os.path.abspath(launch.run_dir), os.path.abspath(launch.output)
-        return cls(list(launch.argv), run_dir, output, os.getcwd())
+        return cls(list(launch.argv), run_dir, output, os.getcwd(), TRAIN)
 
     def __call__(self) -> int:
         """Run the job; one that has begun goes on, wherever it was before."""
@@ -42,7 +43,7 @@ class NodeJob:
         output.parent.mkdir(exist_ok=True)
         with output.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", TRAIN, *self.words()],
+                [sys.executable, "-P", "-m", self.module, *self.words()],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -76,7 +77,7 @@ class NodeJob:
         from submitit.helpers import DelayedSubmission
 
         self.stop(signal.SIGUSR1)
-        return DelayedSubmission(NodeJob(self.argv, self.run_dir, self.output, self.folder))
+        return DelayedSubmission(replace(self, process=None))
 
 
 def _prepare() -> None:

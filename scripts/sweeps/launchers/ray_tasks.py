@@ -7,6 +7,7 @@ from typing import Any
 from conf.errors import ConfigError, Problem
 from scripts.sweeps.launchers.launcher import Ended, Launch, errors_of
 from scripts.sweeps.launchers.on_node import NodeJob
+from trainer.errors import ResourceError
 
 _OPTIONS = "sweep.launcher_options"
 
@@ -36,8 +37,7 @@ class RayLauncher:
     def start(self, launch: Launch) -> bool:
         """Give a job to Ray, which starts it where there is room."""
         if not self._ray.is_initialized():
-            self._ray.init(self._address, log_to_driver=False, include_dashboard=False)
-            self._own = True
+            self._begin()
         self._jobs[self._task.remote(NodeJob.of(launch))] = launch
         return True
 
@@ -58,6 +58,14 @@ class RayLauncher:
         """Leave Ray as it was found."""
         if self._own:
             self._ray.shutdown()
+
+    def _begin(self) -> None:
+        try:
+            self._ray.init(self._address, log_to_driver=False, include_dashboard=False)
+        except Exception as error:  # each of its parts has its own way of not starting
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
+        self._own = True
 
     def _note(self, reference: Any) -> Ended:
         launch = self._jobs.pop(reference)

@@ -16,7 +16,7 @@ from scripts.sweeps.launchers.channel import Channel
 from scripts.sweeps.launchers.launcher import Ended, error_lines
 from trainer.errors import ResourceError
 
-WARM_UP = "scripts.sweeps.launchers.warm:warm_up"
+WARM_UP: str | None = "scripts.sweeps.launchers.warm:warm_up"
 _PATIENCE = 60.0  # seconds for the jobs of a server that died to save
 
 
@@ -27,9 +27,9 @@ class ServerLostError(Exception):
 class Server:
     """Starts functions of modules in processes of their own, each a fork of one that has torch."""
 
-    def __init__(self, warm_up: str | None = WARM_UP) -> None:
+    def __init__(self) -> None:
         # Elsewhere than on Linux forks lose what libraries have set up: each job imports.
-        self.warm_up = warm_up if sys.platform == "linux" else None
+        self.warm_up = WARM_UP if sys.platform == "linux" else None
         self.environment: dict[str, str] = {}  # beyond that of the sweep
         self.devices = 0  # accelerators, known once it has started
         self.pids: dict[int, int] = {}  # of the jobs that run
