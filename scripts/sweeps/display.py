@@ -44,12 +44,10 @@ class _Account:
         self.it = it
         self.began = time.monotonic()
         self.before = sum(outcome.state != NOT_STARTED for outcome in it.outcomes)
-
-    def ended(self) -> int:
-        return sum(outcome.state != NOT_STARTED for outcome in self.it.outcomes)
+        self.done = self.before
 
     def left(self, shares: Sequence[float] = ()) -> str:
-        done = self.ended() - self.before + sum(shares)
+        done = self.done - self.before + sum(shares)
         elapsed = time.monotonic() - self.began
         return in_words(seconds_left(elapsed, done, self.it.count - self.before))
 
@@ -83,12 +81,14 @@ class _Lines:
         """Print how a job ended, the best so far, and the time left."""
         if again:
             print(on_one_line(f"job {outcome.number} starts again: {outcome.reason}"), flush=True)
-        elif self.it.launcher.quiet:
+            return
+        self.account.done += 1
+        if self.it.launcher.quiet:
             value = self.it.ranking.value(outcome)
             result = "" if value is None else f" {self.it.ranking.name} {value:.4f}"
             why = f": {outcome.reason}" if outcome.failed else ""
             said = on_one_line(f"job {outcome.number} {outcome.state}{result}{why}")
-            done = f"{self.account.ended()} of {self.it.count} done"
+            done = f"{self.account.done} of {self.it.count} done"
             facts = (said, done, self.account.best(), self.account.left())
             print("; ".join(fact for fact in facts if fact), flush=True)
 
@@ -124,6 +124,8 @@ class _Table:
         if again:
             reason = on_one_line(f"job {outcome.number} starts again: {outcome.reason}")
             self._live.console.print(reason, markup=False)
+        else:
+            self.account.done += 1
         self._live.refresh()
 
     def refresh(self, running: Sequence[Outcome]) -> None:
@@ -145,7 +147,7 @@ class _Table:
         ranking, varied = self.it.ranking, self.it.varied
         shares = [progress.share for progress in self.running.values()]
         facts = (
-            f"{self.account.ended()} of {self.it.count} done",
+            f"{self.account.done} of {self.it.count} done",
             self.account.best(),
             self.account.left(shares),
         )

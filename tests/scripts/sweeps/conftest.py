@@ -17,11 +17,12 @@ JOB = """
 import json, os, pathlib, signal, sys, time
 
 def main():
-    *overrides, target = [word for word in sys.argv[1:] if "=" in word]
+    overrides = [word for word in sys.argv[1:] if "=" in word]
+    (target,) = [word for word in overrides if word.startswith("run_dir=")]
     folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath("manifest.json").write_text("{}")
-    folder.joinpath("overrides.yaml").write_text(json.dumps([*overrides, target]))
+    folder.joinpath("overrides.yaml").write_text(json.dumps(overrides))
     lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
     started = folder.joinpath("started")
     print("job output", lr, flush=True)
