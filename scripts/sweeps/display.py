@@ -103,14 +103,16 @@ class _Table:
     """All jobs in one table, drawn anew as they go on."""
 
     def __init__(self, it: Sweep) -> None:
+        from rich.console import Console
         from rich.live import Live
 
         self.it = it
         self.account = _Account(it)
         self.running: dict[int, Progress] = {}
-        self._live = Live(get_renderable=self._draw, refresh_per_second=1, auto_refresh=False)
         self._title = it.launcher.describe()
         self._drawn = 0.0
+        self._console = Console()
+        self._live = Live(console=self._console, get_renderable=self._draw, auto_refresh=False)
         self._live.start()
 
     def started(self, outcome: Outcome, job: Job, start: int) -> None:
@@ -123,7 +125,7 @@ class _Table:
         self.running.pop(outcome.number, None)
         if again:
             reason = on_one_line(f"job {outcome.number} starts again: {outcome.reason}")
-            self._live.console.print(reason, markup=False)
+            self._console.print(reason, markup=False, highlight=False, soft_wrap=True)
         else:
             self.account.done += 1
         self._live.refresh()
@@ -142,6 +144,7 @@ class _Table:
         self._live.stop()
 
     def _draw(self) -> Any:
+        from rich.console import Group
         from rich.table import Table
 
         ranking, varied = self.it.ranking, self.it.varied
@@ -151,7 +154,7 @@ class _Table:
             self.account.best(),
             self.account.left(shares),
         )
-        table = Table(title=self._title, caption="; ".join(fact for fact in facts if fact))
+        table = Table()
         for name in ("job", "status", *short_keys(varied), ranking.name):
             table.add_column(name, no_wrap=True)
         shown, more = self._shown()
@@ -164,12 +167,13 @@ class _Table:
             table.add_row(*map(_plain, row))
         if more:
             table.add_row("", f"{more} more")
-        return table
+        said = "; ".join(fact for fact in facts if fact)
+        return Group(_plain(self._title), table, _plain(said))
 
     def _shown(self) -> tuple[list[Outcome], int]:
         """Return as many jobs as fit: those that run, the best, those that come next."""
         jobs, ranking = self.it.outcomes, self.it.ranking
-        room = max(3, min(_ROWS, self._live.console.size.height - 7))
+        room = max(3, min(_ROWS, self._console.size.height - 7))
         if len(jobs) <= room:
             return jobs, 0
         first = [o for o in jobs if o.number in self.running]

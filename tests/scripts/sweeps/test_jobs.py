@@ -34,6 +34,23 @@ def test_jobs_run_side_by_side(
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
 
 
+def test_a_terminal_shows_one_table(
+    job: Path, sweep_of: Sweep, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "30")
+    argv = ["optimizer.lr=0.6,0.4", "sweep.jobs=2", "sweep.retries=1"]
+    assert sweep_of("run_dir=there", *argv) == 0
+    out = capfd.readouterr().out
+    shown = out[: out.index("sweep there")]
+    assert "job 1 starts again: killed by SIGKILL" in shown
+    *_, first, second, _, facts, _ = [line.split() for line in shown.splitlines()]
+    assert [word for word in first if word != "│"] == ["0", "finished", "0.6", "0.4000"]
+    assert [word for word in second if word != "│"] == ["1", "finished", "0.4", "0.6000"]
+    assert " ".join(facts) == "2 of 2 done; best val/accuracy 0.6000 (job 1)"
+
+
 def test_a_job_that_fails_beside_others_says_why(
     job: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
 ) -> None:
