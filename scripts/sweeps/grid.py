@@ -36,4 +36,4 @@ def sweep(arguments: Arguments) -> int:
 def _searches(text: str) -> bool:
     """Tell whether an override chooses a search: the other sweeps say where jobs run."""
     key, _, choice = text.lstrip("+").partition("=")
-    return key == "sweep" and choice not in LAUNCHERS
+    return key == "sweep" and choice not in (*LAUNCHERS, "null")
