@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.sweeps.display import display_for
+from scripts.sweeps.display import Display, display_for
 from scripts.sweeps.launchers.launcher import Ended, Launch
 from scripts.sweeps.process import Outcome, note_outcome
 from scripts.sweeps.sweep import Job, Sweep
@@ -52,20 +52,18 @@ def run_jobs(
     """Run jobs until there are none or the sweep is to end, up to `at_once` at a time.
 
     `ask` gives the next job when there is room for it, None where there is none any more; `tell`
-    hears of each that has ended for good.
+    hears of each that has ended for good. None: `sweep.jobs`, or what the
+    launcher can.
     """
     run, launcher = _Run(it), it.launcher
+    most = at_once or it.settings.jobs or (None if launcher.quiet else 1)
     display = display_for(it)
     try:
         while True:
-            while not it.ended and (at_once is None or len(run.running) < at_once):
+            while not it.ended and (most is None or len(run.running) < most):
                 asked = run.next(ask)
-                if asked is None or it.ended or not launcher.start(_launch(it, asked)):
+                if asked is None or it.ended or not _start(run, asked, display):
                     break
-                outcome, _ = run.waiting.pop(0)
-                run.running[outcome.number] = asked
-                run.starts[outcome.number] = run.starts.get(outcome.number, 0) + 1
-                display.started(outcome, asked[1], run.starts[outcome.number])
             if not run.running:
                 return
             for end in launcher.wait(_PATIENCE):
@@ -75,6 +73,21 @@ def run_jobs(
             display.refresh([outcome for outcome, _ in run.running.values()])
     finally:
         display.close()
+
+
+def _start(run: _Run, asked: Asked, display: Display) -> bool:
+    """Start a job; false where there is no room for it."""
+    outcome, job = asked
+    start, launcher = run.starts.get(outcome.number, 0) + 1, run.it.launcher
+    if not launcher.quiet:  # it is alone, and its own words come next
+        display.started(outcome, job, start)
+    if not launcher.start(_launch(run.it, asked)):
+        return False
+    if launcher.quiet:
+        display.started(outcome, job, start)
+    run.waiting.pop(0)
+    run.running[outcome.number], run.starts[outcome.number] = asked, start
+    return True
 
 
 def _launch(it: Sweep, asked: Asked) -> Launch:

@@ -14,6 +14,8 @@ import pytest
 
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import local
+from scripts.sweeps.launchers.launcher import Launch
+from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
 from scripts.sweeps.progress import Progress, in_words, progress_of, seconds_left
 from trainer.files.storage import storage_error
@@ -151,9 +153,6 @@ def test_no_job_outlives_its_sweep(job: Path, number: int, rows_of: Rows) -> Non
 
 
 def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.sweeps.launchers.launcher import Launch
-    from scripts.sweeps.launchers.server import Server
-
     def launch(number: int, lr: float) -> Launch:
         folder = Path("there") / str(number)
         argv = [f"optimizer.lr={lr}", f"run_dir='{folder}'"]
@@ -174,6 +173,19 @@ def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPat
         assert (end.number, end.code) == (1, 0)
     finally:
         launcher.close()
+
+
+@pytest.mark.slow
+def test_what_is_forked_has_one_thread_and_no_device() -> None:
+    server = Server()
+    try:
+        server.ready()
+        assert server._process is not None
+        assert len(os.listdir(f"/proc/{server._process.pid}/task")) == 1
+        server.start(0, "scripts.train:main", ["--version"], {})
+        assert server.wait(60)[0].code == 0
+    finally:
+        server.close()
 
 
 def test_each_job_has_its_share_of_threads(
