@@ -45,7 +45,7 @@ def check_targets(config: Config) -> None:
     First whether they may be used at all, then their arguments, then what their constructors and
     the rest of the configuration make of them: each stage rests on the one before.
     """
-    parts = _stand_ins(config)
+    parts = stand_ins(config)
     nodes = dict(_nodes(config, parts.known))
     raise_problems(_compile_problems(config.trainer.compile))
     raise_problems(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
@@ -60,7 +60,7 @@ def check_targets(config: Config) -> None:
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
-def _stand_ins(config: Config) -> Assembly:
+def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run that holds no data, no device and no storage."""
     options = config.trainer
     endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None
