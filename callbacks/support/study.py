@@ -20,6 +20,7 @@ PRUNERS = {
 PRUNER = "pruner"  # the study's attribute: name and options
 PRUNED_AT = "pruned_at"  # a trial's attribute: the step at which its job was told to end
 _DATABASE = (".db", ".sqlite", ".sqlite3")
+_NO_PLACE = ("ArgumentError", "NoSuchModuleError")  # of SQLAlchemy: the URL is wrong
 _DAMAGED = ("not a database", "malformed", "no such table", "no such column")
 
 
@@ -91,7 +92,7 @@ def _known(place: str, error: Exception, opening: bool) -> Exception | None:
     kind = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError):
         return StorageError(f"cannot use the study {place}: {error.strerror or error}")
-    if isinstance(error, ImportError) or type(error).__name__ in ("ArgumentError", "NoSuchModule"):
+    if isinstance(error, ImportError) or type(error).__name__ in _NO_PLACE:
         return ConfigError(Problem("sweep.storage", f"{place} cannot be opened: {reason}"))
     damaged = any(word in reason for word in _DAMAGED)
     if kind in ("sqlalchemy", "alembic", "sqlite3", "optuna") and not damaged:

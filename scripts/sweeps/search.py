@@ -21,45 +21,46 @@ def search(arguments: Arguments) -> int:
     The study is a function of the seed and of what the jobs return. Gone on with, it remembers its
     jobs, and those that were interrupted come first. A job that fails teaches it nothing.
     """
-    fixed, varied = split_search(arguments)
-    settings = SweepConfig()
-    space = Space(arguments, fixed, varied)
-    settings = parse(space.composed.config).sweep or settings
-    if more := given(arguments, settings.params, {d.name for d in varied}):
-        space = Space(arguments, fixed, [*varied, *more])
-    if not space.dimensions:
-        message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
-        raise ConfigError(Problem("sweep.params", message))
-    refuse_outside(space.names)
-    base = [_fixed(text) for text in fixed]
-    jobs = [[*base, *values] for values in space.samples()]
+    space, fixed, settings = _space(arguments)
+    jobs = [[*fixed, *values] for values in space.samples()]
     checked(arguments, jobs)
     import_optuna()
-    from scripts.sweeps import study
+    from scripts.sweeps.study import Plan, check_space, enqueue, open_study
     from scripts.sweeps.trials import Trials
 
     config = space.composed.config
-    sampler = study.keyed_sampler(settings, config["seed"], space)
-    study.pruner_of(settings)
+    plan = Plan(settings, config["seed"], space)
     entries = space.entries(settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, space.names, settings.n_trials)
     monitor = check_built(arguments, jobs, alone=True)
     it.metric = f"val/{monitor}" if monitor else None
     with it.held():
-        place = settings.storage or str(it.folder / JOURNAL)
-        name, larger = config["name"], it.ranking.rank_of(1.0) < 0
-        opened = study.open_study(place, name, it.ranking.name, larger, sampler, settings)
-        study.check_space(opened, space.dimensions)
+        place, name = settings.storage or str(it.folder / JOURNAL), config["name"]
+        study = open_study(place, name, it.ranking.name, it.ranking.rank_of(1.0) < 0, plan)
+        check_space(study, space.dimensions)
         print(f"study {name}: optuna-dashboard {place}", flush=True)
         with study_errors(place):
-            study.enqueue(opened, entries)
-            found = Trials(it, space, opened, base, place)
-            found.recall()
+            enqueue(study, entries)
+            trials = Trials(it, space, study, fixed, place)
         it.write()
-        while not it.ended and (asked := found.ask()) is not None:
+        while not it.ended and (asked := trials.ask()) is not None:
             it.run(*asked)
-            found.tell(asked[0])
+            trials.tell(asked[0])
         return it.close()
+
+
+def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:
+    """Return what varies, the overrides that all jobs have, and what is said of the search."""
+    texts, varied = split_search(arguments)
+    space = Space(arguments, texts, varied)
+    settings = parse(space.composed.config).sweep or SweepConfig()
+    if more := given(arguments, settings.params, {d.name for d in varied}):
+        space = Space(arguments, texts, [*varied, *more])
+    if not space.dimensions:
+        message = "nothing to search: give a key as interval(a,b) or choice(a,b)"
+        raise ConfigError(Problem("sweep.params", message))
+    refuse_outside(space.names)
+    return space, [_fixed(text) for text in texts], settings
 
 
 def _fixed(text: str) -> Swept:

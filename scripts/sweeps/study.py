@@ -103,18 +103,17 @@ def keyed_sampler(settings: SweepConfig, seed: int, space: Space) -> KeyedSample
     return KeyedSampler(make)
 
 
-def pruner_of(settings: SweepConfig) -> Any:
-    """Return the pruner that `sweep.pruner` names. Raises ConfigError."""
-    return build_pruner(settings.pruner, settings.pruner_options)
+class Plan:
+    """How a study chooses values, and which jobs it ends early. Raises ConfigError."""
+
+    def __init__(self, settings: SweepConfig, seed: int, space: Space) -> None:
+        self.sampler = keyed_sampler(settings, seed, space)
+        self.pruner = build_pruner(settings.pruner, settings.pruner_options)
+        self.pruner_node = {"name": settings.pruner, "options": dict(settings.pruner_options)}
 
 
 def open_study(
-    place: str,
-    name: str,
-    metric: str,
-    larger_is_better: bool,
-    sampler: BaseSampler,
-    settings: SweepConfig,
+    place: str, name: str, metric: str, larger_is_better: bool, plan: Plan
 ) -> optuna.Study:
     """Open a study, or create it. Raises as `open_storage`, and CheckpointError.
 
@@ -127,16 +126,14 @@ def open_study(
             study_name=name,
             storage=storage,
             direction="maximize" if larger_is_better else "minimize",
-            sampler=sampler,
-            pruner=pruner_of(settings),
+            sampler=plan.sampler,
+            pruner=plan.pruner,
             load_if_exists=True,
         )
         if not (metrics := study.metric_names):
             metrics = [metric]
             study.set_metric_names(metrics)
-        study.set_user_attr(
-            PRUNER, {"name": settings.pruner, "options": dict(settings.pruner_options)}
-        )
+        study.set_user_attr(PRUNER, plan.pruner_node)
         if metrics != [metric]:
             raise CheckpointError(
                 f"the study {name!r} in {place} is about {metrics[0]}, and this search "

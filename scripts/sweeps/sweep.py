@@ -2,6 +2,8 @@
 
 import itertools
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from scripts.sweeps.groups import Groups, group_keys
 from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
 from scripts.sweeps.ranking import Ranking
+from trainer.files.log_format import on_one_line
 from trainer.runs.status import holds_run
 
 Job = Sequence[Swept]
@@ -134,6 +137,8 @@ class Sweep:
         """Print the table and return the exit code."""
         self.write()
         show(self.folder, self.outcomes, self.ranking, self.groups, self.varied)
+        if self.settings.report and self.stop.number is None:
+            report(self.folder)
         if self.ended:
             why = "sweep.fail_fast ended it" if self.stop.number is None else "interrupted"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
@@ -147,6 +152,16 @@ class Sweep:
             kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
         words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
         return shlex.join(["train", "-m", *words])
+
+
+def report(folder: Path) -> None:
+    """Write pictures and page in a process of its own: drawing takes memory, and may fail."""
+    argv = [sys.executable, "-P", "-m", "scripts.sweeps.report", str(folder)]
+    done = subprocess.run([*argv, "--quiet"], capture_output=True, text=True, errors="replace")
+    print(done.stdout, end="")
+    if done.returncode:
+        why = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
+        print(on_one_line(f"no report ({why}); try again: regimen report {folder}"))
 
 
 def flags(arguments: Arguments) -> list[str]:

@@ -41,8 +41,9 @@ class Trials:
         self._total = it.settings.n_trials
         if it.settings.sampler == "grid":
             self._total = min(self._total, space.size() + len(it.settings.enqueue))
+        self._recall()
 
-    def recall(self) -> None:
+    def _recall(self) -> None:
         """Read the jobs of earlier starts from the study and from their folders."""
         self._remark_on_changes()
         for trial in started(self._study):

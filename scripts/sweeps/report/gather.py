@@ -40,6 +40,11 @@ class Job:
         """The overrides that make the job."""
         return self.outcome.overrides
 
+    @property
+    def height(self) -> float:
+        """The objective, to draw it."""
+        return math.nan if self.objective is None else self.objective
+
 
 @dataclass
 class Found:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.sweeps.leaderboard import short_keys
 from scripts.sweeps.report.gather import LOSSES, Found, Job
 from scripts.sweeps.report.scale import Scale, fractions, placed, scale_of
+from scripts.sweeps.report.tables import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,11 +67,11 @@ def _objective(figure: Figure, found: Found) -> None:
             ]
             points = placed(there, scale)
             if points:
-                xs, ys = [x for x, _ in points], [job.objective for _, job in points]
+                xs, ys = [x for x, _ in points], [job.height for _, job in points]
                 axes.scatter(xs, ys, marker=marker, alpha=0.8, label=state)
         best = placed(found.ended[:1], scale)
         axes.scatter(
-            [x for x, _ in best], [j.objective for _, j in best], marker="*", s=120, label="best"
+            [x for x, _ in best], [j.height for _, j in best], marker="*", s=120, label="best"
         )
         _name_axis(axes, scale, name)
         axes.set_ylabel(found.metric)
@@ -83,11 +84,11 @@ def _curves(figure: Figure, found: Found) -> None:
     names = dict.fromkeys((found.metric, *LOSSES))
     there = [name for name in names if any(name in job.curves for job in drawn)]
     colours = _colours(drawn)
-    short = dict(zip(found.keys, short_keys(found.keys), strict=True))
+    keys = dict(zip(found.keys, short_keys(found.keys), strict=True))
     for axes, name in zip(_panels(figure, len(there)), there, strict=False):
         for place, job in enumerate(drawn):
             if curve := job.curves.get(name):
-                label = _label(job, short) if place < _NAMED else None
+                label = _label(job, keys) if place < _NAMED else None
                 style: dict[str, Any] = {"color": colours[place], "label": label}
                 style["marker"] = "." if len(curve) < 20 else None
                 axes.plot([step for step, _ in curve], [value for _, value in curve], **style)
@@ -106,7 +107,7 @@ def _parallel(figure: Figure, found: Found) -> None:
     jobs = found.ranked
     scales = [scale_of(key, jobs) for key in keys]
     columns = [_column(scale, jobs) for scale in scales]
-    columns.append(fractions({n: job.objective or 0.0 for n, job in enumerate(jobs)}, False))
+    columns.append(fractions({n: job.height for n, job in enumerate(jobs)}, False))
     colours = _colours(jobs)
     for n, job in reversed(list(enumerate(jobs))):  # the best on top
         points = [(x, column[n]) for x, column in enumerate(columns) if n in column]
@@ -114,7 +115,7 @@ def _parallel(figure: Figure, found: Found) -> None:
         axes.plot(*zip(*points, strict=True), style, color=colours[n], linewidth=2 if not n else 1)
     for x, scale in enumerate(scales):
         _mark(axes, x, scale, jobs)
-    ends = [j.objective for j in jobs if j.objective is not None]
+    ends = [job.height for job in jobs]
     for y, value in {0.0: min(ends), 1.0: max(ends)}.items():
         axes.annotate(f"{value:.4g}", (len(keys), y), xytext=(5, 0), textcoords="offset points")
     axes.set_xticks(range(len(columns)), [*short_keys(keys), found.metric], rotation=15)
@@ -144,6 +145,8 @@ def _name_axis(axes: Axes, scale: Scale, name: str) -> None:
         axes.set_xlim(-0.5, len(scale.words) - 0.5)
     elif scale.log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
 
 
 def _column(scale: Scale, jobs: list[Job]) -> dict[int, float]:
@@ -170,6 +173,6 @@ def _colours(jobs: list[Job]) -> list[Any]:
     return [colormaps["viridis"](0.9 * n / last) for n in range(len(jobs))]
 
 
-def _label(job: Job, short: Mapping[str, str]) -> str:
-    values = ", ".join(f"{short[k]}={v[:12]}" for k, v in job.values.items() if k in short)
+def _label(job: Job, names: Mapping[str, str]) -> str:
+    values = ", ".join(f"{names[k]}={short(v)[:12]}" for k, v in job.values.items() if k in names)
     return f"{job.outcome.number}: {values}"[:60]

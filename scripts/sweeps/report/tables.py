@@ -27,7 +27,7 @@ def row(found: Found, job: Job) -> list[str]:
         "" if job.rank is None else str(job.rank),
         str(job.outcome.number),
         job.outcome.state,
-        *(_short(job.values.get(key, "")) for key in found.keys),
+        *(short(job.values.get(key, "")) for key in found.keys),
         *(objective, step, *others),
         _seconds(job),
         on_one_line(job.outcome.reason) if job.outcome.failed else "",
@@ -72,7 +72,7 @@ def _escaped(cell: str) -> str:
     return cut.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
-def _short(value: str) -> str:
+def short(value: str) -> str:
     """Return a number with the digits that tell it from others, and words as they are."""
     try:
         number = float(value)
