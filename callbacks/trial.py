@@ -21,6 +21,7 @@ from trainer.state import PRUNED
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+_NO_PRUNER: Mapping[str, Any] = {"name": None, "options": {}}
 _log = logging.getLogger(__name__)
 
 
@@ -117,9 +118,14 @@ class Trial(Callback):
                 study_name=self._study_name,
                 storage=self._storage,
                 sampler=optuna.samplers.RandomSampler(seed=0),  # it asks for nothing
-                pruner=build_pruner(**attributes[PRUNER]),
+                pruner=build_pruner(**attributes.get(PRUNER, _NO_PRUNER)),
             )
-            self._metric = self._study.metric_names[0]
+            if not (metrics := self._study.metric_names):
+                raise CheckpointError(
+                    f"the study {self._study_name!r} does not say which metric is its value: "
+                    "study.set_metric_names(['val/accuracy'])"
+                )
+            self._metric = metrics[0]
 
     def _trial(self) -> Any:
         return self._storage.get_trial(self._trial_id)

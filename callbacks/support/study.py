@@ -38,20 +38,28 @@ def import_optuna() -> Any:
 def open_storage(place: str, must_exist: bool = False) -> Any:
     """Open a study's storage: a URL, an SQLite file (`.db`), or else a journal.
 
-    Raises ConfigError for a place that is none, CheckpointError for a damaged or, with
-    `must_exist`, a missing one, StorageError for one that is locked or cannot be written.
+    With `must_exist` it is left as it is: nothing is created or mended. Raises ConfigError for a
+    place that is none, CheckpointError for a damaged or missing one, StorageError for one that is
+    locked or cannot be written.
     """
     optuna = import_optuna()
+    place = as_url(place)
     path = file_of(place)
     if must_exist and path is not None and not path.exists():
         raise CheckpointError(f"{place}: the study that the job belongs to is gone")
     with study_errors(place, opening=True):
-        if path is None or path.suffix in _DATABASE:
-            return optuna.storages.RDBStorage(place if "://" in place else f"sqlite:///{place}")
+        if "://" in place:
+            return optuna.storages.RDBStorage(place)
         backend = optuna.storages.journal.JournalFileBackend(place)
         if not must_exist:
             _cut_torn_line(Path(place), optuna)
         return optuna.storages.JournalStorage(backend)
+
+
+def as_url(place: str) -> str:
+    """Return a place as Optuna's other programs know it: an SQLite file by its URL."""
+    database = "://" not in place and Path(place).suffix in _DATABASE
+    return f"sqlite:///{place}" if database else place
 
 
 def file_of(place: str) -> Path | None:

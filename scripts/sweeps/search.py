@@ -1,6 +1,6 @@
 """`train -m sweep=optuna key=interval(a,b) ...`: Optuna chooses the values of each next job."""
 
-from callbacks.support.study import import_optuna, study_errors
+from callbacks.support.study import as_url, import_optuna, study_errors
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import SweepConfig
@@ -35,7 +35,7 @@ def search(arguments: Arguments) -> int:
     monitor = check_built(arguments, jobs, alone=True)
     it.metric = f"val/{monitor}" if monitor else None
     with it.held():
-        place, name = settings.storage or str(it.folder / JOURNAL), config["name"]
+        place, name = as_url(settings.storage or str(it.folder / JOURNAL)), config["name"]
         study = open_study(place, name, it.ranking.name, it.ranking.rank_of(1.0) < 0, plan)
         check_space(study, space.dimensions)
         print(f"study {name}: optuna-dashboard {place}", flush=True)
@@ -54,6 +54,9 @@ def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:
     texts, varied = split_search(arguments)
     space = Space(arguments, texts, varied)
     settings = parse(space.composed.config).sweep or SweepConfig()
+    if space.composed.config["dry_run"]:
+        hint = "leave -m and sweep=optuna out for the plan of one job"
+        raise ConfigError(Problem("dry_run", "a search has no plan of its jobs", hint))
     if more := given(arguments, settings.params, {d.name for d in varied}):
         space = Space(arguments, texts, [*varied, *more])
     if not space.dimensions:

@@ -212,6 +212,15 @@ def test_a_trial_that_the_study_lacks(
         make_trainer({"trial": Trial(str(tmp_path / "study.journal"), "s", 7)}).fit()
 
 
+def test_a_study_that_does_not_name_its_metric(
+    trial: Any, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    storage = open_storage(str(tmp_path / "study.journal"))
+    optuna.create_study(study_name="s", storage=storage).ask()
+    with pytest.raises(CheckpointError, match="does not say which metric"):
+        make_trainer({"trial": trial()}).fit()
+
+
 def test_a_study_that_is_lost_on_the_way_is_a_warning(
     study: Any, trial: Any, make_trainer: MakeTrainer, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -11,7 +11,7 @@ from scripts.sweeps.leaderboard import SHOWN, table
 from scripts.sweeps.report.gather import gather
 from scripts.sweeps.report.page import summary
 from scripts.sweeps.report.tables import for_terminal
-from scripts.sweeps.report.write import write
+from scripts.sweeps.report.write import FOLDER, write
 from trainer.files.log_format import on_one_line
 
 _DESCRIPTION = """\
@@ -44,6 +44,8 @@ def report(argv: Sequence[str]) -> int:
         print(on_one_line(summary(found)))
         for line in table(for_terminal(found, found.jobs[:SHOWN]), get_terminal_size().columns):
             print(line)
+        if len(found.jobs) > SHOWN:
+            print(f"and {len(found.jobs) - SHOWN} more jobs in {FOLDER}/leaderboard.csv")
         for job in found.jobs:
             if job.outcome.failed:
                 number, state = job.outcome.number, job.outcome.state

@@ -75,7 +75,8 @@ def _objective(figure: Figure, found: Found) -> None:
         )
         _name_axis(axes, scale, name)
         axes.set_ylabel(found.metric)
-    figure.axes[0].legend()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=3)
 
 
 def _curves(figure: Figure, found: Found) -> None:

@@ -61,9 +61,14 @@ def as_markdown(found: Found) -> str:
 
 
 def for_terminal(found: Found, jobs: Sequence[Job]) -> list[list[str]]:
-    """Return the rows of a table without what has a line of its own below it."""
+    """Return the rows of a table that fits more terminals: no reasons, of metrics the test's."""
     rows = [header(found), *(row(found, job) for job in jobs)]
-    empty = {n for n in range(len(rows[0])) if not any(cells[n] for cells in rows[1:])}
+    left_out = {name for name in found.others if not name.startswith("test/")}
+    empty = {
+        n
+        for n, name in enumerate(rows[0])
+        if name in left_out or not any(cells[n] for cells in rows[1:])
+    }
     return [[c for n, c in enumerate(cells[:-1]) if n not in empty] for cells in rows]
 
 
@@ -78,7 +83,7 @@ def short(value: str) -> str:
         number = float(value)
     except ValueError:
         return on_one_line(value)
-    return value if len(value) <= 8 else f"{number:.4g}"
+    return value if len(value) <= 7 else f"{number:.3g}"
 
 
 def _shown(value: float | None) -> str:

@@ -131,6 +131,7 @@ def test_every_choice_of_a_search_is_checked_first(jobs: Jobs) -> None:
         pytest.param(["sweep.pruner=asha", "sweep.pruner_options={reduction_factor: 1}"],
             "must be .*reduction_factor >= 2", id="value"),
         pytest.param(["sweep.enqueue=[{optimizer.lr: 9}]"], "between 0.0 and 4.0", id="enqueue"),
+        pytest.param(["dry_run=true"], "a search has no plan", id="dry-run"),
         pytest.param(["sweep.storage='nothing://x'"], "cannot be opened", id="storage"),
     ],
 )  # fmt: skip
@@ -351,7 +352,7 @@ def test_other_overrides_than_the_study_began_with_are_told(
 )
 def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str) -> None:
     Path(name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"^the study {name} is damaged .*move it away"):
+    with pytest.raises(CheckpointError, match=rf"^the study .*{name} is damaged .*move it away"):
         run(*SPACE, f"sweep.storage={name}", "run_dir=there")
     assert jobs.ran == []
 
