@@ -160,7 +160,15 @@ def test_a_search_finds_good_values(jobs: Jobs) -> None:
     assert study_in().metric_names == ["val/accuracy"]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "qmc", "grid"])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        "tpe",
+        "grid",
+        pytest.param("cmaes", marks=pytest.mark.slow),  # imports of some seconds
+        pytest.param("qmc", marks=pytest.mark.slow),
+    ],
+)
 def test_a_search_that_was_killed_asks_for_the_same_values(jobs: Jobs, sampler: str) -> None:
     if sampler == "cmaes":
         pytest.importorskip("cmaes")

@@ -202,6 +202,7 @@ def test_what_is_missing_is_said(
     assert Page(page).images == []
 
 
+@pytest.mark.slow
 def test_the_key_that_matters_has_the_largest_share(make: Make) -> None:
     pytest.importorskip("optuna")
     jobs = [
