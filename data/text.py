@@ -1,4 +1,4 @@
-"""Text that every Python carries: the documentation strings of its standard library."""
+"""Text that comes with Python: the docstrings of its standard library."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ from data.keys import SPLIT, random_state
 from data.sources import Split
 
 ALPHABET = ["\n", *map(chr, range(32, 127))]
-# Those with the most to say among the modules of every Python from 3.11 on.
+# Modules with long docstrings, in every Python from 3.11 on.
 MODULES = (
     "_pydecimal",
     "argparse",

@@ -92,7 +92,7 @@ class Space:
         self.names = [d.name for d in self.dimensions]
 
     def active(self, dimension: Dimension, values: Mapping[str, Any]) -> bool:
-        """Tell whether a dimension varies in a job whose varied keys have these values."""
+        """Return whether a dimension varies in a job whose varied keys have these values."""
         names = {d.name for d in self.dimensions}
         return all(
             _spelled(values.get(key) if key in names else self._held(self.composed, key)) in allowed

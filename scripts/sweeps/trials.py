@@ -132,7 +132,7 @@ class Trials:
         return [f"sweep.trial={{{values}, number: {number}}}"]
 
     def _is_ours(self, trial: FrozenTrial) -> bool:
-        """Tell whether a trial's job is of this sweep: the study may have others'."""
+        """Return whether the job of a trial is of this sweep: the study may have others'."""
         own = self.it.settings.storage is None
         return own or trial.user_attrs.get(_SWEEP) == str(self.it.folder.resolve())
 
