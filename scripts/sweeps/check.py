@@ -30,37 +30,45 @@ def checked(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[
     return configs
 
 
-def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]], server: Server) -> None:
+def check_built(
+    arguments: Arguments, jobs: Sequence[Sequence[Swept]], server: Server, alone: bool = False
+) -> str | None:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
     One job is checked for each combination of the swept values that are no numbers: groups and
-    words. A single job finds its own mistakes. Raises ConfigError.
+    words. A single job finds its own mistakes, unless it is to be checked `alone`.
+    Returns the metric of the first job's task, such as accuracy, if known. Raises ConfigError.
     """
-    if len(jobs) < 2:
-        return
+    if len(jobs) < 2 and not alone:
+        return None
     kinds = {
         tuple(o.text for o in job if o.varies and not _is_number(o.value)): job for job in jobs
     }
     logger.info("checking %d of %d jobs before the first starts", len(kinds), len(jobs))
     texts = [[override.text for override in job] for job in kinds.values()]
     try:
-        raise_problems(Problem(*fields) for fields in _asked(arguments, texts, server))
+        found = _asked(arguments, texts, server)
+        raise_problems(Problem(*fields) for fields in found["problems"])
     except BaseException:
         server.close()
         raise
+    monitor: str | None = found["monitor"]
+    return monitor
 
 
-def _asked(arguments: Arguments, texts: list[list[str]], server: Server) -> list[list[Any]]:
-    """Return the mistakes that a process with torch finds; where it fails, the jobs tell."""
+def _asked(arguments: Arguments, texts: list[list[str]], server: Server) -> dict[str, Any]:
+    """Return what a process with torch finds; where it fails, the jobs tell."""
     with tempfile.TemporaryDirectory(prefix="regimen-") as folder:
-        asked, answer = Path(folder, "jobs.json"), Path(folder, "problems.json")
+        asked, answer = Path(folder, "jobs.json"), Path(folder, "found.json")
         asked.write_text(json.dumps(texts), encoding="utf-8")
         argv = [*flags(arguments), str(asked), str(answer)]
         call = "scripts.sweeps.built_check:main"
         server.start(0, call, argv, {}, Path(folder) / "said.txt")
         while not server.wait(60.0):
             pass
-        found: list[list[Any]] = json.loads(answer.read_text()) if answer.exists() else []
+        found: dict[str, Any] = {"problems": [], "monitor": None}
+        if answer.exists():
+            found = json.loads(answer.read_text(encoding="utf-8"))
         return found
 
 

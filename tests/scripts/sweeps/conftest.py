@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.cli.arguments import parse_arguments
-from scripts.sweeps import grid, search
+from scripts.sweeps import grid
+from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.grid import sweep
 from scripts.sweeps.launchers import local, server
 
@@ -83,7 +84,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(local, "TRAIN", "small_job")
     monkeypatch.setattr(server, "WARM_UP", None)
     monkeypatch.setattr(grid, "check_built", lambda *_: None)
-    monkeypatch.setattr(search, "check_built", lambda *_: None)
+    monkeypatch.setattr(sweep_module, "report", lambda folder: None)
     monkeypatch.chdir(tmp_path)
     return script
 

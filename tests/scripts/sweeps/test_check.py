@@ -8,7 +8,7 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import Arguments, parse_arguments
 from scripts.composition.compose import split_jobs
 from scripts.sweeps import check
-from scripts.sweeps.built_check import problems_of
+from scripts.sweeps.built_check import monitor_of, problems_of
 from scripts.sweeps.launchers import server as module
 from scripts.sweeps.launchers.server import Server
 
@@ -33,12 +33,20 @@ def test_a_sound_job_has_no_problems() -> None:
     assert problems_of(parse_arguments([]), ["model=mlp"]) == []
 
 
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [("classification", "accuracy"), ("regression", "loss"), ("gan", None)],
+)
+def test_the_metric_of_a_task_is_known_before_a_job_runs(task: str, expected: str | None) -> None:
+    assert monitor_of(parse_arguments([]), [f"task={task}"]) == expected
+
+
 def test_one_job_of_each_combination_of_words_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def asked(arguments: Arguments, texts: list[list[str]], server: Server) -> list[object]:
+    def asked(arguments: Arguments, texts: list[list[str]], server: Server) -> dict[str, object]:
         calls.append(texts)
-        return []
+        return {"problems": [], "monitor": "accuracy"}
 
     monkeypatch.setattr(check, "_asked", asked)
     arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
@@ -47,3 +55,4 @@ def test_one_job_of_each_combination_of_words_is_checked(monkeypatch: pytest.Mon
     assert calls == [[["model=mlp", "optimizer.lr=0.2"], ["model=gan", "optimizer.lr=0.2"]]]
     check.check_built(arguments, jobs[:1], Server())  # it finds its own mistakes
     assert len(calls) == 1
+    assert check.check_built(arguments, jobs[:1], Server(), alone=True) == "accuracy"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.sweeps import search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import local
 from scripts.sweeps.launchers.launcher import Launch
@@ -73,6 +74,20 @@ def test_a_lost_job_starts_again_as_often_as_it_may(
     ]
 
 
+def test_a_search_asks_for_several_jobs_at_once(
+    job: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(search, "check_built", lambda *_, alone: "accuracy")
+    Path("conf/sweep").mkdir()
+    Path("conf/sweep/optuna.yaml").write_text("sampler: grid\n")
+    # The jobs of 0.6 end only once another has begun beside them.
+    argv = ["+sweep=optuna", "optimizer.lr=0.6", "seed=choice(1,2)", "sweep.jobs=2"]
+    assert sweep_of(*argv, "run_dir=there") == 0
+    rows = rows_of(Path("there"))
+    assert {row["seed"]: row["status"] for row in rows} == {"1": "finished", "2": "finished"}
+
+
 def test_a_lost_job_leaves_the_others_alone(job: Path, sweep_of: Sweep, rows_of: Rows) -> None:
     argv = ["run_dir=there", "optimizer.lr=0.1,0.4,0.2", "sweep.jobs=3"]
     assert sweep_of(*argv) == 137
@@ -112,6 +127,7 @@ def driver(job: Path) -> list[str]:
     code = "import sys; from scripts.sweeps import grid\n"
     code += "from scripts.sweeps.launchers import local, server\n"
     code += "grid.check_built = lambda *_: None\n"
+    code += "from scripts.sweeps import sweep; sweep.report = lambda folder: None\n"
     code += "from scripts.cli.arguments import parse_arguments\n"
     code += f"sys.path.append({str(job.parent)!r})\n"
     code += "local.TRAIN, server.WARM_UP = 'small_job', None\n"
