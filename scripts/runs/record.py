@@ -107,12 +107,16 @@ def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
 def record_end(
     request: Request, trainer: Trainer, directory: RunDirectory, results: dict[str, float]
 ) -> None:
-    """Record the end of a run; `stopped` if its time limit ended it before its horizon."""
+    """Record the end of a run; `pruned` or `stopped` if its search or time limit ended it."""
     state, seconds = trainer.state, trainer.timer.seconds
+    where = f"epoch {state.epoch}, step {state.global_step}"
+    if state.pruned:
+        reason = f"pruned at {where}"
+        directory.finish("pruned", reason=reason, results=results, seconds=seconds)
+        return
     if trainer.done or not state.interrupted:
         directory.finish("finished", results=results, seconds=seconds)
         return
-    where = f"epoch {state.epoch}, step {state.global_step}"
     command = request.resume_command(directory.path)
     reason = f"trainer.{state.stop_reason} ended it at {where}"
     directory.finish("stopped", reason=reason, resume=command, results=results, seconds=seconds)

@@ -29,14 +29,17 @@ def checked(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[
     return configs
 
 
-def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> None:
+def check_built(
+    arguments: Arguments, jobs: Sequence[Sequence[Swept]], alone: bool = False
+) -> str | None:
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
     One job is checked for each combination of the swept values that are no numbers: groups and
-    words. A single job finds its own mistakes. Raises ConfigError.
+    words. A single job finds its own mistakes, unless it is to be checked `alone`.
+    Returns the metric of the first job's task, such as accuracy, if known. Raises ConfigError.
     """
-    if len(jobs) < 2:
-        return
+    if len(jobs) < 2 and not alone:
+        return None
     kinds = {
         tuple(o.text for o in job if o.varies and not _is_number(o.value)): job for job in jobs
     }
@@ -44,8 +47,12 @@ def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> None:
     texts = [[override.text for override in job] for job in kinds.values()]
     argv = [sys.executable, "-P", "-m", "scripts.sweeps.built_check", *flags(arguments)]
     done = subprocess.run(argv, input=json.dumps(texts), capture_output=True, text=True)
-    if done.returncode == 0:  # else the jobs themselves tell what is wrong
-        raise_problems(Problem(*fields) for fields in json.loads(done.stdout))
+    if done.returncode != 0:  # the jobs themselves tell what is wrong
+        return None
+    found = json.loads(done.stdout)
+    raise_problems(Problem(*fields) for fields in found["problems"])
+    monitor: str | None = found["monitor"]
+    return monitor
 
 
 def _is_number(value: str) -> bool:

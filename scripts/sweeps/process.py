@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from scripts.cli.request import quoted
 from trainer.errors import stopping_signals
-from trainer.runs.status import RunDirectoryError, read_status
+from trainer.runs.status import ENDED_WELL, RunDirectoryError, read_status
 
 NOT_STARTED = "not started"
 _PR_SET_PDEATHSIG = 1
@@ -33,11 +33,12 @@ class Outcome:
     reason: str = ""
     seconds: float | None = None
     results: dict[str, float] = field(default_factory=dict)
+    more: list[str] = field(default_factory=list)  # overrides that are no part of what it trains
 
     @property
     def failed(self) -> bool:
         """Return whether the job ran and did not end well."""
-        return self.state not in ("finished", "stopped", NOT_STARTED)
+        return self.state not in (*ENDED_WELL, "stopped", NOT_STARTED)
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ def note_outcome(job: Outcome, code: int, errors: Sequence[str] = ()) -> None:
     except RunDirectoryError:
         status = {}
     state = str(status.get("state") or ("failed" if code else "finished"))
-    job.state = "failed" if code and state in ("finished", "running") else state
+    job.state = "failed" if code and state in (*ENDED_WELL, "running") else state
     job.code = 128 - code if code < 0 else code
     job.reason = _reason(code, status, errors) if code else ""
     job.seconds = status.get("seconds")

@@ -2,6 +2,8 @@
 
 import itertools
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from scripts.sweeps.groups import Groups, group_keys
 from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
 from scripts.sweeps.ranking import Ranking
+from trainer.files.log_format import on_one_line
 from trainer.runs.status import holds_run
 
 Job = Sequence[Swept]
@@ -35,12 +38,13 @@ class Sweep:
     config: dict[str, Any]  # of the first job: the metric that all are compared by
     varied: Sequence[str]  # keys
     count: int  # jobs, those included that are not known yet
+    metric: str | None = None  # of the task, where it was asked for
     settings: SweepConfig = field(init=False)
     group_by: Sequence[str] = field(init=False)
     found: Path | None = field(init=False)  # the sweep to go on with
     folder: Path = field(init=False)
     known: dict[tuple[str, ...], Path] = field(init=False)
-    free: Iterator[int] = field(init=False)  # numbers of new folders
+    taken: set[str] = field(init=False)  # names of folders
     planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
 
@@ -59,8 +63,7 @@ class Sweep:
     def held(self) -> Iterator[None]:
         """Hold the sweep's folder, and note signals instead of ending at once."""
         self.folder, lock = hold_folder(self.config, self.found)
-        taken = {path.name for path in self.folder.iterdir()}
-        self.free = (number for number in itertools.count() if str(number) not in taken)
+        self.taken = {path.name for path in self.folder.iterdir()}
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         try:
@@ -69,19 +72,24 @@ class Sweep:
         finally:
             lock.release()
 
-    def plan(self, job: Job, config: dict[str, Any]) -> Outcome:
-        """Give a job its folder, a new one the next free number; a finished job is read."""
+    def plan(self, job: Job, config: dict[str, Any], number: int | None = None) -> Outcome:
+        """Give a job its folder, that of `number` or the next free one; a finished job is read."""
         name = _identity(job)
         if name in self.planned:
             self.count -= 1
             return self.planned[name]
-        done = self.is_done(job, config)
-        folder = self.known.get(name) or self.folder / str(next(self.free))
+        folder = self.known.get(name) if number is None else self.folder / str(number)
+        folder = folder or self.folder / self._free_name()
+        self.taken.add(folder.name)
         values = {o.key: o.value for o in job if not belongs_outside(o.key)}
         outcome = self.planned[name] = Outcome(int(folder.name), folder, values)
-        if done:
+        if has_finished(folder, config):
             note_outcome(outcome, 0)
         return outcome
+
+    def _free_name(self) -> str:
+        names = map(str, itertools.count())
+        return next(name for name in names if name not in self.taken)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -97,7 +105,7 @@ class Sweep:
         self.write()
 
     def _command(self, outcome: Outcome, job: Job) -> list[str]:
-        texts = [override.text for override in job if not _placed(override.key)]
+        texts = [override.text for override in job if not _placed(override.key)] + outcome.more
         started = holds_run(outcome.run_dir)
         if started:
             texts.append("resume=auto")
@@ -123,12 +131,14 @@ class Sweep:
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.outcomes)
+        return Ranking(self.config, self.outcomes, self.metric)
 
     def close(self) -> int:
         """Print the table and return the exit code."""
         self.write()
         show(self.folder, self.outcomes, self.ranking, self.groups, self.varied)
+        if self.settings.report and self.stop.number is None:
+            report(self.folder)
         if self.ended:
             why = "sweep.fail_fast ended it" if self.stop.number is None else "interrupted"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
@@ -142,6 +152,16 @@ class Sweep:
             kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
         words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
         return shlex.join(["train", "-m", *words])
+
+
+def report(folder: Path) -> None:
+    """Write pictures and page in a process of its own: drawing takes memory, and may fail."""
+    argv = [sys.executable, "-P", "-m", "scripts.sweeps.report", str(folder)]
+    done = subprocess.run([*argv, "--quiet"], capture_output=True, text=True, errors="replace")
+    print(done.stdout, end="")
+    if done.returncode:
+        why = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
+        print(on_one_line(f"no report ({why}); try again: regimen report {folder}"))
 
 
 def flags(arguments: Arguments) -> list[str]:

@@ -45,7 +45,7 @@ def check_targets(config: Config) -> None:
     Checked in stages, each only if the one before found nothing: whether the targets may be used,
     their arguments against signatures, and their construction on placeholders.
     """
-    parts = _stand_ins(config)
+    parts = stand_ins(config)
     nodes = dict(_nodes(config, parts.known))
     raise_problems(_compile_problems(config.trainer.compile))
     raise_problems(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
@@ -60,7 +60,7 @@ def check_targets(config: Config) -> None:
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
-def _stand_ins(config: Config) -> Assembly:
+def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
     options = config.trainer
     endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None

@@ -16,9 +16,8 @@ from conf.errors import ConfigError
 from conf.yaml_dump import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.request import quoted
-from scripts.composition.compose import compose, split_jobs, split_search
-from scripts.composition.overrides import Dimension
-from scripts.sweeps import grid, search
+from scripts.composition.compose import compose, split_jobs
+from scripts.sweeps import grid
 from scripts.sweeps import sweep as sweep_jobs
 from scripts.sweeps.folder import newest_unfinished
 from scripts.sweeps.grid import sweep
@@ -83,7 +82,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(sweep_jobs, "command", fake)
     monkeypatch.setattr(grid, "check_built", lambda arguments, jobs: None)
-    monkeypatch.setattr(search, "check_built", lambda arguments, jobs: None)
+    monkeypatch.setattr(sweep_jobs, "report", lambda folder: None)
     monkeypatch.chdir(tmp_path)
     return script
 
@@ -291,71 +290,6 @@ def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     assert not Path("there/2").exists()
     way_out = "train -m --config-path conf optimizer.lr=0.1,0.5,0.2 resume=auto run_dir=there"
     assert out.endswith(f"interrupted; go on with the sweep: {way_out}\n")
-
-
-def test_a_search_needs_its_package_and_something_to_search(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("conf/sweep").mkdir()
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\n")
-    with pytest.raises(ConfigError, match="nothing to search"):
-        run("+sweep=optuna")
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match="pip install optuna"):
-        run("+sweep=optuna", "optimizer.lr=interval(0.1,0.2)")
-    assert not Path("runs").exists()
-
-
-def test_every_choice_of_a_search_is_checked_first(job: Path) -> None:
-    Path("conf/sweep").mkdir()
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\nsampler: tpe\n")
-    with pytest.raises(ConfigError) as caught:
-        run("+sweep=optuna", "optimizer.lr=choice(0.1,abc)", "seed=choice(1,-2)")
-    assert {p.key for p in caught.value.problems} == {"seed", "optimizer.lr"}
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("model.hidden=interval(16,64)", ["16", "64"], id="integers"),
-        pytest.param("model.hidden=interval(16.0,64.0)", ["16.0", "64.0"], id="written-as-floats"),
-        pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
-        pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
-        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
-    ],
-)
-def test_the_values_that_a_search_is_checked_with(text: str, expected: list[str]) -> None:
-    _, (dimension,) = split_search(parse_arguments(["-m", text]))
-    config = {"model": {"hidden": 32}, "optimizer": {"lr": 0.1}}
-    found = search.samples([search.with_integers(dimension, config)])
-    assert [swept.value for (swept,) in found] == expected
-
-
-def test_a_large_space_is_checked_with_each_choice_once() -> None:
-    space = [Dimension(key, choices=tuple(map(str, range(n)))) for key, n in (("a", 90), ("b", 7))]
-    found = search.samples(space)
-    assert len(found) == 90
-    assert {b.value for _, b in found} == set(space[1].choices)
-
-
-def test_a_search_finds_good_values(job: Path) -> None:
-    pytest.importorskip("optuna")
-    Path("conf/sweep").mkdir()
-    params = "params: {seed: 'choice(1,2)', optimizer.weight_decay: 'interval(0,1)'}\n"
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 12\nsampler: tpe\n" + params)
-    argv = ["+sweep=optuna", "optimizer.lr=tag(log,interval(0.01,3.0))", "name=mine"]
-    assert run(*argv) in (0, 5)
-    (folder,) = Path("runs/mine/sweeps").iterdir()
-    rows = board(folder)
-    assert len(rows) == 12
-    assert {row["seed"] for row in rows} == {"1", "2"}
-    finished = [float(row["val/accuracy"]) for row in rows if row["status"] == "finished"]
-    assert finished == sorted(finished, reverse=True)
-    assert finished[0] > 0.9
-    before = {row["job"]: row["optimizer.lr"] for row in rows}
-    run(*argv, f"run_dir={folder}", "resume=auto")
-    assert {row["job"]: row["optimizer.lr"] for row in board(folder)} == before
 
 
 def test_a_job_is_a_command_line_of_its_own() -> None:
