@@ -1,5 +1,7 @@
 """`train -m sweep=optuna key=interval(a,b) ...`: Optuna chooses the values of each next job."""
 
+from collections.abc import Callable
+
 from callbacks.support.study import as_url, import_optuna, study_errors
 from conf.check import parse
 from conf.errors import ConfigError, Problem
@@ -9,8 +11,9 @@ from scripts.composition.compose import split_search
 from scripts.composition.identity import refuse_outside
 from scripts.composition.overrides import Swept
 from scripts.sweeps.check import check_built, checked
+from scripts.sweeps.process import Outcome
 from scripts.sweeps.space import Space, given
-from scripts.sweeps.sweep import Sweep
+from scripts.sweeps.sweep import Job, Sweep
 
 JOURNAL = "study.journal"  # in the sweep's folder
 
@@ -43,10 +46,17 @@ def search(arguments: Arguments) -> int:
             enqueue(study, entries)
             trials = Trials(it, space, study, fixed, place)
         it.write()
-        while not it.ended and (asked := trials.ask()) is not None:
-            it.run(*asked)
-            trials.tell(asked[0])
+        run_jobs(it, trials.ask, trials.tell)
         return it.close()
+
+
+def run_jobs(
+    it: Sweep, ask: Callable[[], tuple[Outcome, Job] | None], tell: Callable[[Outcome], None]
+) -> None:
+    """Run jobs one after the other, until there are none or the sweep is to end."""
+    while not it.ended and (asked := ask()) is not None:
+        it.run(*asked)
+        tell(asked[0])
 
 
 def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:
