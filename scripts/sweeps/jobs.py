@@ -47,16 +47,14 @@ def run_jobs(
     it: Sweep,
     ask: Callable[[], Asked | None],
     tell: Callable[[Outcome], None] = lambda outcome: None,
-    at_once: int | None = None,
 ) -> None:
-    """Run jobs until there are none or the sweep is to end, up to `at_once` at a time.
+    """Run jobs until there are none or the sweep is to end, up to `sweep.jobs` at a time.
 
     `ask` gives the next job when there is room for it, None where there is none any more; `tell`
-    hears of each that has ended for good. None: `sweep.jobs`, or what the
-    launcher can.
+    hears of each that has ended for good.
     """
     run, launcher = _Run(it), it.launcher
-    most = at_once or it.settings.jobs or (None if launcher.quiet else 1)
+    most = it.settings.jobs or (None if launcher.quiet else 1)
     display = display_for(it)
     try:
         while True:

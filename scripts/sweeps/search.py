@@ -44,7 +44,8 @@ def search(arguments: Arguments) -> int:
             enqueue(study, entries)
             trials = Trials(it, space, study, fixed, place)
         it.write()
-        run_jobs(it, trials.ask, trials.tell, at_once=it.settings.jobs or 1)
+        it.settings.jobs = it.settings.jobs or 1  # on a cluster, too: the study learns from each
+        run_jobs(it, trials.ask, trials.tell)
         return it.close()
 
 

@@ -12,8 +12,6 @@ MODULES = (
     "torch._dynamo",
     "torch.utils.serialization.config",
     "torchvision.transforms.v2",
-    "sklearn.datasets.data",
-    "sklearn.datasets.descr",
     "callbacks.checkpoint",
     "callbacks.early_stopping",
     "callbacks.lr_monitor",

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +53,11 @@ class Jobs:
         self.ends: dict[int, str] = {}  # the state that a job ends with, by its number
         self.dies: int | None = None  # the job in which the sweep is killed
 
+    def run_all(self, it: Sweep, ask: Any, tell: Any) -> None:
+        while not it.ended and (asked := ask()) is not None:
+            self.run(it, *asked)
+            tell(asked[0])
+
     def run(self, it: Sweep, outcome: Outcome, job: Sequence[Any]) -> None:
         lr = values_of(outcome).get("optimizer.lr", 0.0)
         self.ran.append((outcome.number, lr))
@@ -81,13 +88,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setattr(searches, "check_built", lambda *_, alone: "accuracy")
     monkeypatch.setattr(sweeps, "report", lambda folder: None)
     found = Jobs()
-
-    def one_by_one(it: Sweep, ask: Any, tell: Any, at_once: int) -> None:
-        while not it.ended and (asked := ask()) is not None:
-            found.run(it, *asked)
-            tell(asked[0])
-
-    monkeypatch.setattr(searches, "run_jobs", one_by_one)
+    monkeypatch.setattr(searches, "run_jobs", found.run_all)
     return found
 
 
@@ -280,14 +281,14 @@ params:
 
 
 def test_several_jobs_may_be_under_way(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def three_at_once(it: Sweep, ask: Any, tell: Any, at_once: int) -> None:
-        while asked := [one for _ in range(3) if (one := ask()) is not None]:
-            assert len({outcome.number for outcome, _ in asked}) == len(asked)
-            for outcome, job in reversed(asked):
+    def several(it: Sweep, ask: Any, tell: Any) -> None:
+        while batch := [asked for _ in range(3) if (asked := ask()) is not None]:
+            assert len({outcome.number for outcome, _ in batch}) == len(batch)
+            for outcome, job in reversed(batch):
                 jobs.run(it, outcome, job)
                 tell(outcome)
 
-    monkeypatch.setattr(searches, "run_jobs", three_at_once)
+    monkeypatch.setattr(searches, "run_jobs", several)
     run("optimizer.lr=choice(1.0,2.0,2.5,3.0,3.5)", "run_dir=there", "sweep.n_trials=20")
     assert len(jobs.ran) == len({lr for _, lr in jobs.ran}) == len(board())
     assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}
@@ -404,6 +405,24 @@ def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
 )
 def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
     assert str(distribution(dimension)) == expected
+
+
+@pytest.mark.slow
+def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
+    argv += ["experiment=resnet18", "trainer.limit_train_batches=2", "trainer.max_epochs=2"]
+    argv += ["optimizer.lr=choice(0.1,1e-9)", "sweep.sampler=grid", "run_dir=there"]
+    argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner=median"]
+    argv += ["sweep.pruner_options={n_startup_trials: 1}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=400, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = board(str(tmp_path / "there"))
+    assert {row["optimizer.lr"]: row["status"] for row in rows} == {
+        "0.1": "finished", "1e-9": "pruned",
+    }  # fmt: skip
+    assert "report: there/report.html" in done.stdout
+    assert (tmp_path / "there" / "report.html").exists()
 
 
 def test_the_attribute_of_pruned_trials_is_a_word_of_ours() -> None:
