@@ -66,7 +66,7 @@ def test_the_groups_that_experiments_are_varied_by_exist() -> None:
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.as_posix()) for path in FILES])
 def test_a_file_opens_with_the_command_that_uses_it(path: Path) -> None:
     first = (CONF / path).read_text(encoding="utf-8").partition("\n")[0]
-    assert re.match(r"# (pip install \S+ && )?(train|evaluate|python -m) ", first)
+    assert re.match(r"# ((uv )?pip install \S+ && )?(train|evaluate|python -m) ", first)
 
 
 @pytest.mark.parametrize(("group", "option"), in_groups())

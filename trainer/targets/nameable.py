@@ -171,6 +171,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.swa"),
         _ours("callbacks.tensorboard"),
         _ours("callbacks.throughput"),
+        _ours("callbacks.trial"),
         _ours("callbacks.unfreeze"),
         _ours("data.batch_transforms"),
         _ours("data.formats.huggingface", "huggingface", classes=False),
