@@ -15,10 +15,12 @@ BASE = "resnet18"  # the experiment that a file of another group is tried in
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
     "data=image_folder": ["data.root=images"],
+    "data=cifar10_folder": ["data.root=images"],
+    "experiment=cifar10_fast": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "callbacks=whitening": "airbench94"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {"model=timm": "timm", "task/metrics=torchmetrics": "torchmetrics"}
 # The groups whose alternatives go with every experiment.

@@ -163,6 +163,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.tensorboard"),
         _ours("callbacks.throughput"),
         _ours("callbacks.unfreeze"),
+        _ours("callbacks.whitening"),
         _ours("data.batch_transforms"),
         _ours("data.image_folder", "image_folder"),
         _ours("data.noise"),
@@ -175,8 +176,12 @@ OURS: Mapping[str, Offer] = dict(
         _ours("data.text"),
         (
             "data.transforms",
-            Offer("data.transforms", only=("Mirrored", "StackViews", "Standardize", "ToFloat")),
+            Offer(
+                "data.transforms",
+                only=("Mirrored", "Shifted", "StackViews", "Standardize", "ToFloat"),
+            ),
         ),
+        _ours("models.airbench"),
         _ours("models.gan"),
         _ours("models.gpt"),
         _ours("models.mlp"),
