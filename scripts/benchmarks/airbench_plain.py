@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, pad, unfold
 
 from trainer.optimizers.optimizers import Optimizers
 
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Views = list[Tensor]
 
 
@@ -26,10 +27,7 @@ def train_by_hand(
     options = config.trainer
     images, labels, test_images, test_labels = parts
     batch, epochs = config.loader.batch_size, options.max_epochs
-    mean, std = (
-        torch.tensor(v, device=images.device).view(1, -1, 1, 1)
-        for v in (config.data.mean, config.data.std)
-    )
+    mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (MEAN, STD))
     train = (images.float() / 255 - mean) / std
     _whiten(model.whiten, train[:5000])  # type: ignore[arg-type]
     compiled: Any = torch.compile(model, dynamic=False) if options.compile else model

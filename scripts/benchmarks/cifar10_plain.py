@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.optim.lr_scheduler import OneCycleLR
-from torchvision.io import ImageReadMode, decode_image
 
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(1, 3, 1, 1)
 STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(1, 3, 1, 1)
@@ -67,8 +68,9 @@ def _read(folder: Path) -> tuple[Tensor, Tensor]:
         (path, label) for label, place in enumerate(classes) for path in sorted(place.iterdir())
     ]
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda file: decode_image(str(file[0]), ImageReadMode.RGB), files))
-    return torch.stack(images), torch.tensor([label for _, label in files])
+        images = np.stack(list(pool.map(lambda file: np.array(Image.open(file[0])), files)))
+    labels = torch.tensor([label for _, label in files])
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), labels
 
 
 def _network(widths: Sequence[int], classes: int) -> nn.Sequential:
