@@ -156,7 +156,7 @@ class Checkpoint(Saver):
             self._warn(trainer, state.global_step, error)
 
     def _must_try_again(self, trainer: Trainer) -> bool:
-        """Tell whether the last save failed; one that is under way may be the one that succeeds.
+        """Return whether the last save failed; one that is under way may be the one that succeeds.
 
         The end of the run saves anyway, and ranks what it saves.
         """

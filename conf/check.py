@@ -117,7 +117,7 @@ def _unknown(key: str, name: Any, known: list[str], section: str) -> Problem:
 
 
 def _takes(annotation: Any, value: Any) -> bool:
-    """Tell whether a value is of a declared type; an integer passes as a float, a bool never."""
+    """Return whether a value is of a declared type; an integer passes as a float, a bool never."""
     if annotation is Any:
         return True
     if annotation in (None, type(None)):
@@ -184,7 +184,7 @@ def dataclass_in(annotation: Any) -> type | None:
 
 
 def _is_named(annotation: Any) -> bool:
-    """Tell whether a type is a dict of nodes, as opposed to one node."""
+    """Return whether a type is a dict of nodes, as opposed to one node."""
     args = typing.get_args(annotation)
     return typing.get_origin(annotation) is dict and args[1] is not Any
 

@@ -71,7 +71,7 @@ def declared(schema: type) -> Mapping[str, "dataclasses.Field[Any]"]:
 
 
 def is_open(schema: type) -> bool:
-    """Tell whether a section takes keys beyond those that its schema declares."""
+    """Return whether a section takes keys beyond those that its schema declares."""
     return any(f.name == "extra" for f in dataclasses.fields(schema))
 
 

@@ -1,4 +1,4 @@
-"""A batch as the loaders hand it to the loop: its place in an update, its tensors, its device."""
+"""Micro-batches: their position in an update, their tensors, their device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from torch import Tensor
 class Piece:
     """One micro-batch of one rank: a slice of an update's samples.
 
-    A piece without samples of its own borrows the update's first one with `count` 0, so that its
-    rank takes part in every collective with weight zero.
+    A piece without samples has the update's first sample and `count` 0, so that its rank takes
+    part in every collective with weight zero.
     """
 
-    indices: tuple[int, ...]  # never empty where the samples have numbers
+    indices: tuple[int, ...]  # never empty, if samples are numbered
     count: int  # samples that count here
     start: int  # position of the first one in the global batch
     total: int  # samples of the global batch: all ranks and micro-batches
@@ -35,7 +35,7 @@ class MicroBatch:
 
 
 def is_namedtuple(value: object) -> bool:
-    """Tell a namedtuple from a plain tuple: it is rebuilt from its fields, not from a list."""
+    """Return whether a value is a namedtuple, which is rebuilt from its fields."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
@@ -73,13 +73,13 @@ def to_device(
     channels_last: bool = False,
     non_blocking: bool = True,
 ) -> Any:
-    """Move the tensors of a nested batch; what is on the device already is not copied.
+    """Move the tensors of a nested batch; those on the device already are not copied.
 
-    Real and complex numbers take the format of `dtype`; images (N, C, H, W) become channels last.
+    Floating and complex tensors are converted to `dtype`; images (N, C, H, W) to channels last.
     """
 
     if device.type == "cpu" and dtype is None and not channels_last:
-        return batch  # what a loader gives lies in host memory
+        return batch  # loaders return tensors in host memory
 
     def moved(tensor: Tensor) -> Tensor:
         kind = None if dtype is None else matching(tensor, dtype)
@@ -92,7 +92,7 @@ def to_device(
 
 
 def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the format of a tensor in a run of `dtype`: only float64 has a complex companion."""
+    """Return the dtype of a tensor in a run of `dtype`; complex128 in a run of float64."""
     if tensor.is_complex():
         return torch.complex128 if dtype == torch.float64 else tensor.dtype
     return dtype if tensor.is_floating_point() else tensor.dtype

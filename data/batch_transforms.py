@@ -1,9 +1,9 @@
-"""Random transforms of image batches (n, C, H, W) with a draw of its own for each image.
+"""Random transforms of image batches (n, C, H, W) with separate draws for each image.
 
-Each has two halves: `draw(draws, height, width)` returns one value (or row) for every image, on the
-CPU; calling it applies such values to the images, without waiting for their device. An image comes
-out the same in every batch, to the bit. The distributions are those of torchvision's transforms of
-these names. Draws are new in each epoch, unless a transform says `lasting = True`.
+`draw(draws, height, width)` returns one value (or row) for each image, on the CPU. Calling the
+transform applies them, without waiting for the device. The result for an image is bit-equal in any
+batch. The distributions are those of torchvision's transforms of the same names. Draws are new in
+each epoch, unless a transform says `lasting = True`.
 """
 
 import copy
@@ -20,7 +20,7 @@ from data.keys import Draws
 from data.transforms import Constants
 
 Values = tuple[Tensor, ...]
-_TRIES = 10  # boxes drawn before torchvision gives up
+_TRIES = 10  # boxes that torchvision draws at most
 _FINE = 2**24  # steps in which the brightness of floating images is averaged
 
 
@@ -169,7 +169,7 @@ class RandomErasing:
         return self._erased(images, top, left, tall, wide)
 
     def _erased_here(self, images: Tensor, *boxes: Tensor) -> Tensor:
-        """Write the boxes only; on a GPU the host would wait for where they are."""
+        """Write only the boxes; for the CPU, since slicing by tensors waits for a GPU."""
         result = images if self.overwrites else images.clone()
         pixels, fill = result.numpy(), self.value
         written = fill.beside(images, images.dtype).numpy() if isinstance(fill, Constants) else fill
@@ -237,7 +237,7 @@ class RandomResizedCrop:
 
 
 class RandomAffine:
-    """Turn, shift and scale each image about its middle; what comes into view is 0.
+    """Rotate, translate and scale each image about its centre; pixels from outside are 0.
 
     degrees: most to either side; translate: most, as shares of width and height; scale: from, to.
     """
@@ -274,7 +274,7 @@ class RandomAffine:
 
 
 class ColorJitter:
-    """Change brightness, contrast and saturation of each image, in an order of its own.
+    """Change brightness, contrast and saturation of each image, in a random order.
 
     Each is a strength s (factors from 1 - s, not below 0, to 1 + s).
     """
@@ -301,7 +301,7 @@ class ColorJitter:
         return result.to(images.dtype)
 
     def _towards(self, images: Tensor, turn: Tensor, whole: bool) -> Tensor:
-        """Return what factor 0 leads to: black, the mean grey, or each pixel's grey."""
+        """Return the image at factor 0: black, the mean grey, or each pixel's grey."""
         grey = _grey(images)
         grey = grey.floor() if whole and images.shape[1] == 3 else grey
         mean = means(grey, 1 if whole else _FINE)
@@ -323,7 +323,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 def _boxes(
     draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Draw ten boxes for each image: sides whose product is the area and quotient the ratio."""
+    """Draw ten boxes for each image, by area and aspect ratio."""
     areas = draws.uniform(scale[0], scale[1], each=_TRIES) * area
     ratios = draws.uniform(math.log(ratio[0]), math.log(ratio[1]), each=_TRIES).exp()
     return (areas * ratios).sqrt().round().long(), (areas / ratios).sqrt().round().long()

@@ -1,4 +1,4 @@
-"""Decode image files: fast for JPEG, by Pillow for everything else, never silently wrong."""
+"""Decode image files: JPEG by torchvision, other formats by Pillow."""
 
 import importlib
 import io
@@ -15,35 +15,36 @@ from torch import Tensor
 
 from data.errors import UnreadableError, reason
 
-# Pillow's own bound against decompression bombs.
+# Pillow's limit against decompression bombs.
 MAX_PIXELS = 89_478_485
 _MODES = {1: "L", 3: "RGB"}
 
 
 def read_image(path: Path | str, channels: int = 3) -> Tensor:
-    """Return an image file as uint8 (channels, H, W), upright by its EXIF orientation.
+    """Return an image file as uint8 (channels, H, W), rotated by its EXIF orientation.
 
-    Raises UnreadableError, naming the file, for whatever cannot be read whole as an image.
+    Raises UnreadableError, naming the file, if it cannot be read completely.
     """
     try:
         data = _content(path)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
-    if not data:
-        raise UnreadableError(f"cannot decode {path}: the file is empty")
-    return _decode(data, path, channels)
+    return decode_image(data, path, channels)
 
 
 def _content(path: Path | str) -> bytes:
-    """Return a file's bytes; a pipe, at whose end nobody may ever write, is not waited for."""
+    """Return a file's bytes; raise UnreadableError for a pipe, which could block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnreadableError(f"cannot read {path}: it is no regular file")
+            raise UnreadableError(f"cannot read {path}: it is not a regular file")
         return file.read()
 
 
-def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
+def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
+    """Return the image of a file's bytes as `read_image` does; `path` is for messages."""
+    if not data:
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
     if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:
@@ -59,9 +60,10 @@ def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
 
 
 def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
-    """Tell whether the header promises a bearable size, and components both decoders agree on.
+    """Return whether torchvision decodes a file as Pillow does, by its header.
 
-    Left to Pillow: CMYK, of which it knows Adobe's inverted form, and the grey of colour files.
+    Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files. Raises
+    UnreadableError for too many pixels.
     """
     position = 2
     while position + 9 < len(data) and data[position] == 0xFF:
@@ -84,10 +86,10 @@ def _check_size(width: int, height: int, path: Path | str) -> None:
 
 @cache
 def _torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
-    """Return torchvision's JPEG decoder, four times as fast on small images as Pillow's.
+    """Return torchvision's JPEG operator, four times as fast on small images as Pillow.
 
-    The operator itself: the function around it warns at every call that it is deprecated (0.29).
-    Where it is gone, Pillow gives the same pixels.
+    Not the function around it, which warns at each call that it is deprecated (0.29). None if
+    there is no such operator: Pillow gives the same pixels.
     """
     try:
         importlib.import_module("torchvision.io")  # registers it
@@ -98,7 +100,7 @@ def _torchvision_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
 
 
 def _by_torchvision(data: bytes, channels: int) -> Tensor | None:
-    """Return the image, or None where the decoder refuses: Pillow then decodes or explains."""
+    """Return the image, or None if the decoder fails: Pillow then decodes it or raises."""
     decode = _torchvision_decoder()
     if decode is None:
         return None
@@ -119,7 +121,7 @@ def _by_pillow(data: bytes, path: Path | str, channels: int) -> Tensor:
 
 
 def _to_eight_bits(image: Image.Image, path: Path | str) -> Image.Image:
-    """Scale 16-bit greys down; Pillow's own conversion would cut them off at 255."""
+    """Scale 16-bit greys to 8 bits; Pillow's conversion would clip them at 255."""
     if image.mode == "F":
         raise UnreadableError(f"cannot decode {path}: floating point pixels have no known range")
     if not image.mode.startswith("I"):

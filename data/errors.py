@@ -1,8 +1,8 @@
-"""The failures that data can cause: each knows its exit code and crosses processes as one text."""
+"""Errors of data: each has an exit code and a one-line message."""
 
 
 class DataError(Exception):
-    """Data that is absent, unreadable or contradictory; the text names the key, file or sample."""
+    """Data that is missing, unreadable or inconsistent; the message names key, file or sample."""
 
     exit_code = 3
 
@@ -13,25 +13,25 @@ class DataError(Exception):
 
 
 class UnreadableError(DataError):
-    """One file that cannot be read; the others may be well."""
+    """A single file that cannot be read."""
 
 
 class WorkerError(Exception):
-    """A loader worker died, hung or ran out of memory; the text names the keys to turn."""
+    """A loader worker died, hung or ran out of memory; the message names the keys to change."""
 
     exit_code = 8
 
 
 def is_fault(error: BaseException) -> bool:
-    """Tell what code of a data set raised, `SystemExit` too, from what broke it off from outside.
+    """Return whether an exception, or `SystemExit`, was raised by code of a data set.
 
-    A signal's handler marks its exceptions by `from_outside`.
+    Exceptions of signal handlers have an attribute `from_outside`.
     """
     return not getattr(error, "from_outside", isinstance(error, KeyboardInterrupt))
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """Return the text on one line, cut at `limit` characters: libraries explain at length."""
+    """Return the text on one line of at most `limit` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Tell whether two runs saw the same data, without reading files again."""
+"""A fingerprint of a data set, to compare runs without reading its files again."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a digest of what a data set says of itself: size, classes, targets, images or paths.
+    """Return a digest of a data set: size, classes, targets, and images or paths.
 
     Images in memory are hashed whole; of files, the names. A data set may have a method
     `fingerprint()` of its own.

@@ -1,7 +1,7 @@
-"""Images in memory: a data set of them, and windows, mirrors and grids read from batches.
+"""Images in memory: a data set of them; crops, flips and resampling of batches.
 
-What is read from a batch is computed element by element: a sum or a matrix product may round
-otherwise in a batch of another size, and a sample must be the same in every batch, to the bit.
+All is computed element by element, so that an image is bit-equal in any batch: sums and matrix
+products may round differently in a batch of another size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from data.transforms import acts_on_batches
 Transform = Callable[[Any], Any]
 Affine = tuple[Tensor, Tensor, Tensor]
 
-_LARGE = 32768  # bytes of an image: from here on new memory for a batch costs more than a loop
+_LARGE = 32768  # bytes of an image, above which memory for a whole batch costs more than a loop
 
 
 class ImageTensors:
@@ -50,11 +50,11 @@ class ImageTensors:
         return image, int(self.targets[index])
 
     def input_form(self) -> dict[str, Any]:
-        """Return what a picture must be brought to before the transforms."""
+        """Return the form that the transforms expect of a picture."""
         return picture_form(self.images)
 
     def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
-        """Return a whole batch at once, or None where the transform takes single images."""
+        """Return a whole batch at once, or None if the transform takes single images."""
         if self.transform is not None and not acts_on_batches(self.transform):
             return None
         rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
@@ -88,14 +88,14 @@ def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
 
 
 def column(values: Tensor, images: Tensor) -> Tensor:
-    """Return values (n,) in a shape that goes with images (n, ...)."""
+    """Return values (n,) in a shape that broadcasts with images (n, ...)."""
     return values.view(-1, *[1] * (images.ndim - 1))
 
 
 def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return the images (n, ...) of `one` where `which` (n,) says so, of `other` elsewhere.
+    """Return the images (n, ...) of `one` where `which` (n,) is true, and of `other` elsewhere.
 
-    Bytes are taken eight at a time: `torch.where` is no faster with small numbers than with large.
+    Bytes are viewed as int64: `torch.where` takes as long for an element of 1 byte as of 8.
     """
     fits = one.element_size() == 1 and one.shape[-1] % 8 == 0
     if fits and one.is_contiguous() and other.is_contiguous():
@@ -105,7 +105,7 @@ def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 
 def flipped(images: Tensor, which: Tensor, axis: int) -> Tensor:
-    """Mirror those images (n, ...) of which `which` (n,) says so along an axis."""
+    """Flip the images (n, ...) where `which` (n,) is true, along an axis."""
     if images.device.type != "cpu" or images[0].nbytes < _LARGE:
         return chosen(which, images.flip(axis), images)
     result = images.clone()
@@ -115,7 +115,7 @@ def flipped(images: Tensor, which: Tensor, axis: int) -> Tensor:
 
 
 def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:
-    """Cut a window (n, C, *size) from each image, whole rows at a time."""
+    """Crop each image to a window (n, C, *size), copying whole rows."""
     images = images.contiguous()
     samples, channels, height, width = images.shape
     planes = torch.arange(samples * channels, device=images.device).view(samples, channels, 1)
@@ -126,7 +126,7 @@ def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) ->
 
 
 def within(first: Tensor, length: Tensor, side: int) -> Tensor:
-    """Tell which of `side` positions lie in each interval (n, side)."""
+    """Return a mask (n, side) of the positions within each interval."""
     positions = torch.arange(side, device=first.device)
     return (positions >= first[:, None]) & (positions < (first + length)[:, None])
 
@@ -134,10 +134,10 @@ def within(first: Tensor, length: Tensor, side: int) -> Tensor:
 def sampled(
     images: Tensor, x: Affine, y: Affine, size: tuple[int, int], mode: str, outside: str
 ) -> Tensor:
-    """Read images where affine functions say; integer images are rounded back.
+    """Sample images at affine coordinates; integer images are rounded.
 
-    x, y: (a, b, c), each (n,): an output pixel at (u, v) is read at a u + b v + c. Coordinates run
-    from -1 to 1 over the whole image. mode and outside: as `grid_sample`'s.
+    x, y: (a, b, c), each (n,): the output pixel at (u, v) is read at a u + b v + c. Coordinates run
+    from -1 to 1 over the image. mode, outside: `mode` and `padding_mode` of `grid_sample`.
     """
     values = images if images.is_floating_point() else images.to(torch.float32)
     v, u = (_centres(side, values) for side in size)

@@ -1,4 +1,4 @@
-"""Seeds and random numbers as pure functions of what is drawn: the root of I1 and I2."""
+"""Seeds and random numbers as pure functions of what they are used for."""
 
 import random
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 _GAMMA, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-# Of the random numbers that a run's batched transforms are made of. It is kept in checkpoints: a
-# run does not go on with other draws than it began with.
+# Version of the random numbers of batched transforms, saved in checkpoints: a run cannot resume
+# with another version.
 DRAWS_VERSION = 2
 
-_AHEAD = 4  # numbers of each sample that are computed together: as fast as one
+_AHEAD = 4  # numbers of each sample computed at once, which takes as long as one
 
-# Each kind of draw has its own domain, so that equal numbers in two of them are unrelated draws.
+# Each kind of draw has its own domain, so that equal numbers in two domains are unrelated.
 ORDER = 1
 SAMPLE = 2
 MICRO_BATCH = 3
@@ -39,7 +39,7 @@ def mix(value: int) -> int:
 
 
 def key(seed: int, *parts: int) -> int:
-    """Hash a seed and whatever identifies a draw to 64 bits."""
+    """Hash a seed and the numbers that identify a draw to 64 bits."""
     value = mix(seed & _MASK)
     for part in parts:
         value = mix(value ^ (part & _MASK))
@@ -47,7 +47,7 @@ def key(seed: int, *parts: int) -> int:
 
 
 def scrambled(words: Words) -> Words:
-    """Scramble an array of 64-bit words; unsigned arithmetic of numpy wraps around, as it should.
+    """Scramble an array of 64-bit words; numpy's unsigned arithmetic wraps around as required.
 
     `mix` of many values is `scrambled(values + gamma)`.
     """
@@ -72,22 +72,22 @@ def keys(values: npt.ArrayLike, *parts: int) -> Words:
 
 
 class Draws:
-    """Draw for n samples: the k-th number of a sample follows from its key and k alone.
+    """Draw for n samples: the k-th number of a sample is a function of its key and k alone.
 
-    The generator is splitmix64 (Steele et al. 2014), which computes any of its numbers by itself:
-    those of a batch are one array, and the same whatever batch a sample is in. `epoch` is that of
-    the batch: draws that last over all epochs may be turned by it.
+    The generator is splitmix64 (Steele et al. 2014), a counter-based one: the numbers of a batch
+    are computed as one array, and a sample's do not depend on its batch. `epoch` is that of the
+    batch, for draws that do not depend on it otherwise.
     """
 
     def __init__(self, keys: Words, epoch: int = 0) -> None:
         self.epoch = epoch
         self._keys = keys
-        self._ready = counted(keys, 0, 0)  # (numbers, n), of which the first were not given out yet
+        self._ready = counted(keys, 0, 0)  # (numbers, n), not used yet
         self._drawn = 0
 
     @classmethod
     def seeded(cls, samples: int, seed: int) -> "Draws":
-        """Return the draws of samples 0, 1, ... for a seed: for tests and trials."""
+        """Return the draws of samples 0, 1, ... for a seed, for tests and interactive use."""
         return cls(keys(np.arange(samples), seed))
 
     def __len__(self) -> int:
@@ -103,18 +103,18 @@ class Draws:
         return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
     def uniform(self, low: float = 0.0, high: float = 1.0, each: int | None = None) -> Tensor:
-        """Return float32 numbers (n,), or (n, each), from low up to below high.
+        """Return float32 numbers (n,), or (n, each), in [low, high).
 
-        They are multiples of 2**-24 of the range, as those of `torch.rand` are.
+        They are multiples of 2**-24 of the range, as those of `torch.rand`.
         """
         unit = (self._words(each or 1) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
         numbers = torch.from_numpy(unit * np.float32(high - low) + np.float32(low))
         return numbers[0] if each is None else numbers.T
 
     def integers(self, bounds: int | Tensor) -> Tensor:
-        """Return an int64 number (n,) from 0 to below a bound, or to below each sample's own.
+        """Return int64 numbers (n,) in [0, bound); a tensor gives each sample its own bound.
 
-        A value's probability is off by less than bound / 2**53 of itself.
+        The relative error of a value's probability is below bound / 2**53.
         """
         unit = (self._words(1)[0] >> np.uint64(11)).astype(np.float64) * 2**-53
         most = bounds if isinstance(bounds, int) else bounds.numpy()
@@ -136,13 +136,13 @@ class Draws:
 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:
-    """Return a numpy generator for a key; numpy promises that this one's stream never changes."""
+    """Return a legacy numpy generator for a key: numpy guarantees its stream for all versions."""
     return np.random.RandomState(np.random.MT19937(key(seed, *parts)))
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Give torch's CPU, python's and numpy's global generators back as they were."""
+    """Restore torch's CPU, python's and numpy's global generators at the end."""
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()

@@ -15,7 +15,7 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A keyed bijection of [0, n), evaluated where it is asked for."""
+    """A keyed bijection of [0, n), evaluated at given positions."""
 
     def __init__(self, samples: int, *identity: int) -> None:
         self.samples = samples
@@ -62,7 +62,7 @@ class Permuted:
         return Permutation(self.samples, self.seed, ORDER, epoch)
 
 
-# From here on an order is computed position by position: held in memory it would take 0.8 GB.
+# From this size on an order is computed by position: in memory it would take 0.8 GB.
 HUGE = 100_000_000
 
 
@@ -91,13 +91,13 @@ class Shuffled:
         return self.samples
 
     def __call__(self, epoch: int) -> Indices:
-        """Return a permutation: 8 bytes a sample for the epoch that is under way."""
+        """Return a permutation, which takes 8 bytes a sample."""
         shuffled = random_state(self.seed, ORDER, epoch).permutation(self.samples)
         return shuffled.astype(np.int64, copy=False)
 
 
 def shuffled(samples: int, seed: int, huge: int = HUGE) -> Order:
-    """Return a random order: from `huge` samples on, one that takes no memory."""
+    """Return a random order; from `huge` samples on, one that takes no memory."""
     return Permuted(samples, seed) if samples >= huge else Shuffled(samples, seed)
 
 
@@ -109,7 +109,7 @@ class LowMemory(Permuted):
 
 
 class FirstOf:
-    """The first `samples` of an order's epoch 0, the same in every epoch: to overfit on purpose."""
+    """The first `samples` of an order's epoch 0 in every epoch, for `trainer.overfit_batches`."""
 
     def __init__(self, order: Order, samples: int) -> None:
         self.indices = np.array(order(0)[: min(samples, len(order))])
@@ -157,8 +157,8 @@ class Weighted:
             bounds = np.cumsum(self.weights)
             draws = state.random_sample(self.num_samples) * bounds[-1]
             return np.asarray(np.searchsorted(bounds, draws, side="right"), dtype=np.int64)
-        # The smallest exponential clocks are a weighted draw without replacement
-        # (Efraimidis and Spirakis 2006); weight 0 never rings.
+        # The smallest exponential variates are a weighted draw without replacement
+        # (Efraimidis and Spirakis 2006); weight 0 gives infinity.
         with np.errstate(divide="ignore", invalid="ignore"):
             clocks = -np.log1p(-state.random_sample(len(self.weights))) / self.weights
         return np.asarray(np.argsort(clocks, kind="stable")[: self.num_samples], dtype=np.int64)
@@ -249,7 +249,7 @@ def _part(dataset: Any, size: int | float, seed: int) -> Indices:
     wanted = size if isinstance(size, int) else round(size * samples)
     if not 0 < wanted <= samples:
         raise DataError(f"loader.sampler.size={size} of {samples} samples is none or too many")
-    # `cut` leaves a sample of each class behind: of all but a few, take what is cut off the rest.
+    # `cut` leaves at least one sample of each class: for most of the samples, cut the others off.
     targets = getattr(dataset, "targets", None)
     if targets is None or np.ndim(targets) != 1:
         targets = np.zeros(samples, dtype=np.int64)

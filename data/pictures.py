@@ -1,4 +1,4 @@
-"""Picture files named one by one, brought to the form that a trained network was given."""
+"""Picture files given by name, resized and transformed as a trained network expects."""
 
 import glob
 import os
@@ -28,7 +28,7 @@ class Pictures:
         size: Sequence[int] | None = None,
         transform: Transform | None = None,
     ) -> None:
-        # One array of byte strings instead of many objects: forked workers share its memory.
+        # One array instead of many objects, so that forked workers share its memory.
         self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.channels = channels
         self.size = size

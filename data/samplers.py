@@ -1,4 +1,4 @@
-"""Samplers that users bring, made pure functions of (seed, epoch) where that is possible (I1)."""
+"""Samplers of users, made pure functions of (seed, epoch) where possible."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,18 +16,18 @@ from data.updates import Indices, Order, OrderedUpdates, Updates
 
 
 def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
-    """Return the order of a data set without a sampler of its own; a stream's is its own order."""
+    """Return the order of a data set without a sampler; a stream has its own order."""
     if shuffle and not isinstance(dataset, Stream):
         return shuffled(len(dataset), seed)
     return Sequential(len(dataset))
 
 
 def as_order(sampler: Any, seed: int) -> Order:
-    """Return an order: `sampler` itself if it is one, else what it yields, keyed.
+    """Return an order: `sampler` itself if it is one, else the indices it yields.
 
-    Each epoch a sampler is told the epoch (`set_epoch`), its `generator` and the global generators
-    are seeded by (seed, epoch), and it is read once. One that keeps random state elsewhere cannot
-    be repeated, and is refused.
+    Each epoch, `set_epoch` is called, the sampler's `generator` and the global generators are
+    seeded by (seed, epoch), and it is read once. A sampler with random state elsewhere cannot be
+    repeated and is refused.
     """
     if callable(sampler) and hasattr(sampler, "__len__"):
         order: Order = sampler
@@ -36,7 +36,7 @@ def as_order(sampler: Any, seed: int) -> Order:
 
 
 def as_updates(batch_sampler: Any, seed: int) -> Updates:
-    """Return what makes the updates: `batch_sampler` itself if it does, else what it yields."""
+    """Return updates: `batch_sampler` itself if it makes them, else the batches it yields."""
     if hasattr(batch_sampler, "samples"):
         updates: Updates = batch_sampler
         return updates
@@ -44,9 +44,9 @@ def as_updates(batch_sampler: Any, seed: int) -> Updates:
 
 
 def own_samples(updates: Updates) -> Indices | None:
-    """Return the samples that may stand in for a broken one: those that are ever drawn.
+    """Return the samples that may replace a broken one: those that can be drawn.
 
-    A sampler's own are those of its epoch 0. None: all of the data set, which is not listed.
+    Of a sampler these are the samples of its epoch 0. None means the whole data set.
     """
     if not isinstance(updates, OrderedUpdates):
         drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
@@ -112,9 +112,9 @@ class GivenBatches:
 
 
 class PerClass:
-    """Updates of `classes` classes with `samples` samples each, as metric learning wants them.
+    """Updates of `classes` classes with `samples` samples each, for metric learning.
 
-    An epoch has as many updates as it takes to see about as many samples as there are.
+    An epoch has about as many samples as the data set.
     """
 
     def __init__(self, dataset: Any, seed: int, classes: int, samples_per_class: int) -> None:
@@ -146,7 +146,7 @@ class PerClass:
 
 @contextmanager
 def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
-    """Key a sampler, and those within it, for an epoch; the training's generators are restored."""
+    """Seed a sampler, and those within it, for an epoch; restore the global generators after."""
     epoch_key = key(seed, ORDER, epoch)
     with preserved_rng():
         seed_rng(epoch_key)

@@ -1,4 +1,4 @@
-"""Scenes of several real digits on one canvas: what is in them, and where, is known exactly."""
+"""Scenes of several real digits on one canvas, with exact labels and masks."""
 
 from typing import Any, Literal
 
@@ -10,15 +10,15 @@ from data.images import Transform, picture_form
 from data.keys import SPLIT, random_state
 from data.sources import Digits, Split
 
-UNSURE = 255  # in a mask: pixels at the edge of a stroke, which count as neither
-_SURE, _FAINT = 96, 32  # of 255: from here on ink; below that paper
+UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
+_SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background
 
 
 class DigitScenes:
     """Scenes of 1 to `most` of scikit-learn's digits, without overlap, in one of the four quarters.
 
     Scene i shows digit i of the split, and others of the same split; all is drawn once, from
-    `split_seed`, so that a scene is the same for ever. Transforms see the image alone.
+    `split_seed`. Transforms get the image alone.
 
     target: "mask" gives [size, size] numbers, 0 for paper, 1 + digit for ink and 255 for pixels
     that are neither; "present" gives [10] floats, 1 for each digit that is shown.

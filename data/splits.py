@@ -1,4 +1,4 @@
-"""Cut a part from a data set by a stated rule: stratified, seeded, the same for ever."""
+"""Split data sets: stratified and seeded, the same in every version."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,9 +8,9 @@ from data.updates import Indices
 
 
 def stratified_counts(class_sizes: npt.NDArray[np.int64], wanted: int) -> npt.NDArray[np.int64]:
-    """Share `wanted` samples out over classes in proportion to their sizes.
+    """Distribute `wanted` samples over classes in proportion to their sizes.
 
-    Largest remainders first; each class keeps at least one sample outside the part.
+    By largest remainders; each class keeps at least one sample outside the part.
     """
     share = class_sizes * (wanted / max(int(class_sizes.sum()), 1))
     whole = np.floor(share).astype(np.int64)

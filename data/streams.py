@@ -1,4 +1,4 @@
-"""Data that can only be read in order: positions in a stream take the place of sample numbers."""
+"""Data that can only be read in order: samples are numbered by their position."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,11 +39,11 @@ class Stream:
         return self.length
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker starts reading by itself: iterators cannot be sent.
+        # Iterators cannot be pickled: each worker starts its own.
         return {**self.__dict__, "_iterator": None}
 
     def begin_epoch(self, epoch: int, epoch_key: int) -> None:
-        """Say which epoch is read, and the key of all its random draws."""
+        """Set the epoch, and the key of all its random draws."""
         if (epoch, epoch_key) != (self._epoch, self._key):
             self._epoch, self._key, self._iterator = epoch, epoch_key, None
 
@@ -63,7 +63,7 @@ class Stream:
             self._start(position)
         assert self._iterator is not None
         while True:
-            # Each position has its own draws, so that a reader that starts here agrees.
+            # Draws are keyed by position, so that a reader may start anywhere.
             seed_rng(key(self._key, self._position))
             try:
                 item = next(self._iterator)
@@ -74,7 +74,7 @@ class Stream:
                 return item
 
     def _start(self, position: int) -> None:
-        # In a worker: sources that divide themselves among workers would lose samples here.
+        # In a worker, sources that shard themselves among workers would lose samples.
         torch_worker._worker_info = None
         if callable(tell := getattr(self.source, "set_epoch", None)):
             tell(self._epoch)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from data.errors import DataError, reason
 
-# Of torchvision's, those that do to a batch exactly what they do to each image, to the bit.
+# torchvision's transforms whose result for a batch is bit-equal to that for each image.
 _PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
 
 
 def acts_on_batches(transform: Any) -> bool:
-    """Tell whether a transform draws nothing and treats each image of a batch as if alone.
+    """Return whether a transform is deterministic and treats each image of a batch separately.
 
-    Own transforms say so by an attribute `acts_on_batches = True`.
+    Transforms of your own declare it by an attribute `acts_on_batches = True`.
     """
     own = getattr(transform, "acts_on_batches", None)
     if own is not None:
@@ -26,7 +26,7 @@ def acts_on_batches(transform: Any) -> bool:
 
 
 class Constants:
-    """Numbers that go with images, as a tensor of a shape beside them on their device."""
+    """Constants for images, as a tensor that broadcasts with them, on their device."""
 
     def __init__(self, values: Sequence[float], shape: Sequence[int]) -> None:
         self._values = list(values)
@@ -34,7 +34,7 @@ class Constants:
         self._tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def beside(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers on the device of `images`; only its first call may wait for it."""
+        """Return the constants on the device of `images`; only the first call copies them."""
         place = (images.device, dtype)
         if place not in self._tensors:
             values = torch.tensor(self._values, dtype=dtype).view(self._shape)
@@ -43,9 +43,9 @@ class Constants:
 
 
 class Pipeline:
-    """Apply named steps in order; null steps are dropped; an error names the step.
+    """Apply named steps in order; null steps are dropped; errors name the step.
 
-    deferred: further steps that are not applied here but to whole batches, by the loader.
+    deferred: further steps that the loader applies to whole batches.
     """
 
     def __init__(self, steps: Mapping[str, Callable[[Any], Any] | None]) -> None:
@@ -54,7 +54,7 @@ class Pipeline:
 
     @property
     def acts_on_batches(self) -> bool:
-        """Whether a batch may be given in the place of an image."""
+        """Whether a batch may be passed instead of an image."""
         return all(acts_on_batches(step) for step in self.steps.values())
 
     def __call__(self, sample: Any) -> Any:
@@ -97,7 +97,7 @@ class Standardize:
         return (image - self.mean.beside(image)).div_(self.std.beside(image))
 
     def after(self, to_float: ToFloat) -> Callable[[Tensor], Tensor]:
-        """Return this step after `ToFloat` as one, which needs half the memory; the same bits."""
+        """Return `ToFloat` and this step as one, bit-equal, with half the memory traffic."""
 
         def both(image: Tensor) -> Tensor:
             values = to_float(image)

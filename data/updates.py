@@ -1,4 +1,4 @@
-"""Which samples make update t, and how they are cut for ranks and micro-batches (I1, I3)."""
+"""The samples of each update, and how they are split over ranks and micro-batches."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -13,7 +13,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Sliceable(Protocol):
-    """What an order returns: an int64 array, or something that computes slices of one."""
+    """The result of an order: an int64 array, or an object that computes slices of one."""
 
     def __getitem__(self, part: slice, /) -> Indices:
         """Return the sample indices of positions `part`."""
@@ -30,7 +30,7 @@ class Order(Protocol):
 
 
 class Updates(Protocol):
-    """The samples of each update: what `loader.batch_sampler` gives, or an order cut by size."""
+    """The samples of each update: of `loader.batch_sampler`, or an order split by size."""
 
     def __len__(self) -> int:
         """Return the number of updates in an epoch."""
@@ -69,11 +69,11 @@ class OrderedUpdates:
 
 
 class UpdateSampler:
-    """Give each rank its micro-batches of every update, without ever replaying earlier ones.
+    """Yield each rank's micro-batches of any updates, without replaying earlier ones.
 
-    The n samples of an update are cut as `numpy.array_split` cuts them into
+    The n samples of an update are split, as by `numpy.array_split`, into
     `gradient_accumulation_steps * world_size` pieces; piece (m, r) is number m * world_size + r.
-    Only micro-batches whose rank-0 piece has samples exist: the same number on all ranks.
+    Micro-batches whose rank-0 piece is empty are left out, so all ranks have the same number.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ ORDER = (
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
     ("scripts.runs", "scripts.prediction", "scripts.catalog", "scripts.history", "scripts.checkup"),
-    ("scripts.launching", "scripts.sweeps"),
+    ("scripts.launching", "scripts.sweeps", "scripts.serving"),
     ("scripts",),
     ("scripts.benchmarks",),
 )

@@ -7,7 +7,7 @@ from trainer.state import TrainState
 
 
 def is_done(options: TrainerOptions, state: TrainState) -> bool:
-    """Tell whether the horizon is reached."""
+    """Return whether the horizon is reached."""
     epochs, steps = options.max_epochs, options.max_steps
     return (epochs is not None and state.epoch >= epochs) or (
         steps is not None and state.global_step >= steps
@@ -15,7 +15,7 @@ def is_done(options: TrainerOptions, state: TrainState) -> bool:
 
 
 def log_is_due(options: TrainerOptions, state: TrainState, unlogged: bool) -> bool:
-    """Tell whether to log; `unlogged`: something was added up since the epoch's last log line.
+    """Return whether to log; `unlogged`: something was added up since the epoch's last log line.
 
     So an epoch whose last update was skipped is logged as well.
     """
@@ -27,7 +27,7 @@ def log_is_due(options: TrainerOptions, state: TrainState, unlogged: bool) -> bo
 
 
 def validation_is_due(options: TrainerOptions, state: TrainState) -> bool:
-    """Tell whether to validate, where there is something to validate on."""
+    """Return whether to validate, where there is something to validate on."""
     if state.global_step <= state.validated_at:
         return False
     epochs, steps = options.validate_every_n_epochs, options.validate_every_n_steps

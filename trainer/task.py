@@ -69,7 +69,8 @@ class Task:
     count_names: Sequence[str] = ()
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
-    # [n, H, W]), or "array" (anything else).
+    # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), or "array" (anything
+    # else).
     output_kind: str = "array"
 
     def metric_names(self) -> Sequence[str]:

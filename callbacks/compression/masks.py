@@ -205,7 +205,7 @@ class Schedule:
         return self.start + self.count * self.every
 
     def is_due(self, step: int) -> bool:
-        """Tell whether weights are pruned at a step."""
+        """Return whether weights are pruned at a step."""
         return self.start <= step <= self.end and (step - self.start) % self.every == 0
 
     def progress(self, step: int) -> float:

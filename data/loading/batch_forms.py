@@ -1,8 +1,7 @@
-"""Which transforms treat whole batches: those that say so, and torchvision's with a batched form.
+"""Batched forms of transforms: those that declare it, and replacements for torchvision's.
 
-It follows from the transforms alone. The steps at the end of a pipeline that all treat batches are
-taken from the data set and applied by the loader, once for a batch and on its device; what comes
-before them is applied to each sample.
+Trailing steps of a pipeline that all have a batched form are applied by the loader, once for each
+batch; the steps before them to each sample. This depends on the configuration alone.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from data.transforms import Pipeline, acts_on_batches
 
 
 def quick_form(step: Any) -> Any:
-    """Return what does to each image what `step` does, with the same draws, in less time."""
+    """Return a faster step with the same draws and result for each image, or `step` itself."""
     if type(step) is not v2.RandomResizedCrop or not step.antialias:
         return step
     mode = getattr(step.interpolation, "value", step.interpolation)
@@ -29,7 +28,7 @@ def quick_form(step: Any) -> Any:
 class _QuickResizedCrop:
     """torchvision's RandomResizedCrop of 8-bit images, without the classes around its two calls.
 
-    Its pixels are torchvision's to the bit on CPUs with AVX2; others round once more there.
+    Bit-equal to torchvision's on CPUs with AVX2; on others torchvision rounds once more.
     """
 
     def __init__(self, step: v2.RandomResizedCrop) -> None:
@@ -46,9 +45,9 @@ class _QuickResizedCrop:
 
 
 def defer(pipeline: Pipeline, stage: str) -> None:
-    """Take the last steps that treat whole batches from a pipeline and leave them in `deferred`.
+    """Move the trailing steps that have a batched form to the pipeline's `deferred`.
 
-    There their names begin with that of the stage, as `train.crop`.
+    There their names begin with that of the stage, such as `train.crop`.
     """
     forms = {name: batch_form(step) for name, step in pipeline.steps.items()}
     for name in reversed(forms):
@@ -59,7 +58,7 @@ def defer(pipeline: Pipeline, stage: str) -> None:
 
 
 def check_per_sample(pipeline: Pipeline, key: str) -> None:
-    """Refuse a step that draws for a batch where samples come one by one. Raises DataError."""
+    """Raise DataError if a step that draws for whole batches would get single samples."""
     for name, step in pipeline.steps.items():
         if hasattr(step, "draw"):
             raise DataError(
@@ -70,7 +69,7 @@ def check_per_sample(pipeline: Pipeline, key: str) -> None:
 
 
 def batch_form(step: Any) -> Any:
-    """Return what does to a batch what `step` does to each image, with equal chances; or None."""
+    """Return a step for batches with the distribution of `step` for images, or None."""
     if hasattr(step, "draw") or acts_on_batches(step):
         return step
     if callable(of_batch := getattr(step, "of_batch", None)):

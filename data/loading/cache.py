@@ -1,4 +1,4 @@
-"""Decoded images kept from epoch to epoch, in memory or in a file: whole or absent."""
+"""A cache of decoded images, in memory or in a file."""
 
 import fcntl
 import hashlib
@@ -24,8 +24,8 @@ from data.errors import UnreadableError
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT = 1  # of the file: pixels, image after image, then each image's height and width
-_PART = 256  # images between two looks at whether to stop
+_LAYOUT = 1  # version of the file: the pixels of all images, then each image's height and width
+_PART = 256  # images between two checks whether to stop
 _SUFFIX = ".images"
 
 
@@ -43,11 +43,11 @@ class ImageCache:
     """Keep the decoded images (uint8) of a data set of files; filled once, by the main process.
 
     kind: "ram" is memory of this process, "disk" a file of `folder`; workers share either with it.
-    The file is named by the names, sizes and times of the image files, so that other data have
-    another one; processes of one machine share it, and one of them fills it while others wait.
-    most_bytes: more are not kept; nor is more in `folder`, whose oldest files go first.
+    The file is named by a digest of the names, sizes and times of the image files. The processes
+    of a machine share it; one of them fills it while the others wait.
+    most_bytes: limit of the cache, and of all files in `folder`, whose oldest are removed.
 
-    Images that cannot be decoded are not held: reading them fails as it does without a cache.
+    Images that cannot be decoded are not cached: reading them fails as without a cache.
     """
 
     def __init__(self, kind: Literal["ram", "disk"], folder: Path, most_bytes: int) -> None:
@@ -68,7 +68,7 @@ class ImageCache:
                 self._map(file, *self._place)
 
     def fill(self, files: Files, interrupted: Callable[[], bool]) -> None:
-        """Decode all images, unless that was done before; broken off, the next call begins anew."""
+        """Decode all images, once; if interrupted, the next call starts again."""
         if self._tried:
             return
         self._tried = True
@@ -83,12 +83,12 @@ class ImageCache:
             self._tried = False
 
     def image(self, index: int) -> Tensor | None:
-        """Return an image (C, H, W), or None if it is not held."""
+        """Return an image (C, H, W), or None if it is not cached."""
         images = self.batch([index])
         return None if images is None else images[0]
 
     def batch(self, indices: Sequence[int]) -> Tensor | None:
-        """Return images of one size (n, C, H, W); None if they are not, or one is not held."""
+        """Return images (n, C, H, W); None if sizes differ or one is not cached."""
         if self._pixels is None or self._place is None:
             return None
         rows = np.asarray(indices)
@@ -102,7 +102,7 @@ class ImageCache:
         return every.index_select(0, torch.from_numpy(self._offsets[rows])).view(-1, *shape)
 
     def _in_memory(self, files: Files, interrupted: Callable[[], bool]) -> None:
-        # A file without a name: not bound by the size of /dev/shm, and gone with its processes.
+        # A file without a name: not limited by /dev/shm, and removed with its processes.
         self._file = os.fdopen(os.memfd_create("images"), "w+b")
         if self._written(files, self._file, interrupted):
             path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
@@ -139,10 +139,10 @@ class ImageCache:
     def _make_room(self, needed: int) -> None:
         kept = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
         while kept and needed + sum(path.stat().st_size for path in kept) > self.most_bytes:
-            kept.pop(0).unlink(missing_ok=True)  # who has it open keeps it
+            kept.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
 
     def _written(self, files: Files, file: BinaryIO, interrupted: Callable[[], bool]) -> bool:
-        """Write all images and their sizes; False, and a warning, where they are too many."""
+        """Write all images and their sizes; return False, with a warning, if they are too large."""
         logger.info("data.cache=%s: decoding %d images once", self.kind, len(files))
         sizes = np.zeros((len(files), 2), np.int64)
         left = self.most_bytes - sizes.nbytes
@@ -160,11 +160,11 @@ class ImageCache:
         return True
 
     def _map(self, file: BinaryIO, path: str, samples: int, channels: int) -> bool:
-        """Map a whole file into memory; False if it is of another length than it says."""
+        """Map a file into memory; return False if its length is wrong."""
         whole, tail = os.fstat(file.fileno()).st_size, samples * 16
         if whole <= tail:
             return False
-        # Private pages that nobody writes to: all processes share those of the file.
+        # Private pages that are never written: all processes share those of the file.
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
         sizes: npt.NDArray[np.int64] = np.frombuffer(content[whole - tail :].tobytes(), np.int64)
         self._sizes = sizes.reshape(samples, 2)
@@ -186,11 +186,11 @@ class ImageCache:
 
 
 class _Stopped(Exception):  # noqa: N818 (nothing went wrong)
-    """The run ends: nobody needs the cache."""
+    """The run ends, so the cache is not needed."""
 
 
 def _decoded(files: Files, interrupted: Callable[[], bool]) -> Iterator[Tensor | None]:
-    """Yield all images in order, None for a broken one; decoders leave Python's lock alone."""
+    """Yield all images in order, None for a broken one; threads decode without the GIL."""
 
     def decoded(index: int) -> Tensor | None:
         try:
@@ -206,7 +206,7 @@ def _decoded(files: Files, interrupted: Callable[[], bool]) -> Iterator[Tensor |
 
 
 def _identity(files: Files) -> str:
-    """Return a digest of the files' names, sizes and times, and of what decodes them."""
+    """Return a digest of the files' names, sizes and times, and of the decoders' versions."""
     versions = f"{_LAYOUT} {files.channels} {PIL.__version__} {torchvision.__version__}"
     digest = hashlib.sha256(versions.encode())
     for index in range(len(files)):
@@ -222,7 +222,7 @@ def _identity(files: Files) -> str:
 
 @contextmanager
 def _locked(path: Path, interrupted: Callable[[], bool]) -> Iterator[None]:
-    """Let one process at a time look for, or make, a file; the others ask ten times a second."""
+    """Hold a lock file; waiting processes poll it ten times a second."""
     with path.open("w") as lock:
         while True:
             if interrupted():

@@ -10,7 +10,7 @@ from data.batch import rebuild
 
 
 class Ragged(NamedTuple):
-    """Images of different sizes, which a step for whole batches is to bring to one."""
+    """Images of different sizes, which a batched step will crop or resize to one size."""
 
     images: list[Tensor]
 
@@ -18,8 +18,8 @@ class Ragged(NamedTuple):
 def collate(samples: Sequence[Any]) -> Any:
     """Stack samples along a new first dimension.
 
-    As torch's `default_collate`, but a tuple stays a tuple (there it becomes a list), and a field
-    that is None in every sample stays None.
+    Like torch's `default_collate`, except that tuples stay tuples, and a field that is None in
+    every sample stays None.
     """
     first = samples[0]
     if first is None and all(sample is None for sample in samples):

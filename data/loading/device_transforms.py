@@ -1,4 +1,4 @@
-"""Transforms of whole batches, on the device, whose draws do not depend on how a batch is split."""
+"""Transforms of batches on their device, independent of how an update is split."""
 
 import functools
 import zlib
@@ -32,7 +32,7 @@ _CHOICES = frozenset({"RandomChoice", "RandomApply", "Compose"})
 
 
 class BatchTransform(Protocol):
-    """What `data.batch_transforms` holds, and what users may write."""
+    """A batched transform: those of `data.batch_transforms`, and users' own."""
 
     def draw(self, draws: Draws, height: int, width: int) -> Any:
         """Return a tuple of tensors with a row for each of `len(draws)` images, on the CPU."""
@@ -42,7 +42,7 @@ class BatchTransform(Protocol):
 
 
 class _Place:
-    """Where a batch is: its piece, and the keys of its samples, which the steps share."""
+    """A batch's piece, and the keys of its samples."""
 
     def __init__(self, piece: Piece, seed: int) -> None:
         self.piece = piece
@@ -65,11 +65,11 @@ class DeviceTransforms:
     """Apply named steps to the inputs of a batch, in order; null steps are dropped.
 
     A step is one of:
-    - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name), or, if it
-      says `lasting = True`, by (seed, sample, name);
-    - torchvision's MixUp or CutMix, or what says `mixes_samples = True`: called with inputs and
-      targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples within one;
-    - any function of the inputs that draws nothing.
+    - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name), or, with
+      `lasting = True`, by (seed, sample, name);
+    - torchvision's MixUp or CutMix, or a step with `mixes_samples = True`: called with inputs and
+      targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples;
+    - any deterministic function of the inputs.
 
     deferred: steps that come first, by their keys below `transforms` (`train.crop`).
     A batch is a tuple or list (inputs, targets, ...), a dict of these in that order, or inputs.
@@ -82,7 +82,7 @@ class DeviceTransforms:
         named = {**(deferred or {}), **{f"device.{name}": step for name, step in steps.items()}}
         present = {name: step for name, step in named.items() if step is not None}
         self.steps = {name: _step(name, step) for name, step in _fused(present).items()}
-        # The version of the draws, or None where nothing is drawn for each sample.
+        # Version of the draws, or None if no step draws for each sample.
         self.draws = (
             DRAWS_VERSION if any(hasattr(step, "draw") for step in present.values()) else None
         )
@@ -111,9 +111,9 @@ class DeviceTransforms:
 
 
 def _fused(steps: dict[str, Any]) -> dict[str, Any]:
-    """Make one step of each conversion to floats that is followed by a standardization.
+    """Fuse each conversion to floats with the standardization that follows it.
 
-    What a standardization returns is new: boxes are erased from that itself.
+    A standardization returns a new tensor, so that boxes are erased in place after it.
     """
     result: dict[str, Any] = {}
     for (name, step), before in zip(steps.items(), [None, *steps.values()], strict=False):
@@ -140,7 +140,7 @@ def _step(name: str, step: Any) -> Step:
 
 
 def mixes_samples(step: Any) -> bool:
-    """Tell whether a step mixes samples: MixUp, CutMix, a random choice of them, or by its word."""
+    """Return whether a step mixes samples: MixUp, CutMix, a choice of them, or `mixes_samples`."""
     if getattr(step, "mixes_samples", False):
         return True
     if not type(step).__module__.startswith("torchvision.transforms.v2."):
@@ -176,7 +176,7 @@ def _drawn(transform: Any, name: int) -> Step:
 
 
 def _joined(batches: list[Tensor]) -> Tensor | Ragged:
-    """Return batches of one image as one batch, if they have come to one size."""
+    """Concatenate batches of one image, if they have one size."""
     if len({batch.shape for batch in batches}) == 1:
         return torch.cat(batches)
     return Ragged([batch[0] for batch in batches])
@@ -210,7 +210,7 @@ def _fixed(transform: Callable[[Any], Any]) -> Step:
 
 
 def _sent(rows: Tensor, device: torch.device) -> Tensor:
-    """Send draws to the device; from pinned memory, or the host would wait for the device."""
+    """Copy draws to the device, from pinned memory so that the host does not wait."""
     if device.type == rows.device.type:
         return rows
     if device.type != "cuda":

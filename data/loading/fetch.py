@@ -15,7 +15,7 @@ from data.loading.workers import memory_error
 from data.updates import Indices
 
 Collate = Callable[[Sequence[Any]], Any]
-REPLACEMENTS = 16  # so many broken candidates in a row mean a broken data set
+REPLACEMENTS = 16  # attempts to replace a broken sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,16 @@ class Skipped:
 
 @dataclass(slots=True)
 class Fetched:
-    """What a worker sends back: a batch, or the failure that the main process raises.
+    """A worker's result: a batch, or the error that the main process raises.
 
-    Exceptions travel as values since torch rewrites the text of one that leaves a worker.
+    Exceptions are sent as values, since torch rewrites the message of one raised in a worker.
     """
 
     batch: Any
     piece: Piece
     skipped: tuple[Skipped, ...] = ()
     failure: Exception | None = None
-    broken_off: bool = False  # a signal came: there is no batch, and none will follow
+    broken_off: bool = False  # a signal came: no batch follows
 
     def pin_memory(self) -> "Fetched":
         """Pin the batch's tensors; torch's own walk would turn tuples into lists."""
@@ -51,11 +51,11 @@ def _pin(leaf: Any) -> Any:
 
 
 class _BrokenOff(Exception):  # noqa: N818 (nothing went wrong)
-    """Nobody waits for the piece any more. Raised between two samples, in no one else's code."""
+    """The piece is no longer needed. Raised between two samples, outside users' code."""
 
 
 def never() -> bool:
-    """Go on."""
+    """Return False: nothing interrupts the loading."""
     return False
 
 
@@ -115,14 +115,14 @@ class Fetcher:
         return Fetched(batch, piece, tuple(self._skipped))
 
     def _tell_epoch(self, epoch: int) -> None:
-        """Tell a data set that wants to know; in a worker nobody else can."""
+        """Pass the epoch to a data set that has `set_epoch`, in this process."""
         if callable(begin := getattr(self.dataset, "begin_epoch", None)):
             begin(epoch, key(self.seed, SAMPLE, epoch))
         elif callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
 
     def _whole_batch(self, piece: Piece) -> Any:
-        """Take the data set's fast path, one gather for all samples, where it has one."""
+        """Return a whole batch from the data set's method `batch`, if it has one."""
         batch = whole_batches(self.dataset)
         return None if batch is None else batch(piece.indices)
 
@@ -132,7 +132,7 @@ class Fetcher:
         return [self._sample(index, piece.epoch) for index in piece.indices], piece
 
     def _sample(self, index: int, epoch: int) -> Any:
-        """Load one sample, or what stands in for it; a replacement keeps the slot's own key."""
+        """Load one sample or its replacement, which is drawn for with the sample's own key."""
         candidate = index
         for attempt in range(REPLACEMENTS):
             seed_rng(key(self.seed, SAMPLE, epoch, index))
@@ -149,7 +149,7 @@ class Fetcher:
         return int(self.replacements[drawn % len(self.replacements)])
 
     def _kept(self, piece: Piece) -> tuple[list[Any], Piece]:
-        """Load what can be loaded; a piece with nothing left borrows a sample and counts 0."""
+        """Load the samples that can be loaded; an empty piece gets a sample and `count` 0."""
         samples, kept = [], []
         for index in piece.indices:
             seed_rng(key(self.seed, SAMPLE, piece.epoch, index))
@@ -194,7 +194,7 @@ class Fetcher:
         return DataError(f"sample {index}: {text}" if named else f"{self.name(index)}: {text}")
 
     def _failure(self, error: BaseException, piece: Piece) -> DataError:
-        """Turn what went wrong into a DataError that carries its traceback as a note."""
+        """Return a DataError for an exception, with the traceback as a note."""
         if isinstance(error, DataError):
             failure = DataError(str(error))
         else:
@@ -207,7 +207,7 @@ class Fetcher:
 
 
 def whole_batches(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
-    """Return a data set's method `batch`, unless a subclass has other samples than it returns."""
+    """Return a data set's method `batch`, unless a subclass overrides `__getitem__` after it."""
     batch: Callable[[Sequence[int]], Any] | None = getattr(dataset, "batch", None)
     for kind in type(dataset).__mro__:
         if "batch" in vars(kind):
@@ -224,6 +224,6 @@ def path_of(dataset: Any, index: int) -> str | None:
 
 
 def short(indices: Sequence[int], most: int = 6) -> str:
-    """List a few indices and how many there are beyond them."""
+    """List a few indices and the number of all."""
     shown = ", ".join(str(index) for index in indices[:most])
     return shown if len(indices) <= most else f"{shown}, ... ({len(indices)} in all)"

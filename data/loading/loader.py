@@ -1,4 +1,4 @@
-"""Turn a data set and its updates into micro-batches, from any position, exactly (I1, I2, I5)."""
+"""Load the micro-batches of a data set, from any position in an epoch."""
 
 import contextlib
 import logging
@@ -34,12 +34,12 @@ from data.updates import UpdateSampler
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at the workers: so soon is a dead one found, whatever loader.timeout is.
+# Seconds between checks of the workers: a dead one is found within this time.
 _LOOK = 1.0
 
 
 class _Source:
-    """The batch sampler that the DataLoader sees: the pieces of the epoch under way."""
+    """The batch sampler that the DataLoader sees: the pieces of the current epoch."""
 
     def __init__(self) -> None:
         self.pieces: Iterator[Piece] = iter(())
@@ -66,12 +66,11 @@ class Loader:
     """Load the micro-batches of one rank.
 
     The arguments are torch's DataLoader's (`timeout` in seconds, 0 = without end). Those about
-    workers are ignored without workers; `in_order=False` and `generator` are not offered: the
-    order is the sampler's, a pure function.
+    workers are ignored without workers. `in_order=False` and `generator` are not offered: the
+    order is a pure function of the sampler's.
 
-    on_error: "raise" a DataError; "replace" a broken sample by another of the sampler's own that
-    (seed, index) name; or "drop" it, for evaluation. More than `max_skipped` different ones are
-    a DataError anyway.
+    on_error: "raise" a DataError; "replace" a broken sample by one that (seed, index) determine; or
+    "drop" it, for evaluation. More than `max_skipped` different ones are a DataError in any case.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Loader:
             "timeout": _LOOK if num_workers else 0.0,
             "worker_init_fn": WorkerInit(worker_init_fn),
             "multiprocessing_context": multiprocessing_context if num_workers else None,
-            # A generator of its own: without one, each epoch would draw from the training's.
+            # Without a generator of its own, each epoch would draw from the global one.
             "generator": torch.Generator().manual_seed(key(seed, LOADER)),
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": persistent_workers and num_workers > 0,
@@ -131,15 +130,15 @@ class Loader:
         return len(self.sampler)
 
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of updates `start` to `stop` of an epoch; nothing is replayed.
+        """Yield the micro-batches of updates `start` to `stop` of an epoch; none is replayed.
 
-        One epoch at a time: starting another ends the one before.
+        Starting an epoch ends the one before.
         """
         stop = len(self) if stop is None else min(stop, len(self))
         self._source.pieces = self.sampler.walk(epoch, start, stop)
         self._received = 0
         if callable(fill := getattr(self.dataset, "fill_cache", None)):
-            fill(self._interrupted)  # before the workers start, which then share it
+            fill(self._interrupted)  # before the workers start, so that they share it
         iterator = self._begin()
         try:
             while (fetched := self._next(iterator)) is not None:
@@ -149,17 +148,17 @@ class Loader:
                 self.close()
 
     def heed(self, interrupted: Callable[[], bool]) -> None:
-        """Ask `interrupted`, while a batch is waited for, whether to end the epoch there.
+        """End the epoch as soon as `interrupted` returns true.
 
-        Asked are the main process between two samples and, where it waits for workers, once a
-        second; a sample that is being loaded is finished.
+        It is called between two samples, or once a second while workers load. A sample that is
+        being loaded is finished.
         """
         self._interrupted = interrupted
         if not self._options["num_workers"]:
             self._fetcher.interrupted = interrupted
 
     def close(self, patient: bool = True) -> None:
-        """End the workers; those that hang (or all, without patience) are killed."""
+        """End the workers; those that hang (or all, if not `patient`) are killed."""
         iterator, workers = self._iterator, self._workers
         self._iterator, self._workers = None, []
         if not patient:
@@ -181,7 +180,7 @@ class Loader:
         if self._options["num_workers"] == 0:
             return map(self._fetch_here, self._source.pieces)
         if self._workers:
-            # Workers that are busy, or hang, after an epoch that was left early: take new ones.
+            # Workers are busy, or hang, after an epoch that was left early: start new ones.
             with contextlib.suppress(RuntimeError):
                 self._iterator = iter(self._loader)
                 return self._iterator
@@ -189,7 +188,7 @@ class Loader:
         return self._start_workers()
 
     def _fetch_here(self, piece: Piece) -> Fetched:
-        """Fetch without workers: torch's DataLoader around it would take as long as the batch."""
+        """Fetch without workers and torch's DataLoader, which would take as long as the batch."""
         fetched = self._fetcher.__getitems__(piece)
         return fetched.pin_memory() if self._options["pin_memory"] else fetched
 
@@ -207,9 +206,9 @@ class Loader:
         return iterator
 
     def _next(self, iterator: Iterator[Fetched]) -> Fetched | None:
-        """Return the next piece's batch; its failure, and the loss of a worker, are raised here.
+        """Return the next batch; raise its error, or WorkerError if a worker is lost.
 
-        None at the end, and where the wait is broken off.
+        None at the end, and if interrupted.
         """
         fetched = self._wait(iterator)
         if fetched is None or fetched.broken_off:
@@ -229,7 +228,7 @@ class Loader:
                 if not self._workers:
                     raise
                 if self._interrupted():
-                    self.close(patient=False)  # they load what nobody waits for
+                    self.close(patient=False)  # they load what is no longer needed
                     return None
                 waited = time.monotonic() - since
                 late = self.timeout and waited >= self.timeout
@@ -237,11 +236,11 @@ class Loader:
                     raise self._lost(error) from error
 
     def skipped_state(self) -> list[list[Any]]:
-        """Return what was left out, as plain values: it counts after a resume as well."""
+        """Return the samples that were left out, as plain values for a checkpoint."""
         return [[entry.index, entry.path, entry.reason] for entry in self.skipped]
 
     def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
-        """Take over what was left out."""
+        """Load the samples that were left out."""
         entries = {int(index): Skipped(int(index), path, str(why)) for index, path, why in state}
         self.skipped[:] = entries.values()
 
@@ -260,7 +259,7 @@ class Loader:
             )
 
     def _lost(self, error: Exception) -> WorkerError:
-        """Explain which worker is gone or silent, kill the rest, and return what to raise."""
+        """Kill the workers; return an error that says which one died or hangs."""
         message = self._explain(error)
         with contextlib.suppress(Exception):
             self.close(patient=False)
@@ -271,7 +270,7 @@ class Loader:
             if not worker.is_alive():
                 return worker_exit_message(number, worker, self._loading(number))
         if "timed out" in str(error):
-            # torch deals the pieces of an epoch to its workers in turn.
+            # torch assigns the pieces of an epoch to its workers in turn.
             number = self._received % len(self._workers)
             return (
                 f"loader worker {number} gave no batch for {self.timeout:g} s (loader.timeout) "

@@ -1,4 +1,4 @@
-"""Batches on their device, one ahead of the computation, transformed there."""
+"""Batches on their device, prefetched by one and transformed there."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +14,10 @@ from data.loading.loader import Loader
 
 
 class OnDevice:
-    """Give a loader's micro-batches on `device`, after the device transforms.
+    """Yield a loader's micro-batches on `device`, after the device transforms.
 
-    On a CUDA device with `prefetch`, a batch is copied and transformed on a side stream while the
-    one before it is computed with; elsewhere, when it is asked for.
+    On a CUDA device with `prefetch`, a batch is copied and transformed on a side stream during the
+    computation of the one before it; otherwise when it is needed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OnDevice:
 
     @property
     def sampler(self) -> Any:
-        """What makes the updates."""
+        """The updates' sampler."""
         return self.loader.sampler
 
     @property
@@ -51,16 +51,16 @@ class OnDevice:
         return self.loader.skipped
 
     def skipped_state(self) -> list[list[Any]]:
-        """Return what was left out, as plain values."""
+        """Return the samples that were left out, as plain values."""
         return self.loader.skipped_state()
 
     def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
-        """Take over what was left out."""
+        """Load the samples that were left out."""
         self.loader.load_skipped_state(state)
 
     @property
     def draws(self) -> int | None:
-        """The version of the draws that are made for each sample of a batch; None = none are."""
+        """The version of the draws for each sample; None if there are none."""
         return self.transforms.draws if self.transforms else None
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class OnDevice:
         return map(self._moved, source)
 
     def heed(self, interrupted: Callable[[], bool]) -> None:
-        """Let the loader ask, while a batch is waited for, whether to end the epoch there."""
+        """End the epoch as soon as `interrupted` returns true."""
         self.loader.heed(interrupted)
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ class OnDevice:
         return MicroBatch(batch, micro.piece)
 
 
-class Stream(Protocol):
-    """What `one_ahead` asks of a side stream."""
+class CopyStream(Protocol):
+    """The interface of a side stream."""
 
     def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
         """Start moving a micro-batch and return a ticket for it."""
@@ -99,20 +99,20 @@ class Stream(Protocol):
 
 
 class SideStream:
-    """A CUDA stream for copies and transforms beside the computation; the host never waits."""
+    """A CUDA stream for copies and transforms in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
-        """Start moving; the pinned source stays alive with the ticket."""
+        """Start moving; the ticket keeps the pinned source alive."""
         with torch.cuda.stream(self.stream):
             moved = move(micro)
             return moved, micro, self.stream.record_event()
 
     def collect(self, ticket: Any) -> MicroBatch:
-        """Let the computing stream wait for the copy, and its tensors outlive their use there."""
+        """Let the current stream wait for the copy, and record its use of the tensors."""
         moved: MicroBatch
         moved, _, done = ticket
         current = torch.cuda.current_stream(self.device)
@@ -125,20 +125,20 @@ class SideStream:
 def side_stream(device: torch.device) -> SideStream:
     """Return the side stream of a device, one for all loaders and epochs.
 
-    torch keeps the memory of each stream apart: with new ones, batches of the old would stay.
+    torch caches memory for each stream: with a new stream, that of the old would stay allocated.
     """
     return SideStream(device)
 
 
 def one_ahead(
     source: Iterator[MicroBatch],
-    stream: Stream,
+    stream: CopyStream,
     move: Callable[[MicroBatch], MicroBatch],
 ) -> Iterator[MicroBatch]:
-    """Launch each micro-batch before the one ahead of it is handed out.
+    """Launch each micro-batch before the previous one is yielded.
 
-    An error of the source is raised only after what was launched has been used, as it would be
-    without looking ahead.
+    An error of the source is raised only after the launched one was yielded, as without
+    prefetching.
     """
     waiting: Any = None
     failure: Exception | None = None

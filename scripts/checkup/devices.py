@@ -125,7 +125,7 @@ def derivatives() -> Finding:
 def derivative_holds(
     function: Callable[..., Tensor], shapes: list[tuple[int, ...]], place: str
 ) -> bool:
-    """Tell whether a function of float64 tensors of these shapes has the derivative it claims."""
+    """Return whether a function of float64 tensors of these shapes has the derivative it claims."""
     draws = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(shape, dtype=torch.float64, generator=draws).to(place).requires_grad_()

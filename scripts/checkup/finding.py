@@ -14,7 +14,7 @@ class Finding:
 
     @property
     def good(self) -> bool:
-        """Tell whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return self.cure is None
 
 

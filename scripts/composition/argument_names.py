@@ -1,8 +1,8 @@
-"""Which arguments a `_target_` takes, read from its source: nothing is imported.
+"""Read from source which arguments a `_target_` takes, without an import.
 
-Where a command line has mistakes among its keys, those among the arguments are listed with them,
-without the seconds that importing torch takes. What the source does not tell plainly is passed
-over: the signatures themselves are checked once the keys are right.
+If a command line has unknown keys, unknown arguments are listed with them, without importing
+torch, which takes seconds. What the source does not show plainly is skipped: signatures are checked
+once the keys are right.
 """
 
 import ast
@@ -17,16 +17,16 @@ from typing import Any
 from conf.errors import Problem, nearest
 
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
-# Keys of ours that stand beside a target's arguments, by section.
+# Regimen's own keys beside a target's arguments, by section.
 OWN_KEYS = {
     "optimizer": ("param_groups", "params", "lr_scheduler", "optimizers"),
     "lr_scheduler": ("interval", "monitor", "warmup", "functions", "schedulers"),
 }
-_MAX_HOPS = 8  # of names that are imported from elsewhere
+_MAX_HOPS = 8  # imports followed to a definition
 
 
 def argument_problems(node: Any, key: str = "") -> Iterator[Problem]:
-    """Yield the arguments, at any depth of `node`, that their targets certainly do not take."""
+    """Yield the arguments, at any depth of `node`, that their targets do not take."""
     for name, child in _children(node):
         yield from argument_problems(child, f"{key}.{name}" if key else str(name))
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
@@ -51,7 +51,7 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def accepted(path: str, hops: int = 0) -> tuple[str, ...] | None:
-    """Return the names of all arguments of a class or function; None where they are not plain."""
+    """Return the argument names of a class or function; None if the source does not show them."""
     *modules, name = path.split(".")
     file = _file(modules) if modules and hops < _MAX_HOPS else None
     return None if file is None else _defined(file, tuple(modules), name, hops)
@@ -97,7 +97,7 @@ def _defined(file: Path, modules: tuple[str, ...], name: str, hops: int) -> tupl
 
 
 def _source(statement: ast.ImportFrom, file: Path, modules: tuple[str, ...], name: str) -> str:
-    """Return the full path of what an import takes."""
+    """Return the full path of an imported name."""
     package = modules if file.name == "__init__.py" else modules[:-1]
     base = package[: len(package) + 1 - statement.level] if statement.level else ()
     return ".".join([*base, *([statement.module] if statement.module else []), name])

@@ -1,7 +1,7 @@
-"""Compose a configuration with Hydra, without its job machinery: no callbacks, no working folder.
+"""Compose a configuration with Hydra, without its jobs, callbacks and working folders.
 
-Overrides are applied openly, and the result is then held against the schema, so that all mistakes
-of a command line are reported together. Nothing here imports torch.
+Overrides are applied without Hydra's struct check, and the result is checked against the schema, so
+that all mistakes of a command line are reported together. Nothing here imports torch.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# hydra_help() takes the parser of Hydra's own command line, which has no public name.
+# hydra_help() needs the parser of Hydra's own command line, which has no public name.
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -31,17 +31,17 @@ MAX_JOBS = 10_000  # of a sweep
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A configuration that passed every check which needs no import of what it names."""
+    """A configuration that passed all checks that import no target."""
 
-    config: dict[str, Any]  # plain and resolved, but for `${total_steps}` and `${steps_per_epoch}`
+    config: dict[str, Any]  # resolved, except `${total_steps}` and `${steps_per_epoch}`
     overrides: list[str]
-    choices: dict[str, Any]  # what was picked for each group
+    choices: dict[str, Any]  # the choice for each group
     origins: Origins
     arguments: Arguments
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """Tell of mistakes that are found within where their keys were written."""
+        """Add file and line to mistakes that are raised within."""
         try:
             yield
         except ConfigError as error:
@@ -60,7 +60,7 @@ def compose(argv: Sequence[str] | Arguments) -> Composed:
 
 
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
-    """Return the overrides of each job of a sweep, every combination once; raises ConfigError."""
+    """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with opened(arguments) as hydra:
         composition = Composition(hydra, arguments)
         lists = [
@@ -73,7 +73,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
 
 
 def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
-    """Separate the overrides that every job of a search has from those that it varies."""
+    """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with opened(arguments) as hydra:
         composition = Composition(hydra, arguments)
         dimension = composition.overrides.dimension
@@ -86,7 +86,7 @@ def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
 
 
 def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
-    """Return what `--cfg job` prints, and what is wrong with it; values may be missing still."""
+    """Return what `--cfg job` prints, and the problems; values may still be missing."""
     with opened(arguments) as hydra:
         composition = Composition(hydra, arguments)
         raw, _ = composition.unresolved()
@@ -101,7 +101,7 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
 
 
 def answer_by_hydra(arguments: Arguments) -> None:
-    """Let Hydra print what it knows best: its help, its search path, its completions."""
+    """Let Hydra print its own help, search path or completions."""
     name, overrides = arguments.config_name, list(arguments.overrides)
     with opened(arguments) as hydra:
         composition = Composition(hydra, arguments)

@@ -1,9 +1,9 @@
-"""One pass from overrides and files to a checked configuration, gathering mistakes on the way."""
+"""From overrides and files to a checked configuration, collecting all mistakes."""
 
 from typing import Any
 
-# Hydra's public compose() reads its own settings as well and does not say which files it merged:
-# with compute_defaults_list(), which does, it takes 2.4 times as long. Both rest on these.
+# Hydra's public compose() also reads Hydra's settings and does not return which files it merged.
+# Together with compute_defaults_list(), which does, it takes 2.4 times as long.
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
@@ -35,12 +35,12 @@ from scripts.composition.trees import (
 from trainer.targets.instantiate import refused_targets
 from trainer.targets.renamed import with_present_targets
 
-# What Hydra raises about input that it cannot use; its asserts among them.
+# What Hydra raises for invalid input, including its asserts.
 _HYDRA_FAILS = (*UNRESOLVED, HydraException, AssertionError, KeyError, IndexError)
 
 
 class Composition:
-    """One pass from overrides to a checked configuration, gathering mistakes on the way."""
+    """From overrides to a checked configuration, collecting all mistakes."""
 
     def __init__(self, hydra: Hydra, arguments: Arguments) -> None:
         self.hydra = hydra
@@ -55,10 +55,10 @@ class Composition:
             if isinstance(source, ExaminedSource):
                 source.notes = self.notes
         self.origins = Origins(self.notes)
-        self.choices: dict[str, Any] = {}  # what was picked for each group
+        self.choices: dict[str, Any] = {}  # the choice for each group
 
     def checked(self) -> dict[str, Any]:
-        """Return the whole configuration; raises ConfigError with all mistakes."""
+        """Return the configuration. Raises ConfigError with all mistakes."""
         tree, self.choices = self.unresolved()
         raw: dict[str, Any] = with_present_targets(self.resolved(tree))
         self.check(raw)
@@ -66,12 +66,12 @@ class Composition:
         return raw
 
     def check(self, raw: dict[str, Any], incomplete: bool = False) -> None:
-        """Check a tree against the schema; unresolved values are passed over."""
+        """Check a tree against the schema; unresolved values are skipped."""
         open_keys = {p.key for p in self.problems} | set(unfinished(raw, incomplete))
         self.problems += [p for p in check(raw) if p.key not in open_keys]
         refused = refused_targets(raw)
         self.problems += refused
-        if self.found():  # else the signatures are held against their nodes in a moment
+        if self.found():  # otherwise the signatures are checked next
             away = {*open_keys, *(p.key.removesuffix("._target_") for p in refused)}
             found = argument_problems(raw)
             self.problems += [p for p in found if p.key.rpartition(".")[0] not in away]
@@ -92,11 +92,11 @@ class Composition:
         return fill_defaults(tree), choices
 
     def found(self) -> list[Problem]:
-        """Return every mistake so far, with the file of each."""
+        """Return all mistakes so far, each with its file."""
         return [*self.notes.problems, *map(self.origins.located, self.problems)]
 
     def stop_if_wrong(self) -> None:
-        """Raise what was found, if anything was."""
+        """Raise ConfigError if there are mistakes so far."""
         if problems := self.found():
             raise ConfigError(problems)
 
@@ -145,7 +145,7 @@ class Composition:
         return None
 
     def _apply(self, override: Override, cfg: DictConfig) -> None:
-        """Apply an override openly: a missing key is added, and the schema checks it."""
+        """Apply an override; a missing key is added, and checked by the schema later."""
         assert override.input_line is not None
         key = override.key_or_group
         try:
@@ -158,7 +158,7 @@ class Composition:
             self.origins.overrides[name] = override.input_line
 
     def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the tree with its interpolations replaced, or as it was where one cannot be."""
+        """Return the tree with its interpolations resolved, or unchanged if one cannot be."""
         found = interpolation_problems(raw)
         self.problems += found
         sound = without(raw, {problem.key for problem in found}) if found else raw
@@ -173,7 +173,7 @@ class Composition:
 
 
 def _applied(override: Override, cfg: DictConfig) -> str | None:
-    """Change `cfg` as an override asks; return what is wrong with it, if anything is."""
+    """Apply an override to `cfg`; return what is wrong with it, if anything."""
     key, value = override.key_or_group, override.value()
     if override.package is not None:
         return f"{override.input_line} chooses in a group, but there is no group {key!r}"

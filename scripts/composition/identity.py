@@ -1,4 +1,4 @@
-"""What makes two jobs of a sweep the same: their overrides, in whatever order and spelling."""
+"""The identity of a sweep's job: its overrides, independent of order and spelling."""
 
 import functools
 from collections.abc import Iterable
@@ -9,33 +9,33 @@ from hydra.errors import HydraException
 from conf.errors import ConfigError, Problem, raise_problems
 from scripts.composition.overrides import Swept
 
-# These say where, whether and among how many others a job runs, not what it trains.
+# Keys that say where and how a job runs, not what it trains.
 _OUTSIDE = ("run_dir", "resume", "resume_policy", "sweep")
 
 
 def identity(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides that tell a job from others, sorted by key, values in one spelling.
+    """Return the overrides that identify a job, sorted by key, in one spelling.
 
-    Overrides of one key keep their order, in which they are applied. Raises ConfigError for a
-    text that is no override.
+    Overrides of the same key keep their order, in which they are applied. Raises ConfigError for a
+    text that is not an override.
     """
     terms = [term for text in texts if not belongs_outside((term := _term(text))[0])]
     return tuple(dict.fromkeys(text for _, text in sorted(terms, key=lambda term: term[0])))
 
 
 def belongs_outside(key: str) -> bool:
-    """Tell whether a key says nothing about what a job trains."""
+    """Return whether a key does not affect what a job trains."""
     return key.partition(".")[0] in _OUTSIDE
 
 
 def refuse_outside(varied: Iterable[str]) -> None:
-    """Raise ConfigError for the varied keys that say nothing about what a job trains."""
+    """Raise ConfigError for varied keys that do not affect what a job trains."""
     message = "cannot vary between the jobs of a sweep: it is the same for all of them"
     raise_problems(Problem(key, message) for key in varied if belongs_outside(key))
 
 
 def distinct(jobs: Iterable[list[Swept]]) -> list[list[Swept]]:
-    """Return the jobs, each once; raises ConfigError where a key varies that tells none apart."""
+    """Return the jobs without duplicates. Raises ConfigError if a varied key identifies none."""
     found: dict[tuple[str, ...], list[Swept]] = {}
     for job in jobs:
         refuse_outside(override.key for override in job if override.varies)
@@ -45,7 +45,7 @@ def distinct(jobs: Iterable[list[Swept]]) -> list[list[Swept]]:
 
 @functools.cache
 def _term(text: str) -> tuple[str, str]:
-    """Return an override's key, and the override as it would be written after parsing."""
+    """Return an override's key, and the override in a normalised spelling."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:

@@ -1,4 +1,4 @@
-"""What nothing would use: keys that nothing reads, and arguments of a target that was replaced."""
+"""Find keys that nothing reads; drop the arguments of targets that were replaced."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -10,14 +10,14 @@ from conf.schema import DataConfig, TransformsConfig
 from scripts.composition.argument_names import OWN_KEYS, SPECIAL, accepted
 from scripts.composition.origins import Origins
 
-# Sections that may hold keys of the user's own, for interpolations to read.
+# Sections that may contain the user's own keys, read by interpolations.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}
 
 
 def unread_problems(tree: dict[str, Any], origins: Origins) -> Iterator[Problem]:
     """Yield the keys of open sections that no file of the group has and no interpolation reads.
 
-    `tree` holds its interpolations still.
+    `tree` is not resolved.
     """
     read = references(tree)
     for section, schema in _OPEN.items():
@@ -40,10 +40,10 @@ def _overlap(key: str, other: str) -> bool:
 
 
 def without_leftovers(node: Any, origins: Origins, chosen: Collection[str], key: str = "") -> Any:
-    """Return a tree in which a node has no arguments that only an earlier target of it takes.
+    """Return a tree whose nodes lack the arguments that came with a replaced `_target_`.
 
-    A node whose `_target_` was replaced, on the command line or by a later file, would keep what
-    came with the earlier one. What was given otherwise, or `chosen` in a group, is kept.
+    If a command line or a later file replaces a node's `_target_`, the arguments that came with
+    the earlier one are dropped. Arguments given elsewhere, or `chosen` in a group, are kept.
     """
     if isinstance(node, list):
         return [without_leftovers(v, origins, chosen, f"{key}.{i}") for i, v in enumerate(node)]

@@ -11,13 +11,13 @@ from conf.yaml_file import Document, examine
 
 @dataclass(slots=True)
 class Notes:
-    """What was found while files were read: each file once, and its problems."""
+    """The files that were read, each once, and their problems."""
 
     documents: dict[Path, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def read(self, path: Path) -> Document:
-        """Examine a file, unless that was done before."""
+        """Read and check a file, once."""
         if path not in self.documents:
             document = examine(path, shown_path(path))
             self.documents[path] = document
@@ -26,17 +26,17 @@ class Notes:
 
     @property
     def readable(self) -> bool:
-        """Tell whether every file could be read."""
+        """Return whether all files could be read."""
         return all(document.readable for document in self.documents.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A file, and the key under which its content stands in the configuration."""
+    """A file, and the key below which its content is merged."""
 
     path: Path
     package: str
-    primary: bool = False  # the file that the composition starts from
+    primary: bool = False  # the file that the composition starts with
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class Origins:
 
     notes: Notes
     files: list[Placed] = field(default_factory=list)
-    overrides: dict[str, str] = field(default_factory=dict)  # key -> as it was typed
+    overrides: dict[str, str] = field(default_factory=dict)  # by key, as typed
 
     def of(self, key: str) -> str | None:
-        """Return where a key was last set: the command line, or file:line; None if nowhere."""
+        """Return where a key was last set: the command line, or file:line; None if not at all."""
         for name in _upwards(key):
             if name in self.overrides:
                 return f"command line: {self.overrides[name]}"
@@ -58,7 +58,7 @@ class Origins:
         return next((found for name in _upwards(key) if (found := self._file(name))), None)
 
     def setters(self, key: str) -> list[int]:
-        """Return which files give a key a value, by number; the command line comes after all."""
+        """Return the numbers of the files that set a key; the command line is the last number."""
         files = [n for n, placed in enumerate(self.files) if self._sets(placed, key)]
         typed = any(f"{other}.".startswith(f"{key}.") for other in self.overrides)
         return [*files, len(self.files)] if typed else files
@@ -70,11 +70,11 @@ class Origins:
         return own == "" or own in self.notes.read(placed.path).lines
 
     def within(self, number: int, key: str) -> bool:
-        """Tell whether a file's content stands in the node at `key`."""
+        """Return whether a file's content is merged within the node at `key`."""
         return number < len(self.files) and _below(self.files[number].package, key) is not None
 
     def declares(self, section: str, name: str) -> bool:
-        """Tell whether a file of a group, or the primary one, has a key in its section."""
+        """Return whether a file of a group, or the primary file, has a key in a section."""
         return any(
             self._sets(placed, f"{section}.{name}")
             for placed in self.files
@@ -92,7 +92,7 @@ class Origins:
         return None
 
     def located(self, problem: Problem) -> Problem:
-        """Return a problem with the place where its key was written."""
+        """Return a problem with the file and line of its key."""
         return problem if problem.file else replace(problem, file=self.of(problem.key))
 
 
@@ -112,7 +112,7 @@ def _below(key: str, package: str) -> str | None:
 
 
 def shown_path(path: Path) -> str:
-    """Spell a path for a message: relative where that is shorter."""
+    """Return a path for a message: relative if that is shorter."""
     try:
         relative = os.path.relpath(path)
     except (ValueError, OSError):

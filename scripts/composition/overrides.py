@@ -1,6 +1,6 @@
-"""The overrides of a command line: parsed one by one, refused where they may not be, sorted.
+"""The overrides of a command line: parsed one by one, checked and sorted.
 
-Hydra's parsed overrides come in by duck typing: Hydra itself is imported by `compose` alone.
+Hydra's parsed overrides are duck-typed here, so that this module does not import Hydra.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from conf.errors import Problem, nearest
 from scripts.composition.trees import first_lines
 
-# Groups whose options are whole nodes or settings: two of them would be merged into neither.
+# Groups whose options are whole nodes or settings: merging two of them makes no sense.
 SINGLE_CHOICE = (
     "model",
     "data",
@@ -26,14 +26,14 @@ SINGLE_CHOICE = (
     "strategy",
     "sweep",
 )
-# Groups without which there is no run: leaving the choice out would take other defaults.
+# Groups that every run needs: they cannot be deleted.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
 NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
 
 
 class Groups(Protocol):
-    """What is asked of the folders of configs."""
+    """What `Overrides` needs to know about the folders of configs."""
 
     def group_exists(self, config_path: str) -> bool: ...
     def config_exists(self, config_path: str) -> bool: ...
@@ -44,38 +44,38 @@ class Groups(Protocol):
 class Swept:
     """An override of one job of a sweep."""
 
-    text: str  # as it stands on the job's command line
+    text: str  # as on the job's command line
     key: str
     value: str
-    varies: bool  # between the jobs
+    varies: bool  # has different values in other jobs
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """The values that a search may give a key: some, or all numbers from `low` to `high`."""
+    """The values that a search may give a key: a list, or the numbers from `low` to `high`."""
 
-    key: str  # as it stands on a command line, signs included
+    key: str  # as on a command line, including `+`
     choices: tuple[str, ...] = ()
     low: float = 0.0
     high: float = 0.0
-    integers: bool = False  # the ends are written as such
+    integers: bool = False  # both ends are integers
     log: bool = False
 
 
 @dataclass(slots=True)
 class Overrides:
-    """Overrides on their way into a composition, and what is wrong with them."""
+    """The overrides of a composition, and their problems."""
 
     groups: Groups
     problems: list[Problem] = field(default_factory=list)
 
     def parse(self, texts: Iterable[str], parse: Callable[[str], Any], sweep: bool) -> list[Any]:
-        """Parse each text; one mistake does not hide the next."""
+        """Parse each text, collecting all mistakes."""
         parsed = []
         for text in texts:
             try:
                 override = parse(text)
-            except Exception as error:  # the grammar's, or the parser's own on odd input
+            except Exception as error:  # of the grammar, or an internal one of the parser
                 self.note(text, f"not an override: {first_lines(error)}")
                 continue
             if self._allowed(override, text, sweep):
@@ -87,7 +87,7 @@ class Overrides:
     ) -> tuple[list[str], list[Any]]:
         """Separate choices of groups, as text for Hydra, from values.
 
-        `known` returns the groups for which a choice is made already: `+` is no addition there.
+        `known` returns the groups that have a choice already, which `+` cannot add.
         """
         choices, values = [], []
         for override in overrides:
@@ -118,7 +118,7 @@ class Overrides:
         return [Swept(f"{key}={value}", name, value, True) for value in values]
 
     def dimension(self, override: Any) -> Dimension | None:
-        """Return the values that a search may give a key; None if the override fixes one."""
+        """Return the values that a search may give a key; None if the override has only one."""
         if not override.is_sweep_override():
             return None
         key = override.get_key_element()
@@ -132,7 +132,7 @@ class Overrides:
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:
-        """Note a mistake of the command line."""
+        """Add a mistake of the command line."""
         self.problems.append(Problem(key, message, hint, "command line"))
 
     def _allowed(self, override: Any, text: str, sweep: bool) -> bool:
@@ -148,7 +148,7 @@ class Overrides:
         return False
 
     def _choice(self, override: Any, value: Any, known: Callable[[], set[str]]) -> str | None:
-        """Return the override of a group as Hydra is to see it; None where it was refused."""
+        """Return the override of a group as text for Hydra; None if it was refused."""
         group = override.key_or_group
         element = override.get_key_element().lstrip("+~")
         if problem := choice_problem(group, None if override.is_delete() else value):
@@ -172,9 +172,9 @@ class Overrides:
 
 
 def choice_problem(group: str, value: Any) -> str | None:
-    """Say what is wrong with choosing `value`, a list or null for instance, in a group."""
+    """Return why `value` cannot be chosen in a group, such as a list or null; None if it can."""
     if value is None and group in NEEDED:
-        return "missing: a run has one"
+        return "missing: every run needs one"
     if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
         return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"
     return None

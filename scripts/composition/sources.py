@@ -1,4 +1,4 @@
-"""The folders that Hydra reads configurations from: every file is examined first."""
+"""The folders that Hydra reads configurations from; each file is checked first."""
 
 import os
 import re
@@ -9,18 +9,18 @@ from typing import Any
 
 import yaml
 
-# Hydra's public initialize_config_dir() takes one folder, and of a plain file system: a search
-# path over several folders of an examined scheme is made by hand.
+# Hydra's public initialize_config_dir() takes a single folder of the file system. A search path of
+# several folders, read through ExaminedSource, is built by hand.
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
-# What a source of files is to do is public (hydra.plugins.config_source); the one that does it,
-# which ours extends, is not.
+# The interface of a source is public (hydra.plugins.config_source); the implementation for files,
+# which ExaminedSource extends, is not.
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 
-# The object that initialize_config_dir() makes over its own search path.
+# What initialize_config_dir() creates, with its own search path.
 from hydra._internal.hydra import Hydra
 
-# Plugins.register() does not reach the table of sources by scheme.
+# Plugins.register() does not add to the registry of sources by scheme.
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -38,25 +38,25 @@ _SCHEME = "examined"
 
 
 class ExaminedSource(FileConfigSource):
-    """A folder of YAML files, each examined before Hydra reads it, and none outside of it."""
+    """A folder of YAML files, each checked before Hydra reads it; paths outside are refused."""
 
     notes: Notes
 
     @staticmethod
     def scheme() -> str:
-        """Name the source in Hydra's search path."""
+        """Return the scheme of the source in Hydra's search path."""
         return _SCHEME
 
     def is_group(self, config_path: str) -> bool:
-        """Tell whether a folder exists, inside of this one."""
+        """Return whether a subfolder exists."""
         return inside(config_path) and super().is_group(config_path)
 
     def is_config(self, config_path: str) -> bool:
-        """Tell whether a file exists, inside of this folder."""
+        """Return whether a file exists in this folder."""
         return inside(config_path) and super().is_config(config_path)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read a file; one that cannot be read is empty, and noted."""
+        """Read a file; one that cannot be read is a problem, and empty."""
         path = self.file(config_path)
         document = self.notes.read(path)
         empty = ConfigResult(self.provider, self.path, OmegaConf.create(), {"package": None})
@@ -67,7 +67,7 @@ class ExaminedSource(FileConfigSource):
         except (*UNRESOLVED, yaml.YAMLError, OSError) as error:
             self.note("", first_lines(error), path)
             return empty
-        # Hydra wants `# @package` on the very first line; ours may tell the command first.
+        # Hydra requires `# @package` on the first line; ours may have the command there.
         result.header["package"] = package = document.package
         self._refuse_hydra(result, path)
         if config_path.split("/")[0] in ("experiment", "debug") and package != "_global_":
@@ -75,11 +75,11 @@ class ExaminedSource(FileConfigSource):
         return result
 
     def file(self, config_path: str) -> Path:
-        """Return the file of a config."""
+        """Return the path of a config's file."""
         return Path(self.path, self._normalize_file_name(config_path))
 
     def note(self, key: str, message: str, path: Path) -> None:
-        """Note a problem of a file."""
+        """Add a problem of a file."""
         self.notes.problems.append(Problem(key, message, file=shown_path(path)))
 
     def _refuse_hydra(self, result: ConfigResult, path: Path) -> None:
@@ -100,7 +100,7 @@ class ExaminedSource(FileConfigSource):
         group = words[-1].partition("@")[0] if words else ""
         problem = choice_problem(group.lstrip("/"), value)
         if ".." in Path(f"{group}/{value}").parts:
-            problem = "leads out of the folder of configs"
+            problem = "is outside the folder of configs"
         elif words[0:1] == ["optional"] and isinstance(value, str):
             here = group.lstrip("/") if group.startswith("/") else self._beside(path, group)
             ours = CONF / here
@@ -116,7 +116,7 @@ class ExaminedSource(FileConfigSource):
 
 @contextmanager
 def opened(arguments: Arguments) -> Iterator[Hydra]:
-    """Set Hydra up over our folder and the user's, which comes first; take it down again."""
+    """Set up Hydra over the user's folder and ours, in this order; tear it down at the end."""
     main = _resolved(arguments.config_path or CONF, "--config-path")
     folders = [(_resolved(d, "--config-dir"), "command-line") for d in arguments.config_dirs]
     path = ConfigSearchPathImpl()
@@ -137,12 +137,12 @@ def opened(arguments: Arguments) -> Iterator[Hydra]:
 def _resolved(folder: str | Path, option: str) -> Path:
     try:
         return Path(folder).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a link in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL character, a cycle of links
         raise ConfigError(Problem(option, f"{folder}: {first_lines(error)}")) from error
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Raise ConfigError where a folder of configs is none, or cannot be listed."""
+    """Raise ConfigError if a folder of configs does not exist or cannot be listed."""
     try:
         with os.scandir(folder):
             return

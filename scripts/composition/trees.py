@@ -1,4 +1,4 @@
-"""Small passes over composed trees and names, shared by the steps of a composition."""
+"""Functions over composed trees and names, shared by the steps of a composition."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.errors import Problem
 from conf.reserved import RESERVED
 
-# What OmegaConf raises where a value cannot be resolved.
+# What OmegaConf raises if a value cannot be resolved.
 UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 _NAMES = "|".join(RESERVED)
 _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
@@ -19,7 +19,7 @@ _INTERPOLATION = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
 
 
 def escape_reserved(node: Any) -> Any:
-    """Escape the reserved interpolations, so that they come through resolution as they are."""
+    """Escape the reserved interpolations, so that resolution leaves them as they are."""
     if isinstance(node, dict):
         return {key: escape_reserved(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -28,7 +28,7 @@ def escape_reserved(node: Any) -> Any:
 
 
 def unfinished(node: Any, incomplete: bool, key: str = "") -> Iterator[str]:
-    """Yield the keys of values that are not final: an interpolation, or `???` if that is fine."""
+    """Yield the keys of unresolved values: interpolations, and `???` if `incomplete`."""
     if isinstance(node, dict | list):
         for name, child in node.items() if isinstance(node, dict) else enumerate(node):
             yield from unfinished(child, incomplete, f"{key}.{name}" if key else str(name))
@@ -44,7 +44,7 @@ def keys_below(node: Any, key: str) -> Iterator[str]:
 
 
 def without(node: Any, keys: Collection[str], key: str = "") -> Any:
-    """Return a copy of a tree in which the values of some keys are missing."""
+    """Return a copy of a tree in which the values of `keys` are missing."""
     if key in keys:
         return "???"
     if isinstance(node, dict):
@@ -55,9 +55,9 @@ def without(node: Any, keys: Collection[str], key: str = "") -> Any:
 
 
 def resolution_problems(node: Any, key: str) -> Iterator[Problem]:
-    """Access each leaf of an OmegaConf tree by itself and report those that fail.
+    """Resolve each leaf of an OmegaConf tree and yield a problem for each failure.
 
-    A reference to a value that is missing is passed over: the missing value is the mistake.
+    References to a missing value are skipped: the missing value is reported itself.
     """
     for name in node if isinstance(node, Mapping) else range(len(node)):
         here = f"{key}.{name}" if key else str(name)
@@ -72,13 +72,13 @@ def resolution_problems(node: Any, key: str) -> Iterator[Problem]:
 
 
 def first_lines(error: BaseException) -> str:
-    """Return an exception's message as one line, without Hydra's search path and links."""
+    """Return an exception's message in one line, without Hydra's search path and URLs."""
     lines = [line.strip() for line in str(error).split("Config search path:")[0].splitlines()]
     kept = [x for x in lines if x and not x.startswith(("full_key:", "object_type=", "See http"))]
     return " ".join(kept)[:600] or type(error).__name__
 
 
 def inside(config_path: str) -> bool:
-    """Tell whether a config's path stays in the folder that it is looked for in."""
+    """Return whether a config's path stays inside the folder."""
     plain = not os.path.isabs(config_path) and ".." not in Path(config_path).parts
     return plain and "\0" not in config_path

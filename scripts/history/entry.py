@@ -49,7 +49,7 @@ class Run:
 
     @property
     def running(self) -> bool:
-        """Tell whether a living process holds it."""
+        """Return whether a living process holds it."""
         return self.state == "running"
 
     def as_json(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
 
 
 def has_finished(job: Path, config: dict[str, Any]) -> bool:
-    """Tell whether a job has finished, with just this configuration."""
+    """Return whether a job has finished, with just this configuration."""
     try:
         if read_status(job).get("state") != _FINISHED:
             return False

@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the job ran and did not end well."""
+        """Return whether the job ran and did not end well."""
         return self.state not in ("finished", "stopped", NOT_STARTED)
 
 

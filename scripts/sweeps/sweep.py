@@ -51,7 +51,7 @@ class Sweep:
         self.known = job_folders(self.found) if self.found else {}
 
     def is_done(self, job: Job, config: dict[str, Any]) -> bool:
-        """Tell whether a job of an earlier start has finished."""
+        """Return whether a job of an earlier start has finished."""
         folder = self.known.get(_identity(job))
         return folder is not None and has_finished(folder, config)
 
@@ -107,7 +107,7 @@ class Sweep:
 
     @property
     def ended(self) -> bool:
-        """Tell whether no further job is to start: after a signal, or a failure if so asked."""
+        """Return whether no further job is to start: after a signal, or a failure if so asked."""
         failed = any(outcome.failed for outcome in self.outcomes)
         return self.stop.number is not None or (self.settings.fail_fast and failed)
 
@@ -167,5 +167,5 @@ def _key(text: str) -> str:
 
 
 def _placed(key: str) -> bool:
-    """Tell whether the sweep decides about a key of its jobs."""
+    """Return whether the sweep decides about a key of its jobs."""
     return belongs_outside(key) and key != "resume_policy"

@@ -240,7 +240,7 @@ def test_a_folder_of_configs_that_cannot_be_listed(
         pytest.param("optimizer: {momentum:0.5}\n", "colon of 'momentum:0.5'", id="braces"),
         pytest.param("seed:3\n", "expected keys and values", id="alone"),
         pytest.param("defaults: [optional /model@zz: nope]\n", "no /model=nope", id="option"),
-        pytest.param("defaults: [optional ../x: y]\n", "leads out", id="outside"),
+        pytest.param("defaults: [optional ../x: y]\n", "is outside", id="outside"),
         pytest.param("defaults: [override /model: [mlp, gan]]\n", "one choice", id="two-nodes"),
         pytest.param("defaults: [override /loader: null]\n", "missing", id="no-loader"),
         pytest.param("loader: null\n", "expected a section", id="null-loader"),

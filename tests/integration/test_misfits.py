@@ -126,4 +126,4 @@ def test_a_pipe_among_the_images_is_not_waited_for(train, tmp_path):
     done = train([*QUICK, *pictures, "loader.batch_size=8", f"run_dir={tmp_path / 'run'}"])
     assert done.code == 3, done.err
     assert "pipe.png" in done.error
-    assert "no regular file" in done.error
+    assert "not a regular file" in done.error

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from scripts import benchmark
-from scripts.benchmarks import checkpoint, cifar10_fast, cifar10_plain, gpu, step
+from scripts.benchmarks import checkpoint, cifar10_fast, cifar10_plain, gpu, predict, step
 from scripts.benchmarks.report import Report, Row
 
 
@@ -57,6 +57,14 @@ def test_saves_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     report = checkpoint.measure(rounds=1)
     assert {"SGD, by hand", "AdamW, Regimen"} <= {row.name for row in report.rows}
     assert report.headlines["ratio_to_handwritten"] > 0
+
+
+def test_predict_is_timed_against_a_bare_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "SAMPLES", 70)
+    monkeypatch.setattr(predict, "OVERRIDES", (*predict.OVERRIDES, "model=mlp"))
+    report = predict.measure(rounds=1)
+    assert [row.name for row in report.rows] == ["bare loop", "Regimen"]
+    assert report.headlines["ratio_to_reference"] > 0
 
 
 def test_costs_are_medians_of_blocks_and_ratios_are_taken_within_a_turn() -> None:

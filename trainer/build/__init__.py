@@ -1,1 +1,1 @@
-"""From a configuration to objects, in reading order: the one room that sees `conf` and `data`."""
+"""From a configuration to objects, in reading order; only this room sees `conf` and `data`."""

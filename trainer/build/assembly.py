@@ -27,26 +27,26 @@ from trainer.update.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the data tell of a run; None where they do not."""
+    """Facts that are known once the data are open; None if they have no such fact."""
 
     num_classes: int | None
     total_steps: int | None = None
     steps_per_epoch: int | None = None
-    guessed: bool = False  # stand-ins, for a check
+    guessed: bool = False  # placeholders of a check, which opens no data
 
     @property
     def lengths(self) -> dict[str, int]:
-        """What the reserved interpolations stand for."""
+        """Values of the reserved interpolations."""
         lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
         return {name: length for name, length in lengths.items() if length is not None}
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of a run; each is built once, when it is first asked for.
+    """The parts of a run; each is built once, at its first use.
 
-    A run asks for the model first, since parts draw random numbers. A mistake in a node is a
-    ConfigError of the part that is asked for.
+    A run must use the model first, since parts draw random numbers. A mistake in a node raises
+    ConfigError from the part that needs it.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Assembly:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model on its device, in its number format."""
+        """The model on its device, in its dtype."""
         model: nn.Module = self._bare_model()
         if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
             hint = "give its layer its sizes, or call it once"
@@ -78,7 +78,7 @@ class Assembly:
 
     @cached_property
     def checkpointed(self) -> list[str]:
-        """The modules of the model whose activations are computed again."""
+        """Names of the modules whose activations are recomputed in the backward pass."""
         options = self.config.trainer
         if options.activation_checkpointing_segments is not None:
             checkpoint_segments(self.model, options.activation_checkpointing_segments)
@@ -94,9 +94,9 @@ class Assembly:
     @cached_property
     def optimizers(self) -> Optimizers:
         """The optimizers over the parameters of model and task."""
-        # The node is not filled: an optimizer's own schedule counts what remains of the run after
-        # its warm-up. A fused step leaves out a non-finite update in its kernel; others' state
-        # would be copied.
+        # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
+        # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
+        # that its state need not be copied.
         return build_optimizers(
             self.model,
             self.config.optimizer,
@@ -106,7 +106,7 @@ class Assembly:
 
     @cached_property
     def schedule(self) -> LRSchedule:
-        """The course of the learning rates."""
+        """The schedule of all optimizers' learning rates."""
         return build_lr_schedule(
             self.config.lr_scheduler,
             self.optimizers,
@@ -117,10 +117,9 @@ class Assembly:
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:
-        """The callbacks in the order of the configuration, but for the first and the last.
+        """The callbacks, in the order of the configuration with two exceptions.
 
-        What changes weights comes before all that read them, what saves checkpoints after all
-        others, whatever their order in `callbacks=[default,ema]`.
+        Callbacks that average weights come first, and the one that saves checkpoints comes last.
         """
         built = build_named(fill(self.config.callbacks, self.known.lengths), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
@@ -132,6 +131,6 @@ def _turn(callback: Callback) -> int:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Tell whether a network's layers object to what the configuration says of them."""
+    """Return whether an exception is a layer's objection to an argument."""
     arithmetic = (RuntimeError, ArithmeticError, LookupError, AttributeError)
     return isinstance(error, arithmetic) and is_misfit(error)

@@ -1,4 +1,4 @@
-"""Mistakes in targets and monitors, found before data are read or a device is touched (I9)."""
+"""Find mistakes in targets and monitors before data are read or a device is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.task import Task
 from trainer.update.gradients import without_effect
 from trainer.update.precision import Precision
 
-# Stand-ins for what is known only once the data are open.
+# Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
 _CALLED_WITH = {
@@ -40,10 +40,10 @@ _CALLED_WITH = {
 
 
 def check_targets(config: Config) -> None:
-    """Raise ConfigError with everything that is wrong with the targets of a configuration.
+    """Raise ConfigError with all mistakes in the targets of a configuration.
 
-    First whether they may be used at all, then their arguments, then what their constructors and
-    the rest of the configuration make of them: each stage rests on the one before.
+    Checked in stages, each only if the one before found nothing: whether the targets may be used,
+    their arguments against signatures, and their construction on placeholders.
     """
     parts = _stand_ins(config)
     nodes = dict(_nodes(config, parts.known))
@@ -61,7 +61,7 @@ def check_targets(config: Config) -> None:
 
 
 def _stand_ins(config: Config) -> Assembly:
-    """Return the parts of a run that holds no data, no device and no storage."""
+    """Return the parts of a run without data, device or storage."""
     options = config.trainer
     endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None
     total = None if endless else _TOTAL_STEPS
@@ -70,16 +70,16 @@ def _stand_ins(config: Config) -> Assembly:
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
-    """Hold a backend and the options of the default one against what torch has."""
+    """Check the compiler's backend, and options of the default one, against torch's lists."""
     if not isinstance(choice, dict) or not (choice.get("backend") or choice.get("options")):
-        return  # asking takes torch's compiler, which is slow to import
+        return  # a check needs torch's compiler, which is slow to import
     backend = choice.get("backend") or "inductor"
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         hint = f"there are {', '.join(known)}"
         yield Problem("trainer.compile.backend", f"no backend {backend!r} is registered", hint=hint)
     elif backend == "inductor":
-        from torch._inductor import list_options  # the package is large, and seldom needed
+        from torch._inductor import list_options  # slow to import, and seldom needed
 
         options = [name.replace("-", "_") for name in choice.get("options") or {}]
         for name in sorted(set(options) - set(list_options())):
@@ -87,25 +87,25 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
 
 
 def _node_problems(node: Any, key: str, positional: int) -> Iterable[Problem]:
-    """Hold a node against its section, then its arguments against the target's signature."""
+    """Check a node's kind, then its arguments against the target's signature."""
     wrong = _wrong_kind(key, node)
     return [wrong] if wrong else bind_problems(node, key, _provided(key), positional)
 
 
 def _wrong_kind(key: str, node: Any) -> Problem | None:
-    """Name a class that makes something else than the section takes; a function is called later."""
+    """Return a problem if a class does not fit its section; functions are checked once called."""
     if not isinstance(node, dict) or "_target_" not in node:
         return None
     try:
         target = functools.partial if node.get("_partial_") is True else locate(node["_target_"])
     except TargetError:
-        return None  # its arguments' check says so
+        return None  # reported with its arguments
     reason = misfit(key, target) if isinstance(target, type) else None
     return Problem(f"{key}._target_", reason) if reason else None
 
 
 def _task_problems(parts: Assembly) -> Iterator[Problem]:
-    """Build the task and hold the rest against it; a bare one takes the place of a broken one."""
+    """Build the task and check what depends on it; a bare task replaces a broken one."""
     try:
         task = parts.task
     except ConfigError as error:
@@ -117,7 +117,7 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
 
 
 def _part_problems(parts: Assembly) -> Iterator[Problem]:
-    """Build every other part that needs no data, and yield what is objected to."""
+    """Build the other parts that need no data, and yield their problems."""
     config = parts.config
     yield from loss_problems(with_classes(config.task, _CLASSES).get("loss"), "task.loss")
     yield from _objections(lambda: parts.callbacks)
@@ -146,7 +146,7 @@ def _objections(build: Callable[[], Any]) -> list[Problem]:
 
 
 def _model_problems(parts: Assembly) -> list[Problem]:
-    """Build the model without storage. Not every network can be: the run then tells the rest."""
+    """Build the model on the meta device; networks that cannot be are not checked here."""
     try:
         with parts.strategy.device:
             _ = parts.model
@@ -158,13 +158,13 @@ def _model_problems(parts: Assembly) -> list[Problem]:
 
 
 def _lacks_storage(error: BaseException | None) -> bool:
-    """Tell whether torch objects to a tensor on the meta device."""
+    """Return whether an exception says that a tensor on the meta device has no data."""
     named = isinstance(error, RuntimeError) and "meta" in str(error).lower()
     return named or isinstance(error, NotImplementedError)
 
 
 def _nodes(config: Config, known: Known) -> Iterator[tuple[str, tuple[Any, int]]]:
-    """Yield every node with a target, its key, and how many arguments the caller adds."""
+    """Yield the key of each node with a target, the node, and the number of added arguments."""
     yield "model", (with_classes(config.model, _CLASSES), 0)
     yield "task", (with_classes(config.task, _CLASSES), 0)
     for split in ("train", "val", "test", "predict"):
@@ -201,7 +201,7 @@ def _turn_problems(config: Config, turns: Sequence[str]) -> Iterator[Problem]:
 
 
 def _search_problems(config: Config, known: Known) -> Iterator[Problem]:
-    """Find what has no effect on an optimizer that computes its gradients by itself."""
+    """Find settings without effect on an optimizer that computes gradients itself."""
     nodes = optimizer_nodes(fill(config.optimizer, known.lengths))
     kinds = [locate(node["_target_"]) for node in nodes.values()]
     searching = [k.__name__ for k in kinds if isinstance(k, type) and takes_closure(k)]
@@ -212,13 +212,13 @@ def _search_problems(config: Config, known: Known) -> Iterator[Problem]:
     for key in found if searching else ():
         yield Problem(
             f"trainer.{key}",
-            f"cannot reach the gradients that {searching[0]} computes by itself",
+            f"has no effect on the gradients that {searching[0]} computes itself",
             hint="leave it out, or take another optimizer",
         )
 
 
 def _sharding_problems(config: Config) -> Iterator[Problem]:
-    """Name what looks at whole parameters, which no process has under fsdp."""
+    """Find nodes that need whole parameters, which no process has under fsdp."""
     if config.strategy.name != "fsdp":
         return
     for name, node in config.callbacks.items():
@@ -242,7 +242,7 @@ def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]
     for key, monitor in _monitors(config):
         follows = key.endswith("lr_scheduler.monitor") and str(monitor).startswith("val/")
         if follows and config.data.val is None and config.trainer.overfit_batches is None:
-            message = f"{monitor!r} would never come: data.val is null"
+            message = f"{monitor!r} is never logged: data.val is null"
             yield Problem(key, message, hint="follow train/loss")
         if monitor not in (None, "auto", *known):
             message = f"{monitor!r} is none of {', '.join(known)}"

@@ -40,7 +40,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The data sets of a run; `train` is None when only an evaluation is built."""
+    """The data sets of a run; `train` is None for an evaluation."""
 
     sets: dict[str, Any]
     num_classes: int | None
@@ -61,7 +61,7 @@ class Data:
 
 
 def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
-    """Open the data sets; raises DataError and ConfigError before a model is built."""
+    """Open the data sets. Raises DataError and ConfigError."""
     nodes = {split: getattr(config.data, split) for split in splits}
     sets = {split: _open(config, split, node) if node else None for split, node in nodes.items()}
     if "train" in splits and sets["train"] is None:
@@ -82,14 +82,14 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
 
 
 def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
-    """Open a data set, given its transforms.
+    """Open a data set and give it its transforms.
 
-    Those at their end that treat whole batches are left to the loader, where the data set says that
-    its samples begin with what the transforms return, and nobody else puts them together.
+    Trailing transforms with a batched form are left to the loader, if the data set declares that
+    its samples begin with what the transforms return, and no `collate_fn` is set.
     """
     stage = "train" if split == "train" else "eval"
     pipeline = build_pipeline(config, stage)
-    # A data set of the user's own may do without our transforms: it then has no such parameter.
+    # A data set of the user's own may have no parameter for transforms.
     takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
     given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
     dataset = instantiate(node, _key_=f"data.{split}", **given)
@@ -106,7 +106,7 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
 
 def _set_cache(config: Config, split: str, dataset: Any) -> None:
     if not isinstance(dataset, ImageFolder):
-        logger.info("data.cache: data.%s reads no image files, there is nothing to keep", split)
+        logger.info("data.cache: data.%s reads no image files: nothing to cache", split)
         return
     options = config.data
     folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
@@ -115,7 +115,7 @@ def _set_cache(config: Config, split: str, dataset: Any) -> None:
 
 
 def _deferred(dataset: Any) -> dict[str, Any]:
-    """Return the steps that a data set leaves to the loader, by their keys below `transforms`."""
+    """Return the transforms that a data set leaves to the loader, by key below `transforms`."""
     pipeline = getattr(dataset, "transform", None)
     return pipeline.deferred if isinstance(pipeline, Pipeline) else {}
 
@@ -139,7 +139,7 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
 
 
 def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
-    """Build the loader of updates: `loader.batch_size` samples over all devices."""
+    """Build the training loader: `loader.batch_size` samples an update over all devices."""
     options, dataset = config.loader, data.sets["train"]
     chosen = _chosen(config, dataset)
     given = options.batch_sampler is not None and config.trainer.overfit_batches is None
@@ -163,10 +163,10 @@ def eval_loader(
     limit: int | float | None = None,
     samples: int | None = None,
 ) -> OnDevice:
-    """Build the loader that reads a data set (or its first `samples`) once, in order.
+    """Build a loader that reads a data set (or its first `samples`) once, in order.
 
-    `limit`: so many batches of `loader.batch_size`, or such a share. The processes share each
-    batch; none of them repeats a sample.
+    `limit` is a number of batches of `loader.batch_size`, or a fraction. Each batch is split over
+    the processes; no sample is repeated.
     """
     whole = Sequential(len(dataset))
     samples = limited(len(dataset) if samples is None else samples, limit, config)
@@ -182,19 +182,19 @@ def eval_loader(
 
 
 def overfit_samples(config: Config, dataset: Any) -> int | None:
-    """Return how many samples `trainer.overfit_batches` leaves; None without it."""
+    """Return the number of samples that `trainer.overfit_batches` leaves; None without it."""
     few = config.trainer.overfit_batches
     return None if few is None else limited(len(dataset), few, config)
 
 
 def limited(samples: int, limit: int | float | None, config: Config) -> int:
-    """Return how many of the samples are in a number, or a share, of batches."""
+    """Return the number of samples in a number, or a fraction, of all batches."""
     size = config.loader.batch_size
     return samples if limit is None else min(samples, count(limit, -(-samples // size)) * size)
 
 
 def _chosen(config: Config, dataset: Any) -> Order | Updates:
-    """Return what chooses and orders the training samples."""
+    """Return the object that chooses and orders the training samples."""
     options, samples = config.loader, overfit_samples(config, dataset)
     if samples is not None:
         return FirstOf(Sequential(len(dataset)), samples)
@@ -207,7 +207,7 @@ def _chosen(config: Config, dataset: Any) -> Order | Updates:
 
 
 def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
-    """Build a sampler, given what its signature asks for."""
+    """Build a sampler with the arguments that its signature asks for."""
     offered: dict[str, Callable[[], Any]] = {
         "dataset": lambda: dataset,
         "data_source": lambda: dataset,
@@ -264,7 +264,7 @@ def _loader(
             values[name] = instantiate(values[name], _key_=f"loader.{name}")
     if _deferred(dataset):
         values["collate_fn"] = collate_ragged
-    # Pinning opens a context on a GPU, which a run on the CPU has no part in.
+    # Pinning would create a CUDA context, which a run on the CPU does not need.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
     check_workers(values["num_workers"])
     return Loader(
@@ -278,10 +278,10 @@ def _loader(
 
 
 def count(limit: int | float, whole: int) -> int:
-    """Return a limit as a number: an int is one, a float a fraction of `whole`, at least 1.
+    """Return a limit as a count: an int as it is, a float as a fraction of `whole`, at least 1.
 
-    A fraction is taken as it is written and rounded, a half upwards: 0.29 of 100 is 29, though
-    the nearest binary number times 100 is less.
+    A fraction is read as a decimal and rounded half up: 0.29 of 100 is 29, though the nearest
+    binary float times 100 is less.
     """
     if isinstance(limit, int):
         return min(limit, whole)

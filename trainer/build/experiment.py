@@ -35,18 +35,18 @@ from trainer.update.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Everything a command needs once a configuration is built."""
+    """What a command needs once a configuration is built."""
 
     config: Config
     data: Data
     trainer: Trainer
     test_loader: Any  # None where the data have no test split
     switches: dict[str, bool]
-    checkpointed: list[str]  # modules whose activations are computed again
+    checkpointed: list[str]  # modules whose activations are recomputed
 
     @property
     def threads(self) -> int:
-        """Threads that torch computes with."""
+        """Number of threads that torch uses."""
         return torch.get_num_threads()
 
 
@@ -58,8 +58,8 @@ def build(
 ) -> Experiment:
     """Build what `config` describes, from the data to the trainer; nothing is written.
 
-    `callbacks` come before the configuration's; `config_text` is kept in checkpoints.
-    Raises the known errors of each room: DataError, ConfigError, ModelError and so on.
+    `callbacks` come before the configuration's; `config_text` is saved in checkpoints.
+    Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
     """
     options = config.trainer
     switches = set_switches(
@@ -104,9 +104,9 @@ def build(
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:
-    """Build what reads one split for an evaluation: its loader, and the number of classes.
+    """Build the loader of one split for an evaluation; return it and the number of classes.
 
-    A limit of no batches at all meant the run that set it: who asks for a test gets one.
+    A limit of 0 batches applied to the training run only: it is ignored here.
     """
     limits = {"val": config.trainer.limit_val_batches, "test": config.trainer.limit_test_batches}
     data = _open_data(config, strategy, (split,))
@@ -118,7 +118,7 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevic
 
 
 def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:
-    """Build a trainer that evaluates and predicts and has no data of its own."""
+    """Build a trainer for evaluation and prediction, without data."""
     precision = Precision(config.trainer.precision, strategy.device.type)
     parts = Assembly(config, Known(num_classes), strategy, precision)
     every = [parts.model, *parts.task.own_modules().values()]
@@ -137,7 +137,7 @@ def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy)
 
 
 def _open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
-    # It may download, which is one process's work; a class can say that this does not concern it.
+    # Data may be downloaded, by one process at a time; `concurrent = True` on a class opts out.
     nodes = [node for split in splits if (node := getattr(config.data, split))]
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
     with nullcontext() if at_once else strategy.group.one_per_node():
@@ -198,7 +198,7 @@ def seconds(time: float | str | None) -> float | None:
 def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:
     if choice is False:
         return model
-    # torch's own choice turns to dynamic shapes at the second one: a run that was resumed after it
-    # would compute with other kernels (I5).
+    # By default torch switches to dynamic shapes at the second shape: a run resumed after that
+    # would use other kernels, and not be exact.
     options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
     return torch.compile(model, **options)  # type: ignore

@@ -1,4 +1,4 @@
-"""Losses of torch's tried on two tiny samples: torch looks at their arguments only when called."""
+"""Call torch's losses on two tiny samples: torch checks their arguments only when called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BY_VALUE = (
 
 
 def loss_problems(node: Any, key: str) -> Iterator[Problem]:
-    """Yield a problem where torch would refuse a loss of `node` in the first update."""
+    """Yield a problem for each loss in `node` that torch would refuse in the first update."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
@@ -32,7 +32,7 @@ def loss_problems(node: Any, key: str) -> Iterator[Problem]:
     if "_target_" in node and locate(node["_target_"]) in (*_BY_CLASS, *_BY_VALUE):
         try:
             _try(instantiate(node, _key_=key))
-        except ConfigError:  # its constructor's: found with the task's
+        except ConfigError:  # of its constructor: reported with the task's
             pass
         except (ValueError, RuntimeError) as error:
             yield Problem(key, f"{node['_target_']}: {error}")

@@ -1,4 +1,4 @@
-"""What the node of each section has to make: a model, a callback, a sampler."""
+"""What the nodes of each section must build: a model, a callback, a sampler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is accepted: a subclass of `base`, or a class with all methods of one of `methods`."""
+    """A kind of object: a subclass of `base`, or a class with all methods of one of `methods`."""
 
     called: str
     base: type | None = None
     methods: tuple[tuple[str, ...], ...] = ()
 
     def fits(self, cls: type) -> bool:
-        """Tell whether objects of a class are of this kind."""
+        """Return whether objects of a class are of this kind."""
         if self.base is not None:
             return issubclass(cls, self.base)
         return any(all(hasattr(cls, name) for name in names) for names in self.methods)
@@ -47,15 +47,15 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(key: str) -> Kind | None:
-    """Return what the node at `key` has to make; None where anything may stand."""
-    if "lr_scheduler" in key.split("."):  # an optimizer of several has one of its own
+    """Return what the node at `key` must build; None if anything is allowed."""
+    if "lr_scheduler" in key.split("."):  # also that of one optimizer among several
         return KINDS["lr_scheduler"]
     found = (kind for prefix, kind in KINDS.items() if f"{key}.".startswith(f"{prefix}."))
     return next(found, None)
 
 
 def misfit(key: str, cls: type) -> str | None:
-    """Say that objects of `cls` are not what `key` has to make; None where they are."""
+    """Return why objects of `cls` do not fit `key`; None if they do."""
     kind = kind_of(key)
     if kind is None or kind.fits(cls):
         return None
@@ -63,5 +63,5 @@ def misfit(key: str, cls: type) -> str | None:
 
 
 def misfit_of(key: str, made: Any) -> str | None:
-    """Say that an object is not what `key` has to make; None where it is."""
+    """Return why an object does not fit `key`; None if it does."""
     return misfit(key, type(made))

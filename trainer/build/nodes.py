@@ -1,4 +1,4 @@
-"""From nodes of a configuration to objects, and the nodes whose targets we call ourselves."""
+"""Build objects from nodes, and list the nodes of optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainer.targets.instantiate import instantiate
 
 
 def build_node(node: dict[str, Any], key: str) -> Any:
-    """Build what a node describes. Raises ConfigError, also where it is not what `key` takes."""
+    """Build what a node describes. Raises ConfigError, also if it does not fit `key`."""
     try:
         made = instantiate(node, _key_=key)
-    except DataError as error:  # about an argument: no data are open
+    except DataError as error:  # about an argument, as no data are open
         raise TargetError(Problem(key, str(error))) from error
     if (reason := misfit_of(key, made)) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))
@@ -27,7 +27,7 @@ def build_node(node: dict[str, Any], key: str) -> Any:
 
 
 def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Build named nodes; null stays None. Raises one ConfigError for all of them."""
+    """Build named nodes; null becomes None. Raises one ConfigError for all of them."""
     made: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, node in nodes.items():
@@ -40,7 +40,7 @@ def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    """Return `node` with every `num_classes: null` filled with what the data have."""
+    """Return `node` with each `num_classes: null` replaced by the data's number of classes."""
     filled: dict[str, Any] = copy.deepcopy(node)
     pending: list[Any] = [filled]
     while pending:
@@ -54,11 +54,11 @@ def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any
 
 
 def optimizer_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:
-    """Return, by config key, the nodes whose targets get one positional argument from us.
+    """Return, by config key, the nodes of optimizers and of schedules of single optimizers.
 
-    Keys of ours (`param_groups`, ...) are left out and shared hyper-parameters filled in, so that
-    the nodes can be held against the signatures of their targets. Schedules of single optimizers
-    are among them.
+    Their targets get one more positional argument. Keys that are not arguments (`param_groups`,
+    ...) are left out and shared hyper-parameters filled in, so that the nodes can be checked
+    against signatures.
     """
     found = sections(node, key, [])
     nodes = {s.key: s.target for s in found if "_target_" in s.target}

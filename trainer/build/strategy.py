@@ -1,4 +1,4 @@
-"""From a configuration to where it computes."""
+"""From a configuration to its strategy and device."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _FSDP = (
 
 
 def build_strategy(config: Config) -> Strategy:
-    """Choose where to compute."""
+    """Build the strategy of a configuration."""
     options = config.strategy
     if options.name == "dp":
         if options.accelerator != "auto":
-            _device(options)  # or an accelerator that is not there would be passed over
+            _device(options)  # raises if there is no such accelerator
         return DataParallel(
             options.device_ids,
             options.output_device,
@@ -55,7 +55,7 @@ def build_strategy(config: Config) -> Strategy:
 
 
 def _group(options: StrategyConfig) -> Strategy:
-    """Choose how processes train together; under torchrun a single device becomes one of many."""
+    """Build the strategy of several processes; under torchrun `single` becomes one of them."""
     if not is_rank():
         count = count_devices(options.devices, options.accelerator)
         on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
@@ -81,6 +81,6 @@ def _device(options: StrategyConfig) -> torch.device | None:
     kind = options.accelerator if options.accelerator != "auto" else "cuda"
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
     if not available[kind]:
-        message = f"{kind}: this machine has none"
+        message = f"this machine has no {kind} device"
         raise ModelError(Problem("strategy.accelerator", message, "auto takes what it has"))
     return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)

@@ -1,4 +1,4 @@
-"""Read a file of torch.save so that no damage and no code in it passes unseen."""
+"""Read files written by torch.save: detect damage, and refuse code."""
 
 import _compat_pickle
 import hashlib
@@ -24,18 +24,18 @@ _BLOCK = 1 << 20
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file that is not, or no longer, what was written."""
+    """A file that is not a checkpoint, or whose content changed after it was written."""
 
 
 def read_archive(path: Path) -> Any:
     """Return what torch.save wrote to `path`, on the CPU, after checking its archive's CRCs.
 
-    Raises DamagedCheckpointError, or CheckpointError where it holds code or foreign types. Never
-    falls back to a load that could run code.
+    Raises DamagedCheckpointError, or CheckpointError if the file holds code or foreign types. It is
+    never loaded in a way that could run code.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, without end
-            raise DamagedCheckpointError(f"{path}: is no file, but a folder, pipe or device")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
+            raise DamagedCheckpointError(f"{path}: is a folder, pipe or device, not a file")
         with open(path, "rb") as file:
             _check(path, file)
             return _load(path, file)
@@ -54,9 +54,9 @@ def _check(path: Path, file: BinaryIO) -> None:
     if not start:
         raise DamagedCheckpointError(f"{path}: the file is empty")
     if not start.strip(b"\0"):
-        raise DamagedCheckpointError(f"{path}: the file begins with zeros, it is no checkpoint")
+        raise DamagedCheckpointError(f"{path}: not a checkpoint: the file begins with zeros")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise DamagedCheckpointError(f"{path}: the file is a web page, not a checkpoint")
+        raise DamagedCheckpointError(f"{path}: not a checkpoint: the file is a web page")
     if start.startswith(b"PK"):
         _check_crcs(path, file)
 
@@ -65,14 +65,14 @@ def _check_crcs(path: Path, file: BinaryIO) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             script = any("/code/" in name for name in archive.namelist())
-            # torch.save compresses nothing; what claims to be compressed is damaged, or a bomb.
+            # torch.save does not compress: a compressed entry means damage or a decompression bomb.
             odd = [info for info in archive.infolist() if info.compress_type or info.flag_bits & 1]
             twice = _repeated(archive.namelist())
             _check_sizes(path, archive)
             broken = odd[0].filename if odd else archive.testzip()
     except (MemoryError, CheckpointError):
         raise
-    except Exception as error:  # zipfile raises some ten types for what a flipped bit can do
+    except Exception as error:  # zipfile raises about ten types for damaged archives
         raise DamagedCheckpointError(f"{path}: its archive is cut off or damaged") from error
     if script:
         raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
@@ -83,9 +83,9 @@ def _check_crcs(path: Path, file: BinaryIO) -> None:
 
 
 def _repeated(names: list[str]) -> str | None:
-    """Return a name that stands twice: readers differ in which one they take.
+    """Return a name that occurs twice: readers differ in which of the two they read.
 
-    torch's reader looks names up without regard to case.
+    torch's reader ignores case.
     """
     seen: set[str] = set()
     for name in names:
@@ -96,17 +96,17 @@ def _repeated(names: list[str]) -> str | None:
 
 
 def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse entries that together are larger than the file: they overlap, and multiply work."""
+    """Refuse entries that together are larger than the file: they overlap."""
     if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
-        raise DamagedCheckpointError(f"{path}: its archive claims more than it holds")
+        raise DamagedCheckpointError(f"{path}: its archive declares more bytes than it holds")
 
 
 def _load(path: Path, file: BinaryIO) -> Any:
     file.seek(0)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on formats: the answer is ours
-            # Explicit: an environment variable can flip torch's default, and code would run.
+            warnings.simplefilter("ignore")  # about old formats
+            # Explicit, since an environment variable can change torch's default.
             return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError as error:
         raise ResourceError(f"{path}: no memory left to load it") from error
@@ -117,7 +117,7 @@ def _load(path: Path, file: BinaryIO) -> Any:
 
 
 def _refusal(path: Path) -> CheckpointError:
-    """Say why torch would not load `path`, without its advice to load it unsafely."""
+    """Return the reason why torch refuses `path`, without its advice to load it unsafely."""
     names = _foreign_names(path)
     code = [name for name in names if is_code(name)]
     if code:
@@ -128,7 +128,7 @@ def _refusal(path: Path) -> CheckpointError:
             f"{path}: refused: holds an object of type {names[0]}{more};"
             " only tensors, plain containers, numbers and strings are loaded"
         )
-    return DamagedCheckpointError(f"{path}: the file is no checkpoint, or a damaged one")
+    return DamagedCheckpointError(f"{path}: not a checkpoint, or a damaged one")
 
 
 def _os_reason(error: OSError) -> str:
@@ -137,7 +137,7 @@ def _os_reason(error: OSError) -> str:
     return f"cannot be read: {error.strerror}"
 
 
-# Modules of the standard library whose classes (large initial) and types named here are data.
+# Modules of the standard library whose classes, and the types named here, are data.
 _DATA_MODULES = {"argparse", "collections", "datetime", "decimal", "enum", "fractions", "pathlib"}
 _DATA_MODULES |= {"typing", "uuid", "zoneinfo"}
 _DATA_TYPES = {"array", "date", "datetime", "defaultdict", "deque", "time", "timedelta", "timezone"}
@@ -149,26 +149,26 @@ _LARGEST = 1 << 28
 def _foreign_names(path: Path) -> list[str]:
     """List what the pickles of `path` import beyond tensors and plain data; nothing is run."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pickletools remarks on odd escapes
+        warnings.simplefilter("ignore")  # pickletools warns about unusual escapes
         names = dict.fromkeys(map(_present, _imported(_pickled(path))))
         try:
             foreign = set(map(_present, get_unsafe_globals_in_checkpoint(path)))
-        except Exception:  # no archive, or not of the protocol that torch.save writes
+        except Exception:  # not an archive, or another pickle protocol than torch.save's
             return [name for name in names if not _is_torchs(name)]
     return [name for name in names if name in foreign] or sorted(foreign)
 
 
 def _present(name: str) -> str:
-    """Return a name of Python 2, which pickles up to protocol 2 use, as it is today."""
+    """Return the Python 3 name for a Python 2 name, which pickle protocols up to 2 use."""
     module, _, attribute = name.rpartition(".")
     return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{attribute}"
 
 
 def is_code(name: str) -> bool:
-    """Say whether an imported name is something to call rather than a kind of data.
+    """Return whether an imported name is a function, as opposed to a data type.
 
-    Functions are written small and classes large by convention; in the standard library, where a
-    class may well run a command, only a few modules hold data, and the rest counts as code.
+    By convention functions are lowercase and classes are capitalised. In the standard library,
+    where a class may run a command, all but a few modules count as code.
     """
     module, _, attribute = name.rpartition(".")
     root = module.partition(".")[0]
@@ -183,27 +183,27 @@ def is_code(name: str) -> bool:
 
 
 def _is_torchs(name: str) -> bool:
-    """Say whether torch.save writes a name for tensors; storages and dtypes lie in torch itself."""
+    """Return whether torch.save writes this name for a tensor, a storage or a dtype."""
     internal = name.startswith(("torch._utils._rebuild", "torch.storage."))
     return internal or re.fullmatch(r"torch\.\w+|collections\.OrderedDict", name) is not None
 
 
 def _pickled(path: Path) -> bytes:
-    """Return the pickles of an archive, or else the file; never raises for its content."""
+    """Return the pickles of an archive, or else the whole file. Never raises for its content."""
     try:
         with zipfile.ZipFile(path) as archive:
             inside = [i for i in archive.infolist() if i.filename.endswith(".pkl")]
             return b"".join(archive.read(i) for i in inside if i.file_size < _LARGEST)
-    except Exception:  # zipfile raises some ten types for a damaged archive
+    except Exception:  # zipfile raises about ten types for damaged archives
         with open(path, "rb") as file:
             return file.read(_LARGEST)
 
 
 def _imported(content: bytes) -> Iterator[str]:
-    """Yield the names that a stream of pickles imports, as far as it can be read."""
+    """Yield the names that a stream of pickles imports, up to the first unreadable byte."""
     stream = io.BytesIO(content)
     strings: list[str] = []
-    with suppress(Exception):  # no pickle, or none from here on: pickletools raises what it likes
+    with suppress(Exception):  # the rest is not a pickle; pickletools raises many types
         while stream.tell() < len(content):
             for opcode, argument, _ in pickletools.genops(stream):
                 if opcode.name in ("GLOBAL", "INST"):

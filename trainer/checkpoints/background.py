@@ -1,4 +1,4 @@
-"""What it takes to write checkpoints beside the training: a copy of the state, and a thread."""
+"""Write checkpoints in the background: a copy of the state, and a writer thread."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from data.batch import map_tensors
 
 
 class Staging:
-    """Copies of tensors in host memory, which the next copies use again.
+    """Copies of tensors in host memory, whose buffers are reused by the next save.
 
-    New memory costs several times what the copying does, and pinned memory, without which a GPU
-    would be waited for, more still.
+    Allocating memory costs several times as much as copying. Pinned memory, which asynchronous
+    copies from a GPU need, costs even more.
     """
 
     def __init__(self) -> None:
-        self._buffers: list[tuple[Any, Tensor]] = []  # with what each can hold
+        self._buffers: list[tuple[Any, Tensor]] = []  # by shape, stride, dtype, pinned
         self._events: list[torch.cuda.Event] = []
 
     @torch.no_grad()
     def copy(self, tree: Any) -> Any:
-        """Return `tree` with its tensors copied; what was one tensor (tied weights) stays one.
+        """Return `tree` with its tensors copied; tied weights stay tied.
 
-        The former copies are written over. Those of a GPU's tensors are whole after `wait`.
-        Tensors that processes hold in parts stay as they are.
+        The previous copies are overwritten. Copies of CUDA tensors are complete after `wait`.
+        Sharded tensors (DTensor) are not copied.
         """
         free: dict[Any, list[Tensor]] = defaultdict(list)
         for kind, buffer in self._buffers:
@@ -57,7 +57,7 @@ class Staging:
         return result
 
     def wait(self) -> None:
-        """Wait until the copies of GPUs' tensors are whole; for the thread that reads them."""
+        """Wait until the copies of CUDA tensors are complete; called by the writer thread."""
         for event in self._events:
             event.synchronize()
 
@@ -67,14 +67,14 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
-    """Return an event behind the copies of a device: the updates that follow come after them."""
+    """Return an event recorded after the copies on a device's current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class Writer:
-    """Do one piece of work at a time on a thread, which the end of the process waits for."""
+    """Run one task at a time on a thread that is joined before the process exits."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
@@ -82,20 +82,20 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether the work goes on."""
+        """Whether the task is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin; the work before it must have been finished."""
+        """Start a task. `finish` must have been called for the previous one."""
         self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
         try:
             self._thread.start()
-        except RuntimeError:  # this machine gives no further thread
+        except RuntimeError:  # the limit on threads is reached: write in this thread
             self._thread = None
             self._run(work)
 
     def finish(self) -> None:
-        """Wait for the end of the work; raise what it raised."""
+        """Wait until the task ends, and raise its exception, if any."""
         if self._thread is not None:
             self._thread.join()
         error, self._thread, self._error = self._error, None, None

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-_LARGE = 1 << 17  # bytes; below that a second thread costs more than it saves
+_LARGE = 1 << 17  # bytes; for smaller buffers a second thread costs more than it saves
 
 
 class HashingFile:
-    """Pass writes on to `file` and keep their sha256, size and first failure.
+    """Forward writes to `file`; keep the sha256, the size and the first error.
 
-    Large pieces are hashed on a second thread while they are written: both leave the GIL.
+    Large buffers are hashed on a second thread while they are written: both release the GIL.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -33,7 +33,7 @@ class HashingFile:
         self._thread.shutdown()
 
     def write(self, data: Any) -> int:
-        """Write `data`, whose memory is the caller's again afterwards."""
+        """Write `data`; the caller may reuse its memory afterwards."""
         content = memoryview(data)
         hashed = self._thread.submit(self._hash.update, content) if len(content) > _LARGE else None
         try:
@@ -50,7 +50,7 @@ class HashingFile:
         return len(content)
 
     def flush(self) -> None:
-        """Do nothing: the owner of the file flushes it once."""
+        """Do nothing: the owner of the file flushes it once at the end."""
 
     def hexdigest(self) -> str:
         """Return the sha256 of all that was written."""

@@ -1,4 +1,4 @@
-"""`checkpoints/index.json`: what each checkpoint file is, so that a changed byte is noticed."""
+"""`checkpoints/index.json`: step, metrics and sha256 of each checkpoint file."""
 
 import hashlib
 import json
@@ -20,20 +20,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One checkpoint file: where it stands in the training, and what its bytes are."""
+    """One checkpoint file: its step, metrics, size and digest."""
 
     file: str
     step: int
     size: int  # bytes
     sha256: str
-    metrics: dict[str, float | None]  # None stands for a value that is not finite
+    metrics: dict[str, float | None]  # None: not finite
     facts: dict[str, Any]  # torch, threads, device, world_size, when it was saved
     layout: str  # key of the names and shapes in Index.layouts
 
 
 @dataclass(slots=True)
 class Index:
-    """The entries by file name, and what the further names `last`, `best`... stand for."""
+    """The entries by file name, and the entries that the names `last`, `best`... refer to."""
 
     files: dict[str, Entry] = field(default_factory=dict)
     names: dict[str, Entry] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the index of `folder`; a missing one is empty, a damaged one too, with a warning."""
+        """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
         try:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             files = {name: _entry(fields) for name, fields in content["files"].items()}
@@ -54,7 +54,7 @@ class Index:
             return cls()
 
     def write(self, folder: Path) -> None:
-        """Replace the index of `folder`, durable."""
+        """Replace the index of `folder` durably."""
         used = {entry.layout for entry in (*self.files.values(), *self.names.values())}
         content = {
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
@@ -64,7 +64,7 @@ class Index:
         write_json(folder / INDEX, content)
 
     def add(self, entry: Entry, layout: Mapping[str, str]) -> Entry:
-        """Enter a file with the names and shapes of its weights, which many files share."""
+        """Add an entry; names and shapes of the weights are stored once for equal files."""
         text = json.dumps(list(layout.items()))
         entry = replace(entry, layout=hashlib.sha256(text.encode()).hexdigest()[:16])
         self.layouts[entry.layout] = dict(layout)
@@ -72,7 +72,7 @@ class Index:
         return entry
 
     def existing(self, folder: Path) -> list[Entry]:
-        """Return the entries whose file is there with its size, by step."""
+        """Return the entries whose file exists with the recorded size, sorted by step."""
         whole = [entry for entry in self.files.values() if _size(folder / entry.file) == entry.size]
         return sorted(whole, key=lambda entry: entry.step)
 
@@ -87,7 +87,7 @@ def layout_of(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Make metrics fit for JSON, which knows no NaN and no infinity."""
+    """Replace values that JSON cannot represent (NaN, infinity) by None."""
     return {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
 
 

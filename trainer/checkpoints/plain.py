@@ -1,4 +1,4 @@
-"""Values that a checkpoint may hold: tensors and plain containers (`weights_only` loads them)."""
+"""Values that `torch.load(weights_only=True)` loads: tensors and plain containers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 
 
 class NotPlainError(TypeError):
-    """A value of a type that is not loaded without running code."""
+    """A value of a type that cannot be loaded without running code."""
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with subclasses of numbers and texts (numpy's, enums) made plain.
+    """Return `value` with subclasses of numbers and strings (numpy scalars, enums) made plain.
 
-    Tensors are the same objects. Raises `NotPlainError` for anything else that is not plain.
+    Tensors are returned as they are. Raises `NotPlainError` for any other type.
     """
     if isinstance(value, torch.Tensor) or type(value) in _ATOMS:
         return value
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `values` that are plain; functions and the like are left out."""
+    """Return the entries of `values` that are plain; others, such as functions, are left out."""
     kept = {}
     for key, value in values.items():
         try:

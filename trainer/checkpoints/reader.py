@@ -1,4 +1,4 @@
-"""Read checkpoints: verified against their archive, their format and the index beside them."""
+"""Read checkpoints, verified against archive CRCs, format version and index."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +19,9 @@ _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in `path`, on the CPU; what lies in shards is on the meta device.
+    """Return the checkpoint in `path` on the CPU; sharded tensors are on the meta device.
 
-    Raises CheckpointError. A living run may be replacing it meanwhile: then it is read again.
+    It is read again if a running process replaced it meanwhile. Raises CheckpointError.
     """
     for _ in range(_ATTEMPTS - 1):
         before = _identity(path)
@@ -34,12 +34,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in `path` with the values of its shards, if it has any, on the CPU."""
+    """Return the checkpoint in `path` on the CPU, including the values of its shards."""
     return checkpoint_shards.read(read_checkpoint(path))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Damage is told last, so that a file somebody made is answered for what it holds."""
+    """Read and check a file; content is checked before the digest, for the better error."""
     payload = read_archive(path)
     if not isinstance(payload, dict) or "format_version" not in payload:
         raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _identity(path: Path) -> list[tuple[int, int] | None]:
-    """Return what changes when the file or the index beside it is replaced."""
+    """Return values that change when the file or its index is replaced."""
     found: list[tuple[int, int] | None] = []
     for file in (path, path.parent / INDEX):
         try:
@@ -63,9 +63,9 @@ def _identity(path: Path) -> list[tuple[int, int] | None]:
 
 
 def model_only(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in `path` by name: of a checkpoint, a state dict or a .safetensors file.
+    """Return the weights in `path` by name: a checkpoint, a state dict or a .safetensors file.
 
-    A run directory stands for its best checkpoint, or else its last.
+    A run directory means its best checkpoint, or else its last.
     """
     if path.is_dir():
         path = _weights_in(path)
@@ -73,7 +73,7 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> Any:
-    """Return what a file holds, on the CPU: of a checkpoint, its weights and their averages.
+    """Return the content of a file on the CPU; of a checkpoint, only weights and averages.
 
     Raises CheckpointError.
     """
@@ -89,9 +89,9 @@ def read_weights(path: Path) -> Any:
 def compare_names(
     payload: Mapping[str, Any], model_state: Mapping[str, Any], path: Path | None = None
 ) -> None:
-    """Refuse a checkpoint whose weights have other names, shapes or types than the model's.
+    """Compare names, shapes and dtypes of a checkpoint's weights with the model's.
 
-    The CheckpointError names the first difference, in the model's order, and counts the others.
+    Raises CheckpointError with the first difference in the model's order, and a count of the rest.
     """
     saved = payload["model"]
     differences = [
@@ -118,7 +118,7 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
 
 def _check_format(path: Path, version: Any) -> None:
     if type(version) is not int:
-        raise CheckpointError(f"{path}: format {version!r} is no number")
+        raise CheckpointError(f"{path}: format {version!r} is not a number")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format {version} > supported {FORMAT_VERSION}: a newer Regimen wrote it"
@@ -128,14 +128,14 @@ def _check_format(path: Path, version: Any) -> None:
 
 
 def _check_digest(path: Path) -> None:
-    """Compare the file with the index of its folder, if that knows it."""
+    """Compare the file's digest with the index of its folder, if it is listed there."""
     index = Index.read(path.parent)
     entry = index.files.get(path.name)
     if entry is not None:
         known = {entry.sha256}
     elif path.stem in index.names:
-        # The index is written last: a name may be one save ahead of it, and is then a checkpoint
-        # that the index does not list yet.
+        # The index is written last: a name may already refer to a checkpoint that the index does
+        # not list yet.
         unlisted = [
             other for other in path.parent.glob("step-*.pt") if other.name not in index.files
         ]
@@ -144,7 +144,7 @@ def _check_digest(path: Path) -> None:
     else:
         return
     if digest(path) not in known:
-        raise DamagedCheckpointError(f"{path}: the file is not the one that was saved (sha256)")
+        raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
 
 
 def _weights_in(folder: Path) -> Path:
@@ -152,7 +152,7 @@ def _weights_in(folder: Path) -> Path:
         for name in ("best.pt", "last.pt"):
             if (parent / name).is_file():
                 return parent / name
-    raise CheckpointError(f"{folder}: there is no best.pt or last.pt in it")
+    raise CheckpointError(f"{folder}: it contains neither best.pt nor last.pt")
 
 
 def _weights(path: Path, payload: Any) -> dict[str, torch.Tensor]:
@@ -162,4 +162,4 @@ def _weights(path: Path, payload: Any) -> dict[str, torch.Tensor]:
             weights = {str(name): value for name, value in inner.items()}
             if all(isinstance(value, torch.Tensor) for value in weights.values()):
                 return weights
-    raise CheckpointError(f"{path}: holds no weights: a dict of tensors is expected")
+    raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")

@@ -1,4 +1,4 @@
-"""Bring the index and the names of checkpoints in line with the files that a killed run left."""
+"""Make the index and the names `last`, `best` agree with the files after a kill."""
 
 import logging
 import os
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def repair(folder: Path, step_files: Iterable[tuple[int, Path]]) -> None:
-    """Enter whole checkpoints that the index lacks, and set right what each name leads to.
+    """Add complete checkpoints that the index lacks, and correct what each name refers to.
 
-    Raises StorageError. Files that are damaged stay as they are: `newest` reports them.
+    Damaged files are left alone: `CheckpointStore.newest` reports them. Raises StorageError.
     """
     index = Index.read(folder)
     changed = [_enter(index, step, path) for step, path in step_files]
@@ -42,7 +42,7 @@ def _enter(index: Index, step: int, path: Path) -> bool:
 
 
 def _restore(index: Index, folder: Path, name: str) -> bool:
-    """Correct one name, or what is recorded of it; say whether the record changed."""
+    """Correct one name or its record; return whether the record changed."""
     path = folder / f"{name}.pt"
     recorded = index.names.get(name)
     led_to = [entry for entry in index.files.values() if _same(path, folder / entry.file)]
@@ -52,7 +52,7 @@ def _restore(index: Index, folder: Path, name: str) -> bool:
     if recorded is None or (path.is_file() and digest(path) == recorded.sha256):
         return False
     if index.files.get(recorded.file) == recorded and (folder / recorded.file).is_file():
-        _log.warning("%s led elsewhere and is set back to %s", path, recorded.file)
+        _log.warning("%s was another checkpoint and is %s again", path, recorded.file)
         link_or_copy(folder / recorded.file, path)
     return False
 

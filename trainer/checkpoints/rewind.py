@@ -1,4 +1,4 @@
-"""Take the checkpoints of a history that a run leaves out of its folder."""
+"""Move the checkpoints after a step to another folder, for a run that goes back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def rewind(
     best: Iterable[int],
     into: Path,
 ) -> None:
-    """Move what lies beyond `step` to the folder `into`, names that lead there included.
+    """Move checkpoints after `step`, and names that refer to them, to the folder `into`.
 
-    `last` becomes the checkpoint of `step`, `best` the first of the steps `best` that is there.
-    May be broken off anywhere and called again; raises OSError and StorageError.
+    `last` becomes the checkpoint of `step`, `best` the first of the steps `best` that exists.
+    Can be interrupted anywhere and called again. Raises OSError and StorageError.
     """
     index = Index.read(folder)
     names = {*_OWN, *index.names}
@@ -30,7 +30,7 @@ def rewind(
     had_last = "last" in index.names
     into.mkdir(parents=True, exist_ok=True)
     _keep_record(index, step, into)
-    if "best" in far:  # weights of the best, for others to read
+    if "best" in far:  # best.safetensors goes with the checkpoint
         _move(folder / "best.safetensors", into)
     for name in far:
         _move(folder / f"{name}.pt", into)
@@ -51,7 +51,7 @@ def rewind(
 
 
 def beyond(folder: Path, step_files: Iterable[tuple[int, Path]], step: int) -> bool:
-    """Whether there is a checkpoint, or a name for one, beyond `step`."""
+    """Return whether a checkpoint, or a name for one, is of a later step than `step`."""
     named = Index.read(folder).names
     led = [e.step for name, e in named.items() if os.path.lexists(folder / f"{name}.pt")]
     return any(at > step for at in (*led, *(at for at, _ in step_files)))
@@ -60,7 +60,7 @@ def beyond(folder: Path, step_files: Iterable[tuple[int, Path]], step: int) -> b
 def _led_to(
     index: Index, folder: Path, name: str, step_files: Iterable[tuple[int, Path]]
 ) -> int | None:
-    """Return the step that a name leads to: by the file, or else by the index."""
+    """Return the step that a name refers to: by its file, or else by the index."""
     path = folder / f"{name}.pt"
     for step, file in step_files:
         if path.exists() and path.samefile(file):
@@ -70,7 +70,7 @@ def _led_to(
 
 
 def _keep_record(index: Index, step: int, into: Path) -> None:
-    """Enter what leaves into the index of the folder that it goes to: it stays verified there."""
+    """Record the moved checkpoints in the index of `into`, so that they stay verified."""
 
     def leaving(entries: dict[str, Entry]) -> dict[str, Entry]:
         return {name: entry for name, entry in entries.items() if entry.step > step}
@@ -83,7 +83,7 @@ def _keep_record(index: Index, step: int, into: Path) -> None:
 
 
 def _name(index: Index, folder: Path, name: str, steps: Iterable[int]) -> None:
-    """Let a name lead to the first of the checkpoints that is there."""
+    """Let a name refer to the first of the checkpoints that exists."""
     known = {entry.step: entry for entry in index.existing(folder)}
     entry = next((known[step] for step in steps if step in known), None)
     if entry is not None:

@@ -1,7 +1,7 @@
-"""What a run's checkpoint has to hold, checked before anything of it is used.
+"""The keys and types of a run's checkpoint, checked before any of it is used.
 
-A file that somebody made loads safely and may still be anything: every reader of a whole run's
-state asks here first, so that the answer is one line.
+A file can load safely and still hold anything. Each reader of a run's state calls `check_payload`
+first, so that the user gets one line.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _STATE: Mapping[str, type] = {
     "metrics": dict,
     "world_size": int,
 }
-_LISTS = ("sums", "own")  # a part for each process
-_LATER_LISTS = ("epoch_sums", "loader", "unsaved")  # which an older checkpoint lacks
+_LISTS = ("sums", "own")  # one entry for each process
+_LATER_LISTS = ("epoch_sums", "loader", "unsaved")  # missing in older checkpoints
 _SUMS: Mapping[str, type] = {"sums": dict, "counts": dict}
 _RNG: Mapping[str, type] = {"torch": torch.Tensor, "cuda": list, "python": dict, "numpy": dict}
-_MOST_VALUES = 5_000_000  # containers that share their members multiply when they are walked
+_MOST_VALUES = 5_000_000  # shared containers are visited again each time
 
 
 def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
@@ -48,19 +48,19 @@ def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
     try:
         _check(payload)
     except _MisfitError as error:
-        raise CheckpointError(f"{where}is no checkpoint that a run wrote: {error}") from None
+        raise CheckpointError(f"{where}not a checkpoint of a run: {error}") from None
 
 
 @contextmanager
 def taking_over(what: str) -> Iterator[None]:
-    """Turn what a state that does not fit raises within into a CheckpointError."""
+    """Turn exceptions raised by a state that does not fit into a CheckpointError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise CheckpointError(f"{what} of the checkpoint cannot be taken over: {reason}") from error
+        raise CheckpointError(f"{what} of the checkpoint cannot be loaded: {reason}") from error
 
 
 class _MisfitError(Exception):
@@ -72,7 +72,7 @@ def _check(payload: Mapping[str, Any]) -> None:
     state = payload["state"]
     _check_keys(state, _STATE, "state.")
     _check_counters(state["counters"])
-    roles = state.get("roles", {})  # an older checkpoint lacks them
+    roles = state.get("roles", {})  # missing in older checkpoints
     if not isinstance(roles, dict) or not all(isinstance(n, str | None) for n in roles.values()):
         raise _MisfitError(f"state.roles is no dict of names but {roles!r}"[:200])
     processes = state["world_size"]
@@ -117,15 +117,15 @@ def _check_counters(counters: Mapping[str, Any]) -> None:
 
 
 class _Walk:
-    """Visit every value once; containers that hold themselves or multiply are refused."""
+    """Visit every value; refuse cycles and containers that expand without bound."""
 
     def __init__(self, sharded: bool) -> None:
-        self._sharded = sharded  # then tensors on the meta device are filled from the shards
+        self._sharded = sharded  # meta tensors are then filled from the shards
         self._sizes: dict[int, int] = {}
         self._open: set[int] = set()
 
     def check(self, value: Any, key: str = "") -> int:
-        """Return how many values there are, each as often as it is met. Raises _MisfitError."""
+        """Return the number of values, counting shared ones each time. Raises _MisfitError."""
         if isinstance(value, torch.Tensor):
             self._check_tensor(value, key)
             return 1
@@ -134,14 +134,14 @@ class _Walk:
         if id(value) in self._sizes:
             return self._sizes[id(value)]
         if id(value) in self._open or len(self._open) > _DEEPEST:
-            raise _MisfitError(f"{key} holds itself, or is nested without end")
+            raise _MisfitError(f"{key} contains itself, or is nested too deeply")
         self._open.add(id(value))
         members = value.items() if isinstance(value, dict) else enumerate(value)
         size = 1
         for name, member in members:
             size += self.check(member, f"{key}.{name}" if key else str(name)[:80])
             if size > _MOST_VALUES:
-                raise _MisfitError(f"{key} writes out to more than {_MOST_VALUES} values")
+                raise _MisfitError(f"{key} expands to more than {_MOST_VALUES} values")
         self._open.discard(id(value))
         self._sizes[id(value)] = size
         return size
@@ -149,9 +149,9 @@ class _Walk:
     def _check_tensor(self, tensor: torch.Tensor, key: str) -> None:
         if tensor.is_meta:
             if not self._sharded:
-                raise _MisfitError(f"{key} is a tensor without values (on the meta device)")
+                raise _MisfitError(f"{key} is a tensor without data (on the meta device)")
         elif tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise _MisfitError(f"{key} claims to be larger than what is stored of it")
+            raise _MisfitError(f"{key} is larger than its storage")
 
 
 _DEEPEST = 100

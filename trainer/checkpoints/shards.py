@@ -1,8 +1,7 @@
-"""The sharded form of a checkpoint, by torch.distributed.checkpoint: each process writes its part.
+"""Sharded checkpoints by torch.distributed.checkpoint: each process writes its part.
 
-`step-00000120.pt` is then an outline: a checkpoint like any other, whose sharded tensors are on the
-meta device. Their values lie in the folder that its key `shards` names, with the digests of the
-files in it: as long as the outline is whole, so is what it leads to.
+`step-00000120.pt` is then an outline: a checkpoint whose sharded tensors are on the meta device.
+Its key `shards` names the folder with their values, and the digests of the files in it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainer.files.storage import check_space, storage_error
 
 SUFFIX = ".shards"
 _METADATA = "torch.distributed.checkpoint.metadata"
-# What the description of the shards is made of; a byte stream in it would be unpickled unchecked.
+# The types in the .metadata of the shards; any other would be unpickled unchecked.
 _PLAIN = {
     *(f"{_METADATA}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
     *(f"{_METADATA}.{name}" for name in ("TensorStorageMetadata", "TensorProperties")),
@@ -42,9 +41,9 @@ _PLAIN = {
 
 
 def write(payload: Mapping[str, Any], target: Path, group: ProcessGroup) -> dict[str, Any]:
-    """Write the sharded tensors of `payload` beside `target`; return the outline to write there.
+    """Write the sharded tensors of `payload` beside `target`; return the outline for `target`.
 
-    A collective. Durable before the outline exists; raises StorageError on all processes alike.
+    A collective. The shards are durable on return. Raises StorageError on all processes.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -71,7 +70,7 @@ def write(payload: Mapping[str, Any], target: Path, group: ProcessGroup) -> dict
 
 
 def check(payload: Mapping[str, Any], path: Path) -> None:
-    """Hold the files that an outline leads to against it; make its folder an absolute path.
+    """Verify the files that an outline lists; make its folder an absolute path.
 
     Raises DamagedCheckpointError.
     """
@@ -91,16 +90,16 @@ def check(payload: Mapping[str, Any], path: Path) -> None:
             reason = f"{path}: cannot read its shard {file}: {error.strerror}"
             raise DamagedCheckpointError(reason) from error
         if not same:
-            raise DamagedCheckpointError(f"{path}: its shard {file} is not the one that was saved")
+            raise DamagedCheckpointError(f"{path}: its shard {file} changed after it was saved")
     shards["folder"] = str(folder)
 
 
 def read(
     payload: Mapping[str, Any], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return `payload` with the values of its sharded tensors, whole on the host.
+    """Return `payload` with the values of its sharded tensors, unsharded on the host.
 
-    Below the name of one of `parameters` they are sharded as that is, and each process reads its
+    Tensors below the name of one of `parameters` are sharded like it, and each process reads its
     own part only.
     """
     shards = payload.get("shards")
@@ -118,7 +117,7 @@ def read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            # Each process for itself: what it needs is in files that all can read.
+            # No collective: all processes can read all files.
             load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = error.failures[min(error.failures)][0]
@@ -128,13 +127,13 @@ def read(
 
 
 def shard_facts(payload: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the index keeps of a checkpoint's shards: the name of their folder, if any."""
+    """Return what the index records of the shards: the name of their folder, if any."""
     shards = payload.get("shards")
     return {"shards": Path(shards["folder"]).name} if shards else {}
 
 
 def remove_unused(folder: Path, index: Index) -> None:
-    """Remove the shards in `folder` that no checkpoint leads to; what cannot be removed stays."""
+    """Remove the shards in `folder` that no checkpoint refers to, as far as possible."""
     used = {e.facts.get("shards") for e in (*index.files.values(), *index.names.values())}
     for path in folder.glob(f"*{SUFFIX}"):
         if path.name not in used:
@@ -165,7 +164,7 @@ def _place(
     parameters: Mapping[str, Tensor],
     tensors: dict[str, Any],
 ) -> Tensor:
-    """Make room for a sharded tensor."""
+    """Allocate the memory for a sharded tensor."""
     if tensor.device.type != "meta":
         return tensor
     owner = next((parameters[name] for name in reversed(path) if name in parameters), None)
@@ -178,7 +177,7 @@ def _place(
 
 
 def _reader(folder: Path) -> Any:
-    """Return torch's reader, with a description of the shards that holds nothing but that."""
+    """Return torch's reader, whose `.metadata` was checked before it is unpickled."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -200,13 +199,13 @@ def _described(path: Path) -> Any:
             return _Unpickler(file).load()
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # what a pickle that is none can raise has no end
+    except Exception as error:  # unpickling damaged bytes can raise any type
         raise DamagedCheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a shard's description may hold. Raises CheckpointError for the rest."""
+        """Return a type that `.metadata` may hold. Raises CheckpointError for others."""
         if f"{module}.{name}" in _PLAIN:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -229,12 +228,12 @@ def _move(temporary: Path, folder: Path) -> None:
 
 
 def _not_written(target: Path, failures: Mapping[int, Any], need: int) -> StorageError:
-    """Say what the first process that could not write met with."""
+    """Return the error of the first process that could not write."""
     error = failures[min(failures)][0]
     if isinstance(error, OSError):
         return storage_error(target, error, need=need)
     try:
-        check_space(target, need)  # torch tells of a full disk without the system's error number
+        check_space(target, need)  # torch reports a full disk without its errno
     except StorageError as full:
         return full
     return StorageError(f"cannot write {target}: {error}")

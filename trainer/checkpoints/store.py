@@ -1,4 +1,4 @@
-"""Checkpoints on disk: how they are written, named, verified and removed. When is not said here."""
+"""Checkpoints on disk: how they are written, named, verified and removed."""
 
 import logging
 import math
@@ -31,20 +31,20 @@ from trainer.runs import manifest
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 
-_MARGIN = 1.2  # of the last checkpoint's size must be free before the next is begun
+_MARGIN = 1.2  # of the last checkpoint's size must be free before the next is written
 _STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
 _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `step-00000120.pt`..., and `last.pt`, `best.pt` for two of them.
+    """The checkpoints of one run: `step-00000120.pt`..., and the names `last.pt`, `best.pt`.
 
-    `facts` go into the index beside those found out here (torch, threads, device, world size).
+    `facts` are recorded in the index, together with torch version, threads, device, world size.
     """
 
     def __init__(self, folder: Path, *, facts: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self.resumed_from: int | None = None  # step; set by newest() and load(), never pruned
+        self.resumed_from: int | None = None  # step; set by newest() and load(); never pruned
         self._facts = dict(facts or {})
         self._cleaned = False
 
@@ -56,16 +56,16 @@ class CheckpointStore:
         metrics: Mapping[str, float] | None = None,
         names: Sequence[str] = ("last",),
     ) -> Path:
-        """Write one checkpoint, durable before any name leads to it. Raises StorageError.
+        """Write one checkpoint; it is durable before any name refers to it. Raises StorageError.
 
-        Whatever fails, the earlier checkpoints and names are as they were.
+        If it fails, the earlier checkpoints and names are unchanged.
         """
         path = self.path_of(step)
         self.prepare()
         index = Index.read(self.folder)
         _check_space(path, index, payload)
         if index.files.pop(path.name, None) is not None:
-            index.write(self.folder)  # the digest on record would condemn the file's successor
+            index.write(self.folder)  # or the old digest would be compared with the new file
         content = {**payload, "format_version": FORMAT_VERSION}
         size, sha256 = write_checkpoint(path, content)
         _verify(path, size)
@@ -76,7 +76,7 @@ class CheckpointStore:
         return path
 
     def name(self, name: str, step: int) -> Path:
-        """Make `name`.pt a further name of the checkpoint of `step`."""
+        """Let `name`.pt refer to the checkpoint of `step`."""
         index = Index.read(self.folder)
         entry = index.files.get(self.path_of(step).name)
         if entry is None:
@@ -95,11 +95,10 @@ class CheckpointStore:
         return payload
 
     def newest(self, up_to: int | None = None) -> tuple[Path, dict[str, Any], list[str]] | None:
-        """Return the newest whole checkpoint, and in words which newer ones were passed over.
+        """Return path and content of the newest undamaged checkpoint, and why others were skipped.
 
-        None if there never was one; CheckpointError if there are some and none is whole. Only
-        damage is passed over: code, or a format from the future, is an error at once. Steps beyond
-        `up_to` do not count.
+        None if there is no checkpoint. Raises CheckpointError if all are damaged, or one contains
+        code or has a newer format. Steps after `up_to` are ignored.
         """
         passed: list[str] = []
         for path in self._candidates(up_to):
@@ -115,29 +114,29 @@ class CheckpointStore:
         return None
 
     def entries(self) -> list[Entry]:
-        """Return the checkpoints on record that are there, by step."""
+        """Return the recorded checkpoints that exist, sorted by step."""
         return Index.read(self.folder).existing(self.folder)
 
     def holds(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is there, if only by a further name."""
+        """Return whether the checkpoint of `step` exists, under any name."""
         names = Index.read(self.folder).names
         led = (self.folder / f"{name}.pt" for name, entry in names.items() if entry.step == step)
         return any(path.exists() for path in (self.path_of(step), *led))
 
     def beyond(self, step: int) -> bool:
-        """Whether there is anything of a later step."""
+        """Return whether a checkpoint of a later step exists."""
         return beyond(self.folder, self._step_files(), step)
 
     def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
-        """Move what is beyond `step` to the folder `into`; `best` ranks what stays."""
+        """Move checkpoints after `step` to the folder `into`; `best` ranks the rest."""
         if self.folder.is_dir():
             rewind(self.folder, self._step_files(), step, best, into)
 
     def prune(self, keep: Collection[int]) -> list[Path]:
-        """Remove the checkpoints of other steps than `keep`; return the removed ones.
+        """Remove checkpoints whose step is not in `keep`; return their paths.
 
-        Always kept: the newest two whole ones, those that have a name, the one resumed from. What
-        cannot be removed is a warning.
+        The newest two, those that have a name, and the one resumed from are always kept. A file
+        that cannot be removed is a warning.
         """
         index = Index.read(self.folder)
         whole = [entry.step for entry in index.existing(self.folder)]
@@ -154,9 +153,9 @@ class CheckpointStore:
         return removed
 
     def clean(self) -> list[Path]:
-        """Remove and repair what a writer that was killed left; for the process that holds the run.
+        """Remove and repair what a killed writer left; return the removed files.
 
-        Returns the removed files.
+        Only for the process that holds the lock of the run.
         """
         removed = remove_orphans(self.folder)
         repair(self.folder, self._step_files())
@@ -165,7 +164,7 @@ class CheckpointStore:
         return removed
 
     def prepare(self) -> None:
-        """Make the folder and clean it, once: the first save is by the process that holds the run.
+        """Make the folder; clean it at the first call, when this process holds the lock of the run.
 
         Raises StorageError.
         """
@@ -177,7 +176,7 @@ class CheckpointStore:
             self.clean()
 
     def path_of(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is, or would be."""
+        """Return the path of the checkpoint of `step`, whether it exists or not."""
         return self.folder / f"step-{step:08d}.pt"
 
     def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:
@@ -187,12 +186,12 @@ class CheckpointStore:
         index.write(self.folder)
 
     def _step_files(self) -> list[tuple[int, Path]]:
-        """Return step and path of the files that are checkpoints by name, the newest first."""
+        """Return step and path of the files named like checkpoints, newest first."""
         found = [(_STEP_FILE.fullmatch(path.name), path) for path in _listed(self.folder)]
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
     def _candidates(self, up_to: int | None) -> list[Path]:
-        """Return step files, the newest first, then names that are files of their own (copies)."""
+        """Return step files, newest first, then names that are copies instead of links."""
         files = self._step_files()
         known = Index.read(self.folder).names
         by_step = sorted(known, key=lambda name: known[name].step, reverse=True)
@@ -206,9 +205,9 @@ class CheckpointStore:
 
 
 def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
-    """Write `payload` to `path`, durable; return its size in bytes and its sha256.
+    """Write `payload` to `path` durably; return its size in bytes and its sha256.
 
-    Raises StorageError, or ResourceError where memory gives out.
+    Raises StorageError, or ResourceError if memory runs out.
     """
     with replacing(path, need=_estimate(payload)) as file, HashingFile(file) as hashing:
         try:
@@ -225,7 +224,7 @@ def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Look behind what torch's archive writer says of itself once a write has failed."""
+    """Return whether memory ran out, by the chain of exceptions of torch's archive writer."""
     while error is not None:
         text = str(error)
         if isinstance(error, MemoryError) or "allocate memory" in text or "new thread" in text:
@@ -235,9 +234,9 @@ def _lacks_memory(error: BaseException | None) -> bool:
 
 
 def _verify(path: Path, size: int) -> None:
-    """See that the file is there as written: its bytes were hashed on the way, not read back.
+    """Check size and directory of the archive. Raises StorageError.
 
-    What a fresh read returns comes from memory and says nothing about the disk.
+    The bytes are not read back: a fresh read comes from the page cache, not from the disk.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -257,7 +256,7 @@ def _check_space(path: Path, index: Index, payload: Mapping[str, Any]) -> None:
 
 
 def _estimate(payload: Any) -> int:
-    """Return the bytes of all tensors' storages, each counted once."""
+    """Return the size of all tensors' storages in bytes, counting shared ones once."""
     sizes: dict[int, int] = {}
     pending = [payload]
     while pending:
@@ -273,7 +272,7 @@ def _estimate(payload: Any) -> int:
 
 
 def _circumstances(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the exactness of a resume depends on."""
+    """Return the facts that an exact resume depends on."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     tensors = (t for t in payload.get("model", {}).values() if isinstance(t, torch.Tensor))
     devices = (t.device for t in tensors)

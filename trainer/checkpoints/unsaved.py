@@ -1,4 +1,4 @@
-"""State beside the model's: the task's, and what training moves and no state dict has."""
+"""State that the model's state dict lacks: the task's modules and non-persistent buffers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class Unsaved:
-    """Save what the model's state dict lacks, and name what cannot be saved.
+    """Save state that the model's state dict lacks, and name what cannot be saved.
 
-    That is the state of the task's own modules (a loss's weights, a centre that moves), and of
-    every module the buffers with `persistent=False` that are no longer what they were built as:
-    constants, such as masks, are not saved. Numbers, tensors and generators that are plain
-    attributes cannot be told from others: those that move are named once in the log.
+    Saved are the state of the task's own modules (the weights of a loss, moving centres), and
+    buffers with `persistent=False` that differ from their initial value: constants, such as masks,
+    are not saved. Plain attributes (numbers, tensors, generators) are not saved; those that change
+    are named once in the log.
     """
 
     def __init__(self, model: nn.Module, task: Task) -> None:
@@ -34,7 +34,7 @@ class Unsaved:
         self._told: set[str] = set()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this process's part, on the host; a warning names what moved and is not in it."""
+        """Return this process's state on the host; warn about attributes that changed."""
         self._warn()
         buffers = {
             name: b.detach().cpu().clone()
@@ -51,7 +51,7 @@ class Unsaved:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Take over what `state_dict` returned; return in words what has no place here."""
+        """Load what `state_dict` returned; return a message for each entry that does not fit."""
         places = dict(self._passing())
         missing = [name for name in state["buffers"] if name not in places]
         for name, (owner, key, buffer) in places.items():
@@ -64,7 +64,7 @@ class Unsaved:
         return [f"the checkpoint's {name} is not in this run" for name in missing]
 
     def _load_task(self, found: Mapping[str, Tensor]) -> list[str]:
-        """Take over the state of the task's modules; return the names that they do not have."""
+        """Load the state of the task's modules; return the names that do not fit."""
         own = {
             f"{part}.{name}": value
             for part, module in self._task.items()
@@ -81,7 +81,7 @@ class Unsaved:
                 yield ".".join(word for word in (root, name) if word), module
 
     def _passing(self) -> Iterator[tuple[str, tuple[nn.Module, str, Tensor]]]:
-        """Yield the buffers that are in no state dict, by name."""
+        """Yield the non-persistent buffers, by name."""
         for prefix, module in self._modules():
             for key in sorted(module._non_persistent_buffers_set):
                 buffer = module._buffers.get(key)
@@ -89,7 +89,7 @@ class Unsaved:
                     yield f"{prefix}.{key}" if prefix else key, (module, key, buffer)
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """Yield a mark of each plain attribute that changes where the attribute does."""
+        """Yield a mark for each plain attribute, which changes when the attribute does."""
         for prefix, module in self._modules():
             for key, value in vars(module).items():
                 if key not in _TORCHS and (mark := _mark(value)) is not None:
@@ -98,13 +98,13 @@ class Unsaved:
     def _warn(self) -> None:
         marks = dict(self._attributes())
         moved = [name for name, mark in marks.items() if self._marks.get(name, mark) != mark]
-        self._marks = marks  # what appeared since is a cache, unless it goes on changing
+        self._marks = marks  # a new attribute is taken for a cache until it changes
         for name in moved:
             if name not in self._told:
                 self._told.add(name)
                 _log.warning(
-                    "%s changes in training and is no buffer: no checkpoint has it, a resume "
-                    "begins with what the constructor gives it; register_buffer saves it",
+                    "%s changes in training but is not a buffer: checkpoints lack it, and a resume "
+                    "starts from its initial value; use register_buffer to save it",
                     name,
                 )
 
@@ -113,7 +113,7 @@ _TORCHS = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
 
 def _mark(value: Any) -> Any:
-    """Return what tells a value of today from that of another day; None for what is not state."""
+    """Return a value that changes when `value` does; None if it is not state."""
     if isinstance(value, int | float | complex):
         return value if value == value else "nan"
     if isinstance(value, Tensor):

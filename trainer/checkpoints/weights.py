@@ -1,4 +1,4 @@
-"""Read and write .safetensors files: names and tensors alone, nothing that could run."""
+"""Read and write .safetensors files, which hold names and tensors but no code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer.files.atomic import replacing
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of `path` by name, on the CPU. Raises CheckpointError."""
     try:
-        # Not load_file, which maps the file: who replaces it would change the tensors.
+        # Not load_file, which maps the file: overwriting it would change the tensors.
         return safetensors.torch.load(path.read_bytes())
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DamagedCheckpointError(f"{path}: damaged, or no .safetensors file") from error
+        raise DamagedCheckpointError(f"{path}: damaged, or not a .safetensors file") from error
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Replace `path` by a file of these tensors. Raises StorageError.
 
-    Tied weights are written under each of their names: the format knows no shared tensors.
+    Tied weights are written once for each name: the format has no shared tensors.
     """
     values: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -40,6 +40,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         content = safetensors.torch.save(values, {"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as error:
-        raise StorageError(f"cannot write {path}: the format has no {error}") from error
+        raise StorageError(f"cannot write {path}: the format does not support {error}") from error
     with replacing(path, need=len(content)) as file:
         file.write(content)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from conf.errors import Problem
 from data.batch import map_tensors
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.errors import ModelError
@@ -89,19 +90,17 @@ class FSDP(Replicas):
         parameters = [(f"{n}.{k}", p) for n, m in others.items() for k, p in m.named_parameters()]
         trained = [name for name, parameter in parameters if parameter.requires_grad]
         if trained:
-            raise ModelError(
-                f"strategy=fsdp shards the model only, but {trained[0]} belongs to the task and is "
-                "trained: use strategy=ddp, or move it into the model"
-            )
+            message = f"fsdp shards the model only, but the task trains {trained[0]}"
+            hint = "use strategy=ddp, or move it into the model"
+            raise ModelError(Problem("strategy", message, hint))
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         kinds = [type(module).__name__ for module in model.modules()]
         for name in self._wrap_modules:
             if name not in kinds:
-                raise ModelError(
-                    f"strategy.wrap_modules: the model has no module of class {name}, only "
-                    f"{', '.join(sorted(set(kinds)))}"
-                )
+                message = f"the model has no module of class {name}"
+                hint = f"there are {', '.join(sorted(set(kinds)))}"
+                raise ModelError(Problem("strategy.wrap_modules", message, hint))
         # fully_shard requires inner modules first.
         found = [m for m in model.modules() if type(m).__name__ in self._wrap_modules]
         return [m for m in reversed(found) if m is not model]

@@ -1,8 +1,8 @@
-"""Find what a `_target_` names, and refuse whatever the allow-list does not cover.
+"""Find what a `_target_` names, and refuse what the allow-list does not cover.
 
-A configuration may come from anyone, so it can only name what `trainer.targets.nameable` lists,
-things of the packages in the folder where the program was started, and of those that the person
-who started it allowed on the command line. The list is code: no YAML can lengthen it.
+A configuration may come from anyone. It can only name what `trainer.targets.nameable` lists, what
+lies in packages of the folder where the program was started, and what `--allow-target` allows on
+the command line. No YAML can extend the list.
 """
 
 import importlib
@@ -22,9 +22,9 @@ from trainer.targets.nameable import OFFERS, is_offered, refusal_by_name, refusa
 
 @dataclass(frozen=True, slots=True)
 class RefusedArguments:
-    """Arguments of a target that lead to a pickle or to foreign settings."""
+    """Arguments of a target through which it would unpickle a file or fetch code."""
 
-    model: str  # a model's name, which must not be an address: `hf-hub:...`, `local-dir:...`
+    model: str  # argument with the model's name, which must not be an address such as `hf-hub:...`
     unpickled: tuple[str, ...] = (
         "checkpoint_path",
         "pretrained_cfg",
@@ -33,14 +33,14 @@ class RefusedArguments:
     )
 
 
-# timm unpickles what these name: its loader asks torch for weights_only=False.
+# timm loads the files that these arguments name with weights_only=False.
 REFUSED_ARGUMENTS = {
     "timm": RefusedArguments("model_name"),
     "models.timm_adapter": RefusedArguments("name"),
 }
 _INSTALLED = tuple({module.partition(".")[0] for module in OFFERS})
 _OUR_OTHERS = ("conf", "scripts")
-_OUR_CHECKOUT = ("benchmarks", "tests")  # no packages, but found by who starts in a checkout
+_OUR_CHECKOUT = ("benchmarks", "tests")  # importable when started in a checkout
 
 _extra: list[str] = []
 
@@ -60,14 +60,14 @@ def allow(packages: Iterable[str]) -> None:
 
 
 def allowed_extra() -> tuple[str, ...]:
-    """Return what `allow` was given, to be handed to further processes of the run."""
+    """Return what `allow` was given, for the other processes of the run."""
     return tuple(_extra)
 
 
 def refusal(path: object) -> str | None:
-    """Say why `path` may not be a target, from its name alone; None where it may.
+    """Return why `path` may not be a target, by its name alone; None if it may.
 
-    Imports nothing: it may look for the package in the working folder, without running it.
+    Imports nothing. It may look for the package in the working folder, without running it.
     """
     if not isinstance(path, str) or not _is_path(path):
         return f"{_shown(path)} is not the dotted path of a class or function"
@@ -83,8 +83,8 @@ def refusal(path: object) -> str | None:
 def locate(path: str) -> Any:
     """Import and return the class or function that `path` names.
 
-    Raises TargetError where it is refused or not found; what fails within an allowed module while
-    it is imported comes through as it is.
+    Raises TargetError if it is refused or not found. Exceptions raised by an allowed module while
+    it is imported pass through.
     """
     reason = refusal(path)
     if reason is not None:
@@ -94,7 +94,7 @@ def locate(path: str) -> Any:
 
 
 def _listed(path: str, module_name: str, name: str) -> Any:
-    """Return what a listed module offers under `name`."""
+    """Return the object that a listed module offers under `name`."""
     module = _import_module(module_name, path)
     found: Any = module
     for part in name.split("."):
@@ -109,20 +109,20 @@ def _listed(path: str, module_name: str, name: str) -> Any:
 
 
 def _users(path: str) -> Any:
-    """Return what lies in the user's packages, or in those that were allowed."""
+    """Return an object of the user's packages, or of those given to `allow`."""
     module, names = _import(path)
     parent: Any = None
     found: Any = module
     for name in names:
         parent, found = found, _attribute(found, name, path)
         if isinstance(found, ModuleType):
-            raise TargetError(f"{path!r} is not allowed: it leads out, to module {found.__name__}")
+            raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")
     _check_users(path, parent, found)
     return found
 
 
 def _import(path: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest part of `path` that is a module; return it with the names left over."""
+    """Import the longest prefix of `path` that is a module; return it and the remaining names."""
     root, *names = path.split(".")
     if _in_working_folder(root):
         _append_working_folder()
@@ -145,7 +145,7 @@ def _import_module(name: str, path: str) -> ModuleType:
 
 
 def _is_submodule(module: ModuleType, name: str) -> bool:
-    """Tell whether `name` is a module of its own below `module`, not a thing within it."""
+    """Return whether `name` is a submodule of `module`, as opposed to an attribute."""
     known = getattr(module, name, None)
     if isinstance(known, ModuleType):
         return known.__name__ == f"{module.__name__}.{name}"
@@ -182,12 +182,12 @@ def _check_users(path: str, parent: Any, found: Any) -> None:
 
 
 def _bound_to(parent: type, found: Any) -> bool:
-    """Tell whether `found` is a constructor of the class (a class method) or a nested class."""
+    """Return whether `found` is a class method of `parent`, or a nested class."""
     return isinstance(found, type) or getattr(found, "__self__", None) is parent
 
 
 def _in_working_folder(root: str) -> bool:
-    """Tell whether the top-level package `root` is the user's own, found where they work."""
+    """Return whether the top-level package `root` lies in the working folder."""
     if root in sys.stdlib_module_names or root in (*_INSTALLED, *_OUR_OTHERS):
         return False
     folder = _working_folder()
@@ -197,7 +197,7 @@ def _in_working_folder(root: str) -> bool:
     if module is not None:
         return _places(module.__spec__) == {folder}
     finder = importlib.machinery.PathFinder
-    # Whatever is installed under the same name is found first by an import: then this is not it.
+    # An installed package of the same name is imported first.
     installed = finder.find_spec(
         root, [p for p in sys.path if os.path.realpath(p or ".") != folder]
     )
@@ -207,7 +207,7 @@ def _in_working_folder(root: str) -> bool:
 
 
 def _places(spec: Any) -> set[str]:
-    """Return the folders that hold the package or module of `spec`."""
+    """Return the folders that contain the package or module of `spec`."""
     if spec is None:
         return set()
     if spec.submodule_search_locations is not None:
@@ -227,7 +227,7 @@ def _our_folder() -> str:
 
 
 def _append_working_folder() -> None:
-    """Make the user's packages importable, after everything that is installed."""
+    """Make the user's packages importable, after all installed ones."""
     folder = _working_folder()
     if not {folder, ""} & set(sys.path):
         sys.path.append(folder)
@@ -242,7 +242,7 @@ def _how_to_allow(path: str) -> str:
     near = nearest(module, OFFERS, cutoff=0.85)
     if near not in (None, module):
         return f"did you mean {near}.{name}?"
-    # Of what everyone has installed, only the very thing: `torch` as a whole can run anything.
+    # Of installed libraries only the exact path: `torch` as a whole could run anything.
     known = root in sys.stdlib_module_names or root in _INSTALLED
     return (
         f"if you trust it, start with `--allow-target {path if known else root}`,"
@@ -251,7 +251,7 @@ def _how_to_allow(path: str) -> str:
 
 
 def _in_folder() -> list[str]:
-    """Return the names in the working folder that could be the user's packages."""
+    """Return the names in the working folder that could be packages of the user."""
     try:
         names = [name.removesuffix(".py") for name in os.listdir(_working_folder())]
     except OSError:
@@ -260,7 +260,7 @@ def _in_folder() -> list[str]:
 
 
 def _public_path(module: str, name: str) -> str:
-    """Hint at the public name of what was named where it is defined."""
+    """Return a hint with the public name of something named by where it is defined."""
     last = name.rpartition(".")[2]
     if "." not in name or refusal_by_name(module, last) is not None or module not in sys.modules:
         return ""
@@ -268,7 +268,7 @@ def _public_path(module: str, name: str) -> str:
 
 
 def under(path: str, prefixes: Iterable[str]) -> bool:
-    """Tell whether a dotted path is one of `prefixes`, or lies below one."""
+    """Return whether a dotted path is one of `prefixes`, or below one."""
     return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
 
 

@@ -1,7 +1,6 @@
-"""The one door from a configuration node to the object that it describes.
+"""Build the object that a configuration node describes: the only place that does so.
 
-Every target is checked (`trainer.targets.allow_list`) before anything of the tree is imported or
-called.
+All targets of a node are checked (`trainer.targets.allow_list`) before any is imported or called.
 """
 
 import functools
@@ -27,7 +26,7 @@ __all__ = [
     "refused_targets",
 ]
 
-# What a constructor raises about a value it was given, as opposed to a fault within it.
+# Exceptions by which a constructor rejects a value.
 _REFUSALS = (TypeError, ValueError, AssertionError, NotImplementedError)
 # Hydra 1.4 wants the list of allowed targets from the caller; 1.3 has no such parameter.
 _WHITELIST = "_execution_whitelist_"
@@ -35,7 +34,7 @@ _TAKES_WHITELIST = _WHITELIST in inspect.signature(hydra.utils.instantiate).para
 
 
 def refused_targets(node: Any, key: str = "") -> list[Problem]:
-    """List the targets in `node` that may not be used, from their names alone: imports nothing."""
+    """List the targets in `node` that may not be used, by their names alone; imports nothing."""
     return [
         Problem(_join(where, "_target_"), reason)
         for where, inner in _nodes(node, key)
@@ -46,10 +45,10 @@ def refused_targets(node: Any, key: str = "") -> list[Problem]:
 def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any) -> Any:
     """Build what `node` describes, nested nodes first, and return it.
 
-    `args` take the place of the node's `_args_`, `kwargs` win over the node's own arguments; all
-    arrive untouched, containers as plain dicts and lists. With `_partial_: true` the result is a
-    callable. `_key_` is where the node stands, for the messages.
-    Raises TargetError where a target is refused or rejects a value; other exceptions pass.
+    `args` replace the node's `_args_`, `kwargs` override the node's arguments; both are passed on
+    unchanged, containers as plain dicts and lists. With `_partial_: true` the result is a
+    callable. `_key_` is the node's key, for error messages.
+    Raises TargetError if a target is refused or rejects a value; other exceptions pass through.
     """
     for where, inner in _nodes(node, _key_):
         _check(where, inner)
@@ -62,7 +61,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], k
     args = args or tuple(_built(node.get("_args_", []), _join(key, "_args_")))
     if node.get("_partial_"):
         return functools.partial(locate(node["_target_"]), *args, **{**own, **given})
-    # Hydra sees the target alone: it would resolve `${` in arguments, which are final, once more.
+    # Hydra gets the target without arguments: it would resolve `${` in them a second time.
     extra = {_WHITELIST: [node["_target_"]]} if _TAKES_WHITELIST else {}
     try:
         call = hydra.utils.instantiate({"_target_": node["_target_"], "_partial_": True}, **extra)
@@ -71,7 +70,7 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], k
     except InstantiationException as error:
         raise _refusal(error.__cause__ or error, node, key) from error
     except _REFUSALS as error:
-        # In the user's own code it is a fault to be shown with its traceback.
+        # The user's own code: a traceback is more useful.
         if hasattr(error, "exit_code") or not under(node["_target_"], OFFERS):
             raise
         raise _refusal(error, node, key) from error
@@ -89,7 +88,7 @@ def _built(value: Any, key: str) -> Any:
 
 
 def _nodes(node: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every dict with a target in `node`, and where it stands."""
+    """Yield every dict with a target in `node`, and its key."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield key, node
@@ -111,7 +110,7 @@ def _check(where: str, node: dict[str, Any]) -> None:
 
 
 def _refusal(cause: BaseException, node: dict[str, Any], key: str) -> TargetError:
-    """Return the configuration error that a rejected value is."""
+    """Return the configuration error for a rejected value."""
     reason = " ".join(str(cause).split())[:500] or type(cause).__name__
     message = f"{node['_target_']} does not accept its arguments: {reason}"
     return TargetError(Problem(key, message))

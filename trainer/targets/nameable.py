@@ -1,7 +1,7 @@
-"""What a `_target_` may name of Regimen and of the libraries: modules, and which of their things.
+"""The allow-list: what a `_target_` may name of Regimen and of the libraries.
 
-A module that is not listed offers nothing, and what a library adds to a listed module counts only
-if it is of the kind that is listed: a new file is not nameable until somebody writes it down here.
+A module that is not listed offers nothing. A listed one offers the kinds of objects listed for it,
+so a new file cannot be named until it is added here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be named of a listed module, as `module.Name`."""
+    """What may be named in a listed module, as `module.Name`."""
 
-    inside: str  # the package or module that the things must be defined in
+    inside: str  # the package or module in which the objects must be defined
     classes: bool = True
     functions: bool | tuple[str, ...] = False  # all that are documented, or these
     only: tuple[str, ...] = ()  # these names; (): all that the module documents
     without: tuple[str, ...] = ()  # patterns of names
     constructors: tuple[str, ...] = ()  # class methods, as `Class.method`
-    compiled: tuple[str, ...] = ()  # what its compiled functions say they belong to
+    compiled: tuple[str, ...] = ()  # `__module__` of its compiled functions
 
 
 def _ours(module: str, *functions: str, classes: bool = True) -> tuple[str, Offer]:
@@ -36,7 +36,7 @@ def _metrics(part: str = "", *only: str) -> tuple[str, Offer]:
 
 
 def _networks(package: str) -> Offer:
-    # `Weights` would be a way to any address; the builders take the names of the known ones.
+    # `Weights` would accept any URL; the builders accept only known names.
     without = ("*Weights*", "get_model_*", "get_weight", "list_models")
     return Offer(package, functions=True, without=without)
 
@@ -85,7 +85,7 @@ LIBRARIES: Mapping[str, Offer] = {
     "torchvision.models.segmentation": _networks("torchvision.models.segmentation"),
     "torchvision.models.video": _networks("torchvision.models.video"),
     "torchvision.ops": Offer("torchvision.ops", functions=True),
-    # LSUN unpickles a file beside the data; the other two fetch addresses that a file lists.
+    # LSUN unpickles a file beside the data; the other two fetch URLs listed in a file.
     "torchvision.datasets": Offer(
         "torchvision.datasets", without=("Kinetics", "LSUN", "LSUNClass", "SBU")
     ),
@@ -99,7 +99,7 @@ LIBRARIES: Mapping[str, Offer] = {
             _metrics(".retrieval"),
             _metrics(".segmentation"),
             _metrics(".wrappers"),
-            # The others of these three download networks, some of them pickled.
+            # The other metrics of these three modules download networks, some of them pickled.
             _metrics(
                 ".audio",
                 "ComplexScaleInvariantSignalNoiseRatio",
@@ -165,6 +165,10 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.unfreeze"),
         _ours("callbacks.whitening"),
         _ours("data.batch_transforms"),
+        _ours("data.formats.huggingface", "huggingface", classes=False),
+        _ours("data.formats.shards", "tar_shards", classes=False),
+        _ours("data.formats.table", "table", classes=False),
+        _ours("data.formats.tokens", "token_blocks", classes=False),
         _ours("data.image_folder", "image_folder"),
         _ours("data.noise"),
         ("data.orders", Offer("data.orders", without=("Permut*",))),
@@ -192,6 +196,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("models.timm_adapter", "build"),
         _ours("models.torchvision_adapter", "build"),
         _ours("models.transformer"),
+        _ours("models.transformers_adapter", "build", classes=False),
         _ours("models.unet"),
         _ours("models.vit"),
         _ours("trainer.tasks.losses", "vector"),
@@ -210,7 +215,7 @@ OFFERS: Mapping[str, Offer] = {**LIBRARIES, **OURS}
 
 
 def split(path: str) -> tuple[str, str] | None:
-    """Return the listed module that a path begins with, and what follows; None without one."""
+    """Return the listed module that a path begins with, and the rest; None if there is none."""
     module = path
     while (at := module.rfind(".")) > 0:
         module = module[:at]
@@ -220,12 +225,12 @@ def split(path: str) -> tuple[str, str] | None:
 
 
 def refusal_by_name(module: str, name: str) -> str | None:
-    """Say why `name` of a listed module may not be a target, as far as its name tells."""
+    """Return why `name` of a listed module may not be a target, judging by the name alone."""
     offer = OFFERS[module]
     if name in offer.constructors:
         return None
     if "." in name:
-        return "it does not lie directly in a listed module"
+        return "it is not directly in a listed module"
     if name.startswith("_"):
         return "it is private"
     kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
@@ -235,7 +240,7 @@ def refusal_by_name(module: str, name: str) -> str | None:
 
 
 def refusal_of(module: ModuleType, name: str, found: Any) -> str | None:
-    """Say why `found`, which a listed module holds under `name`, may not be a target."""
+    """Return why `found`, called `name` in a listed module, may not be a target; None if it may."""
     offer = OFFERS[module.__name__]
     if name in offer.constructors:
         return None
@@ -259,16 +264,16 @@ def _refusal_of_kind(offer: Offer, name: str, found: Any) -> str | None:
     else:
         wanted = offer.functions
     kind = "class" if isinstance(found, type) else "function"
-    return None if wanted else f"it is a {kind} that is of no use in a configuration"
+    return None if wanted else f"it is a {kind} that a configuration cannot use"
 
 
 def _own_attributes(found: Any) -> Mapping[str, Any]:
-    """Return an object's own attributes: inherited ones say nothing about it."""
+    """Return an object's own attributes, without inherited ones."""
     return getattr(found, "__dict__", {})
 
 
 def is_offered(found: Any) -> bool:
-    """Tell whether an object is one that some listed module offers."""
+    """Return whether some listed module offers an object."""
     name = getattr(found, "__name__", None)
     owner = getattr(found, "__module__", None)
     if not isinstance(name, str) or not isinstance(owner, str):

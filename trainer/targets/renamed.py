@@ -1,8 +1,8 @@
-"""Where the things lie now that configurations and checkpoints of version 0.1 name elsewhere."""
+"""Present import paths of targets in configurations and checkpoints of version 0.1."""
 
 from typing import Any
 
-# Old module -> new module, for what a `_target_` could name.
+# Old module -> new module, for all that a `_target_` could name.
 RENAMED = {
     "data.views": "data.transforms",
     "trainer.confusion": "trainer.tasks.metrics",
@@ -14,13 +14,13 @@ RENAMED = {
 
 
 def present_path(path: str) -> str:
-    """Return the import path by which `path` is known now."""
+    """Return the present import path for `path`."""
     module, dot, name = path.rpartition(".")
     return f"{RENAMED.get(module, module)}{dot}{name}"
 
 
 def with_present_targets(tree: Any) -> Any:
-    """Return nested containers with every `_target_` by its present path."""
+    """Return nested containers in which each `_target_` is its present path."""
     if isinstance(tree, dict):
         return {
             key: present_path(value)

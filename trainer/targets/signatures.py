@@ -1,4 +1,4 @@
-"""Hold the arguments written in a `_target_` node against the signature of what it names."""
+"""Check the arguments of a `_target_` node against the target's signature."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 from conf.errors import Problem, did_you_mean, problems_at
 from trainer.targets.allow_list import REFUSED_ARGUMENTS, TargetError, locate, under
 
-# Hydra's own keys of a node; every other key is an argument.
+# Hydra's own keys; every other key of a node is an argument.
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -20,10 +20,10 @@ _PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def bind_problems(
     node: Any, key: str, provided: Sequence[str] = (), positional: int = 0
 ) -> list[Problem]:
-    """List what is wrong with the targets and the arguments in `node`, nested ones included.
+    """List the problems of targets and arguments in `node`, including nested nodes.
 
-    `provided` names the arguments that the trainer gives to the outermost target when it calls it,
-    `positional` counts those that it gives by position. Nothing is built, but targets are imported.
+    `provided` names the keyword arguments, and `positional` counts the positional ones, that the
+    caller adds to the outermost target. Targets are imported; nothing is built.
     """
     if isinstance(node, list):
         return [p for i, child in enumerate(node) for p in bind_problems(child, f"{key}.{i}")]
@@ -49,7 +49,7 @@ def _node_problems(
     yield from _refused_arguments(node, key, parameters)
     if parameters is not None:
         args = _positional(node)
-        if not positional:  # else the caller's own take their place
+        if not positional:  # otherwise the caller's replace them
             yield from _positional_problems(args, key, parameters, node["_target_"])
         yield from _bind(node, key, parameters, set(provided), max(positional, len(args)))
 
@@ -65,7 +65,7 @@ def _special_problems(node: dict[str, Any], key: str) -> Iterator[Problem]:
 
 
 def refused_arguments(node: dict[str, Any], key: str) -> list[Problem]:
-    """List the arguments of `node`, nested ones left out, that would unpickle or fetch code."""
+    """List the arguments of `node` itself that would unpickle a file or fetch code."""
     if not any(under(str(node["_target_"]), [prefix]) for prefix in REFUSED_ARGUMENTS):
         return []
     return list(_refused_arguments(node, key, _parameters(locate(node["_target_"]))))
@@ -84,7 +84,7 @@ def _refused_arguments(
                 yield Problem(f"{key}.{name}", message)
         model = given.get(refused.model)
         if model is not None and (not isinstance(model, str) or ":" in model):
-            message = f"not allowed here: {model!r} is no name of a model but a place to load from"
+            message = f"not allowed here: {model!r} is an address, not the name of a model"
             yield Problem(f"{key}.{refused.model}", message)
 
 
@@ -100,7 +100,7 @@ def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
 def _positional_problems(
     args: list[Any], key: str, parameters: Mapping[str, Parameter], target: str
 ) -> Iterator[Problem]:
-    """Check what `_args_` gives as the arguments that it stands for."""
+    """Check the values of `_args_` as the arguments at their positions."""
     names = _by_place(parameters)
     for index, (name, value) in enumerate(zip(names, args, strict=False)):
         for problem in _type_problems(parameters[name], value, f"{key}._args_.{index}"):
@@ -112,11 +112,11 @@ def _positional_problems(
 
 
 def _parameters(target: Any) -> Mapping[str, Parameter] | None:
-    # Annotations may be strings (PEP 563); those that do not evaluate are left as strings.
+    # Annotations may be strings (PEP 563); those that cannot be evaluated stay strings.
     for spelled_out in (True, False):
         try:
             return inspect.signature(target, eval_str=spelled_out).parameters
-        except Exception:  # compiled functions have none, and evaluating may raise anything
+        except Exception:  # none for compiled functions; evaluation may raise any type
             continue
     return None
 
@@ -135,7 +135,7 @@ def _bind(
     given = {k: v for k, v in node.items() if k not in SPECIAL and isinstance(k, str)}
     for name, value in given.items():
         if name in filled and name in parameters:
-            message = f"is filled in when {target} is called, leave it out"
+            message = f"is filled in when {target} is called: leave it out"
             yield Problem(f"{key}.{name}", message)
         elif name in names:
             yield from _type_problems(parameters[name], value, f"{key}.{name}")
@@ -166,9 +166,9 @@ def _missing(
 def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[Problem]:
     annotation = parameter.annotation
     if value is None and parameter.default is None:
-        return  # `x: int = None` is common, and means what it does
+        return  # `x: int = None` is common
     if isinstance(value, str) and "${" in value:
-        return  # an interpolation that is filled in later
+        return  # a reserved interpolation, filled in later
     if not may_hold(annotation, value):
         wanted = _spelled(annotation)
         yield Problem(key, f"expected {wanted}, got {value!r} ({type(value).__name__})")
@@ -177,9 +177,9 @@ def _type_problems(parameter: Parameter, value: Any, key: str) -> Iterator[Probl
 
 
 def may_hold(annotation: Any, value: Any) -> bool:
-    """Tell whether a plain config value can be meant for `annotation`; False only if it cannot."""
+    """Return False if a plain config value cannot fit `annotation`."""
     if isinstance(value, dict) or annotation in (Parameter.empty, Any, object):
-        return True  # a dict may be a node, which becomes anything
+        return True  # a dict may be a node, which can build anything
     if annotation is None:
         return value is None
     origin = typing.get_origin(annotation)
@@ -207,7 +207,7 @@ def _may_be_instance(cls: Any, value: Any) -> bool:
 
 
 _LISTS = (list, tuple, set, frozenset)
-# Classes that no string, number or null can stand for.
+# Classes that no string, number or null can represent.
 _COMPARED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
 
 

@@ -36,7 +36,7 @@ class Classification(Supervised):
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return the logits [n, classes]."""
-        if inputs.ndim != 5:
+        if getattr(inputs, "ndim", 0) != 5:  # named inputs, as those of a text, are a dict
             logits: Tensor = model(inputs)
             return logits
         crops: Tensor = model(inputs.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""Trade time for memory: activations of chosen modules are computed again in backward."""
+"""Trade time for memory: recompute activations of chosen modules in the backward pass."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from conf.errors import Problem
 from trainer.errors import ModelError
+
+_KEY = "trainer.activation_checkpointing"
 
 
 def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Checkpoint the modules whose full names match a glob; return their names.
 
-    Of nested matches the outermost is taken. A pattern without a match is an error. State dict
-    and module names stay as they are.
+    Of nested matches only the outermost is checkpointed. A pattern without a match is an error.
+    Names of modules and of the state dict do not change.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise ModelError(
-                f"trainer.activation_checkpointing: {pattern!r} matches no module; there are "
-                f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
-            )
+            more = ", ..." if len(names) > 12 else ""
+            hint = f"there are {', '.join(names[:12])}{more}"
+            raise ModelError(Problem(_KEY, f"{pattern!r} matches no module", hint))
     chosen: list[str] = []
     for name in names:
         inside = any(name.startswith(f"{outer}.") for outer in chosen)
@@ -42,17 +44,13 @@ def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def checkpoint_segments(model: nn.Module, segments: int) -> None:
-    """Checkpoint an `nn.Sequential` in that many runs of layers."""
+    """Checkpoint an `nn.Sequential` in `segments` segments of layers."""
     if not isinstance(model, nn.Sequential):
-        raise ModelError(
-            "trainer.activation_checkpointing_segments asks for an nn.Sequential, the model is a "
-            f"{type(model).__name__}: name modules in trainer.activation_checkpointing instead"
-        )
+        message = f"needs an nn.Sequential, but the model is a {type(model).__name__}"
+        raise ModelError(Problem(f"{_KEY}_segments", message, f"name modules in {_KEY} instead"))
     if not 1 <= segments <= len(model):
-        raise ModelError(
-            f"trainer.activation_checkpointing_segments={segments}: the model has {len(model)} "
-            "layers"
-        )
+        message = f"{segments} segments, but the model has {len(model)} layers"
+        raise ModelError(Problem(f"{_KEY}_segments", message))
     _refuse_chance(model)
     plain, layers = model.forward, list(model)
     size = len(layers) // segments  # as torch.utils.checkpoint.checkpoint_sequential cuts
@@ -64,7 +62,7 @@ def checkpoint_segments(model: nn.Module, segments: int) -> None:
         for start in bounds[:-1]:
             run = functools.partial(_run, layers[start : start + size])
             x = checkpoint(run, x, use_reentrant=False, context_fn=_contexts(model))
-        return _run(layers[bounds[-1] :], x)  # its activations are needed at once
+        return _run(layers[bounds[-1] :], x)  # its activations are needed immediately
 
     model.forward = forward  # type: ignore[method-assign]
 
@@ -98,11 +96,11 @@ def _contexts(
 
 
 class _Start:
-    """What a forward pass began with and has moved: a repetition begins with the same.
+    """State at the start of a forward pass, restored for its recomputation.
 
-    These are buffers (BatchNorm's statistics, a spectral norm's vectors), attributes that are
+    That is buffers (BatchNorm's statistics, vectors of spectral norm), attributes that are
     assigned (a counter), and generators: the global ones of Python and numpy, and those that
-    modules hold; torch restores its global ones. A repetition leaves nothing behind.
+    modules hold. torch restores its own global ones. A recomputation changes no state.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -113,7 +111,7 @@ class _Start:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Remember what the pass within moves."""
+        """Keep the state that the pass changes."""
         before = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
             for owner in self._module.modules()
@@ -123,8 +121,8 @@ class _Start:
         attributes = [(vars(m), dict(vars(m))) for m in self._module.modules()]
         generators = [(g, _state(g)) for g in (random, np.random, *_generators(self._module))]
         yield
-        # What is as it was, such as a mask, is not kept: memory is what all this is about. The
-        # kernels of BatchNorm write to its statistics without counting it as a new version.
+        # Buffers that did not change, such as masks, are not kept, to save memory. BatchNorm's
+        # kernels write to its statistics without a new tensor version.
         moved = {
             owner
             for owner, name, buffer, version, _ in before
@@ -138,8 +136,8 @@ class _Start:
 
     @contextmanager
     def repetition(self) -> Iterator[None]:
-        """Begin as the first pass did, and give everything back as it is."""
-        # Tensors are exchanged, not written to: backward may hold them.
+        """Start with the state of the first pass; restore the present state at the end."""
+        # Buffers are replaced, not written to, as the backward pass may use them.
         kept = [(owner, name, owner._buffers.get(name)) for owner, name, _ in self._buffers]
         attributes = [(own, dict(own)) for own, _ in self._attributes]
         generators = [(g, _state(g)) for g, _ in self._generators]
@@ -160,12 +158,12 @@ class _Start:
                 _set_state(generator, state)
 
 
-_ABSENT = object()  # an attribute that is not there
+_ABSENT = object()  # the attribute does not exist
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _differing(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the wanted values of the names that are bound to another object now, or to none."""
+    """Return the wanted values of names that now have another value, or none."""
     names = [*wanted, *(name for name in now if name not in wanted)]
     values = {name: wanted.get(name, _ABSENT) for name in names}
     return {name: v for name, v in values.items() if now.get(name, _ABSENT) is not v}
@@ -197,15 +195,13 @@ def _values(attributes: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _refuse_chance(module: nn.Module, prefix: str = "") -> None:
-    """Refuse what has no state to go back to: a repetition would draw other numbers."""
+    """Raise ModelError for generators without state, which a recomputation cannot restore."""
     for name, inner in module.named_modules():
         if any(isinstance(value, random.SystemRandom) for value in _values(vars(inner))):
             path = (prefix + name).rstrip(".") or "the model"
-            raise ModelError(
-                f"trainer.activation_checkpointing: {path} holds "
-                "a random.SystemRandom, which cannot repeat what it drew: use random.Random, or "
-                "leave the module out"
-            )
+            message = f"{path} holds a random.SystemRandom, which cannot repeat what it drew"
+            hint = "use random.Random, or leave the module out"
+            raise ModelError(Problem(_KEY, message, hint))
 
 
 def _state(generator: Any) -> Any:
@@ -238,7 +234,7 @@ def _same(state: Any, other: Any) -> bool:
 
 
 class _Repetitions(AbstractContextManager[None]):
-    """Enter `repetition` anew each time: gradients of gradients repeat a pass twice."""
+    """Enter a new `repetition` each time: second derivatives recompute a pass twice."""
 
     def __init__(self, start: _Start) -> None:
         self._start = start

@@ -88,7 +88,7 @@ class Copies:
         self._flat: list[Tensor] = []
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether these are the tensors copied before, or others of the same kinds."""
+        """Return whether these are the tensors copied before, or others of the same kinds."""
         known = self._tensors
         return len(tensors) == len(known) and all(
             a is b or _kind(a) == _kind(b) for a, b in zip(tensors, known, strict=True)

@@ -70,7 +70,7 @@ def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, alike: bool
 
 
 def are_alike(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether parameters are plain tensors of one device and one type."""
+    """Return whether parameters are plain tensors of one device and one type."""
     plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
     return plain and len({(p.device, p.dtype) for p in parameters}) == 1
 
@@ -116,5 +116,5 @@ def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None
 
 
 def is_finite(norm: Tensor) -> bool:
-    """Tell whether a norm, and so every gradient, is finite; waits for the device."""
+    """Return whether a norm, and so every gradient, is finite; waits for the device."""
     return math.isfinite(norm.item())

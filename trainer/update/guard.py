@@ -44,7 +44,7 @@ class HostGuard:
         self._memory.take()
 
     def refuses(self, norm: Tensor) -> bool:
-        """Tell whether a norm is not finite; waits for the device."""
+        """Return whether a norm is not finite; waits for the device."""
         return not is_finite(norm)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -124,5 +124,5 @@ def guard_of(parts: Parts, memory: Memory) -> Guard:
 
 
 def waits_for(device: torch.device) -> bool:
-    """Tell whether the host must wait to read a number of the device."""
+    """Return whether the host must wait to read a number of the device."""
     return device.type != "cpu"

@@ -47,7 +47,7 @@ def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
 
 
 def is_misfit(error: Exception) -> bool:
-    """Tell whether torch's or our modules object to what they were given, and no one else."""
+    """Return whether torch's or our modules object to what they were given, and no one else."""
     modules = [*_modules(error.__traceback__)]
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False

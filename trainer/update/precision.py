@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.nested import in_format
 
@@ -53,10 +54,8 @@ class Precision:
         Raises ModelError for complex parameters whose gradients cannot be scaled.
         """
         if self.scales and any(p.is_complex() for p in model.parameters()):
-            raise ModelError(
-                "trainer.precision=fp16 scales the loss, for which torch has no kernel for complex "
-                "gradients: use fp32, bf16 or fp64"
-            )
+            message = "fp16 scales the loss, for which torch has no kernel for complex gradients"
+            raise ModelError(Problem("trainer.precision", message, "use fp32, bf16 or fp64"))
         return model if self.dtype is None else in_format(model, self.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ class Waiting:
         self._active = False
 
     def is_over(self) -> bool:
-        """Tell whether a signal ends the wait that is under way; false while there is none."""
+        """Return whether a signal ends the wait that is under way; false while there is none."""
         return self._active and self._alone and self._state.signal is not None
 
     def attend(self, source: BatchSource) -> BatchSource:

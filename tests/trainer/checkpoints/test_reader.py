@@ -283,7 +283,7 @@ def test_weights_are_read_from_a_run_directory(tmp_path):
 def test_what_holds_no_weights_is_refused(tmp_path, value):
     path = tmp_path / "weights.pt"
     torch.save(value, path)
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         model_only(path)
 
 

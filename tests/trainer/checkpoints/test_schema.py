@@ -105,10 +105,10 @@ def _endless() -> list[Any]:
         pytest.param("model.weight", 3, "model.weight is no tensor", id="number-for-tensor"),
         pytest.param("model.weight", torch.empty(3, 4, device="meta"), "meta device", id="meta"),
         pytest.param(
-            "optimizer.x", torch.zeros(1).expand(10**12), "larger than what is stored", id="huge"
+            "optimizer.x", torch.zeros(1).expand(10**12), "larger than its storage", id="huge"
         ),
-        pytest.param("optimizer.x", _doubled(70), "writes out to more", id="doubled"),
-        pytest.param("callbacks.x", _endless(), "holds itself", id="endless"),
+        pytest.param("optimizer.x", _doubled(70), "expands to more", id="doubled"),
+        pytest.param("callbacks.x", _endless(), "contains itself", id="endless"),
     ],
 )
 def test_a_value_that_no_run_writes_is_named(
@@ -206,7 +206,7 @@ def test_an_archive_with_two_entries_of_a_name_is_refused(
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="not a file"):
         read_checkpoint(tmp_path / "pipe.pt")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="not a file"):
         read_checkpoint(tmp_path)

@@ -60,7 +60,7 @@ def test_what_is_read_outlives_its_file(tmp_path):
 def test_a_file_that_cannot_be_written_is_absent(tmp_path):
     with pytest.raises(StorageError, match="does not exist"):
         write_safetensors(tmp_path / "no" / "w.safetensors", {"a": torch.ones(1)})
-    with pytest.raises(StorageError, match=r"w\.safetensors: the format has no .*complex128"):
+    with pytest.raises(StorageError, match=r"w\.safetensors: the format does not.*complex128"):
         write_safetensors(tmp_path / "w.safetensors", {"a": torch.ones(1, dtype=torch.complex128)})
     assert list(tmp_path.iterdir()) == []
 

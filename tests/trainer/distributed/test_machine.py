@@ -66,7 +66,7 @@ def test_strategies_of_users_may_say_cuda(two_gpus):
 def test_an_accelerator_that_is_not_there(strategy):
     if torch.cuda.is_available():
         pytest.skip("it is there")
-    with pytest.raises(ModelError, match="accelerator: cuda: this machine has none"):
+    with pytest.raises(ModelError, match="accelerator: this machine has no cuda"):
         build_strategy(config(f"strategy={strategy}", "strategy.accelerator=cuda"))
 
 

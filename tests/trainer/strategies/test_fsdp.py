@@ -212,7 +212,7 @@ def test_memory_is_shared_out(ranks):
 
 def test_an_unknown_class_is_named(ranks):
     def wrap(strategy):
-        with pytest.raises(ModelError, match=r"no module of class Blok, only Block, Linear"):
+        with pytest.raises(ModelError, match=r"no module of class Blok; there are Block, Linear"):
             make_trainer(strategy)
 
     ranks(2, in_group(wrap, wrap_modules=["Blok"]))
