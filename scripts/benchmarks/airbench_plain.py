@@ -36,7 +36,7 @@ def train_by_hand(
     total, step = len(images) // batch * epochs, 0
     turned = torch.rand(len(images), device=images.device) < 0.5
     for epoch in range(epochs):
-        model.whiten.bias.requires_grad_(epoch < 0.375 * epochs - 0.5)  # type: ignore[union-attr]
+        model.whiten.bias.requires_grad_(epoch < int(0.375 * epochs))  # type: ignore[union-attr]
         for inputs, wanted in _batches(train, labels, turned ^ bool(epoch % 2), batch):
             with torch.autocast(images.device.type, torch.bfloat16):
                 loss = cross_entropy(compiled(inputs), wanted, label_smoothing=0.2)
