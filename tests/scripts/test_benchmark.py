@@ -10,7 +10,17 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from scripts import benchmark
-from scripts.benchmarks import checkpoint, cifar10_fast, cifar10_plain, gpu, predict, step
+from scripts.benchmarks import (
+    checkpoint,
+    cifar10_fast,
+    cifar10_plain,
+    evaluate,
+    gpu,
+    growth,
+    predict,
+    step,
+    train,
+)
 from scripts.benchmarks.report import Report, Row
 
 
@@ -111,3 +121,42 @@ def test_only_some_benchmarks_take_overrides(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         benchmark.main(["step", "data.root=somewhere"])
     assert "step takes no overrides" in capsys.readouterr().err
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def test_an_evaluation_is_compared_with_a_loop_that_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "NETWORKS", {"resnet18": (linear, 2)})
+    monkeypatch.setattr(evaluate, "BATCH", 8)
+    found = {}
+
+    def noted(name: str) -> evaluate.Pass:
+        way = getattr(evaluate, name)
+        return lambda trainer, loader: found.update({name: way(trainer, loader)})
+
+    for name in ("_bare", "_regimen"):
+        monkeypatch.setattr(evaluate, name, noted(name))
+    report = evaluate.measure(rounds=1)
+    assert [row.name for row in report.rows] == ["bare loop, resnet18", "Regimen, resnet18"]
+    loss, accuracy = found["_bare"]
+    assert found["_regimen"] == pytest.approx({"val/loss": loss, "val/accuracy": accuracy})
+
+
+def test_training_is_timed_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "network", linear)
+    monkeypatch.setattr(train, "BATCH", 4)
+    monkeypatch.setattr(train, "UPDATES", 3)
+    report = train.measure(rounds=1)
+    assert [row.name for row in report.rows[1::2]] == [f"Regimen, {form}" for form in train.FORMS]
+    assert report.headlines["least_ratio"] > 0
+
+
+def test_a_run_is_timed_by_decades(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "DECADES", range(1, 3))
+    marks = growth._run()
+    assert [step for step, _, _ in marks.notes] == [1, 10, 100]
+    assert [row.name for row in marks.rows()] == ["a run to 10^1", "a run to 10^2"]

@@ -156,6 +156,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.lr_monitor"),
         _ours("callbacks.memory"),
         _ours("callbacks.model_summary"),
+        _ours("callbacks.overfit"),
         _ours("callbacks.profiler"),
         _ours("callbacks.progress"),
         _ours("callbacks.state_dump"),

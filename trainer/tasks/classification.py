@@ -58,7 +58,7 @@ class Classification(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""
         labels = target
-        count: Tensor | int = len(target)
+        count: Tensor | int = target.shape[0]
         counting = self.losses.counting(target)
         if target.is_floating_point():
             labels = target.argmax(1)
@@ -73,6 +73,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return logits.detach().argmax(1).eq(labels).count_nonzero()
+        return logits.argmax(1).eq(labels).count_nonzero()
     best = logits.detach().topk(k, dim=1).indices
     return (best == labels[:, None]).any(1).count_nonzero()

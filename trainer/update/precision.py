@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from conf.errors import Problem
@@ -71,7 +72,7 @@ class Precision:
         """
         scaled: Tensor = self.scaler.scale(loss) if self.scales else loss
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # a look costs nothing there
-            scaled.backward()  # type: ignore[no-untyped-call]
+            _backward(scaled)
         else:
             scaled.backward(loss.detach() * 0 + 1)  # type: ignore[no-untyped-call]
 
@@ -117,4 +118,15 @@ def emulation_remark(precision: str, device: torch.device, cpuinfo: Path = _CPU_
     return (
         f"trainer.precision={precision} is emulated on this CPU, which has no instructions for it: "
         "trainer.precision=fp32 is probably faster here, with almost the same results"
+    )
+
+
+def _backward(loss: Tensor) -> None:
+    """Compute `loss.backward()` on a CPU without the checks of its arguments, which take 30 us."""
+    if type(loss) is not Tensor or not loss.is_floating_point():
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    ones = torch.ones_like(loss)  # not kept: a gradient may share its memory
+    Variable._execution_engine.run_backward(
+        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
