@@ -83,7 +83,7 @@ class ImageFolder:
         images = self._batch(indices)
         if images is None:
             return None
-        return images, self.targets.index_select(0, torch.tensor(indices))
+        return images, self.targets.index_select(0, torch.from_numpy(np.array(indices)))
 
     def _image(self, index: int) -> Any:
         image = None if self.cache is None else self.cache.image(index)

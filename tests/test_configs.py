@@ -20,10 +20,12 @@ GIVEN = {
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
     "data=tokens": ["data.root=book.txt"],
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
+    "data=cifar10_folder": ["data.root=images"],
+    "experiment=cifar10_fast": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "callbacks=whitening": "airbench94"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
     "model=timm": "timm",

@@ -132,7 +132,7 @@ def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
 
 
 def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
-    """Return how a run ended without an exception: `pruned` or `stopped` by search or time limit."""
+    """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
     trainer, metrics = experiment.trainer, results_of(experiment, tested)
     state = trainer.state
     where = f"epoch {state.epoch}, step {state.global_step}"

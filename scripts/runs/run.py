@@ -47,6 +47,7 @@ from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
+from trainer.update.precision import emulation_remark
 
 logger = logging.getLogger("regimen")
 
@@ -175,9 +176,13 @@ def _own_callbacks(config: Config) -> dict[str, Callback]:
 
 def _remark_on_format(config: Config, strategy: Strategy) -> None:
     options = config.trainer
-    remark = tf32_remark(options.precision, options.tf32, strategy.device)
-    if remark is not None and strategy.group.is_main:
-        logger.info("%s", remark)
+    remarks = (
+        tf32_remark(options.precision, options.tf32, strategy.device),
+        emulation_remark(options.precision, strategy.device),
+    )
+    for remark in remarks:
+        if remark is not None and strategy.group.is_main:
+            logger.info("%s", remark)
 
 
 def _dry_run(request: Request, config: Config, strategy: Strategy) -> None:
