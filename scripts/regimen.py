@@ -17,7 +17,8 @@ COMMANDS = {
     "new": ("scripts.new", "a small project of your own that trains at once"),
     "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
     "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
-    "completion": ("scripts.completion", "what TAB completes, for bash"),
+    "schema": ("scripts.schema", "the JSON schema by which editors complete and check a config"),
+    "completion": ("scripts.completion", "what TAB completes, for bash, zsh and fish"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }
