@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
+from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
 from trainer.checkpoints.background import Staging, Writer
@@ -111,7 +112,8 @@ class Checkpoint(Saver):
 
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
-        self._monitor.resolve(trainer)
+        with problems_at(f"callbacks.{self.name}"):
+            self._monitor.resolve(trainer)
         if self._monitor.on_validation and trainer.val_loader is None:
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._monitor = Monitor(None)

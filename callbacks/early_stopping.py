@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
+from conf.errors import problems_at
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class EarlyStopping(Callback):
             raise CallbackError(f"patience={patience}: choose at least 1, or null for no stopping")
         if not min_delta >= 0:
             raise CallbackError(f"min_delta={min_delta}: choose 0 or more")
-        self._monitor = Monitor(monitor, mode)
+        self._monitor = Monitor(monitor, mode, compared=patience is not None)
         self._patience = patience
         self._min_delta = min_delta
         self._min_epochs = min_epochs
@@ -52,7 +53,8 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
-        self._monitor.resolve(trainer)
+        with problems_at(f"callbacks.{self.name}"):
+            self._monitor.resolve(trainer)
         if self._patience and self.monitor is None:
             raise CallbackError(
                 f"callbacks.{self.name}.patience={self._patience}: this task has no metric "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
@@ -17,12 +17,19 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{left}, {rate_fmt}{postfix}]"
 _log = logging.getLogger(__name__)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
     # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
     monitor_interval: ClassVar[int] = 0
+    left: Callable[[], str] = staticmethod(lambda: "?")  # of the run: tqdm knows that of the bar
+
+    @property
+    def format_dict(self) -> Any:
+        """Add what `bar_format` shows beyond tqdm's own."""
+        return {**super().format_dict, "left": self.left()}
 
 
 class Progress(Callback):
@@ -44,10 +51,13 @@ class Progress(Callback):
         self._values: dict[str, float] = {}
         self._begun = self._told = 0.0  # time: the epoch's start, the last line
         self._position = 0  # in the epoch, when this process started it
+        self._started, self._first_step = 0.0, 0  # of the run, in this process
+        self._looked = 0.0  # time of the last word from an evaluation
         self._consoles: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Choose between a bar and lines."""
+        self._started, self._first_step = time.monotonic(), trainer.state.global_step
         self._shown = trainer.is_main
         self._values = {k: v for k, v in trainer.metrics.items() if _is_shown(k)}
         self._wants_bar = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
@@ -69,9 +79,11 @@ class Progress(Callback):
                 unit=" steps",
                 leave=False,
                 dynamic_ncols=True,
+                bar_format=_BAR,
                 miniters=1,  # tqdm's default would freeze the bar when steps become slower
                 mininterval=0.2,
             )
+            self._bar.left = lambda: self._left(trainer, time.monotonic())
             self._bar.set_postfix_str(_text(self._values), refresh=False)
 
     def on_update_end(self, trainer: Trainer) -> None:
@@ -89,8 +101,26 @@ class Progress(Callback):
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
+        self._looked = time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(f"{_text(self._values)}, validating")
+
+    def on_evaluation_batch(
+        self, trainer: Trainer, stage: str, done: int, batches: int | None
+    ) -> None:
+        """Show how far a validation or test is."""
+        now = time.monotonic()
+        if not self._shown or done == batches or now - self._looked < self._every_evaluation():
+            return
+        self._looked = now
+        where = f"{stage} {done}/{batches or '?'}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(where)
+        else:
+            _say(f"{_epoch(trainer, trainer.state.epoch)}: {where} batches")
+
+    def _every_evaluation(self) -> float:
+        return 0.2 if self._bar is not None else self._every_seconds
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Show that the run trains again."""
@@ -132,9 +162,17 @@ class Progress(Callback):
         self._told = now
         rate = (state.position - self._position) / (now - self._begun)
         total = trainer.steps_per_epoch
-        left = f", {_Bar.format_interval((total - state.position) / rate)} left" if total else ""
+        left = f", {self._left(trainer, now)} left" if trainer.total_steps else ""
         where = f"{_epoch(trainer, state.epoch + 1)}, {state.position}/{total or '?'}"
         _say(f"{where}: {_text(self._values)} ({rate:.3g} steps/s{left})")
+
+    def _left(self, trainer: Trainer, now: float) -> str:
+        """Return the time that is left of the run, validations included."""
+        state, seconds = trainer.state, now - self._started
+        steps = state.global_step - self._first_step
+        total = trainer.total_steps
+        rest = (total or 0) - state.global_step
+        return str(_Bar.format_interval(rest * seconds / steps)) if total and steps > 0 else "?"
 
     def _make_room(self, record: logging.LogRecord) -> bool:
         """Clear the bar before a log record is written to its line."""

@@ -84,6 +84,11 @@ class SWA(Average):
         if not self.averaged:
             _log.warning("callbacks.%s: the run ended before its start_epoch", self.name)
 
+    @property
+    def begun(self) -> bool:
+        """Whether an epoch was averaged."""
+        return self.averaged > 0
+
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights, once there is one."""
         used = self.used_for_evaluation and self.averaged

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
 from conf.fields import REQUIRED, Rule, declared, default_of, is_open, rule_of
+from conf.other_words import VALUES, our_key
 from conf.schema import Config
 
 MISSING = "???"
@@ -110,6 +111,8 @@ def _missing(key: str, rule: Rule) -> Problem:
 
 def _unknown(key: str, name: Any, known: list[str], section: str) -> Problem:
     near = nearest(str(name), known)
+    if ours := our_key(key):
+        return Problem(key, "unknown key", hint=f"it is called {ours} here")
     if near:
         return Problem(key, "unknown key", hint=f"did you mean {_join(section, near)}?")
     place = f"{section} has" if section else "there are"
@@ -168,7 +171,9 @@ def _type_hint(annotation: Any, value: Any) -> str | None:
         choices = [
             c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m)
         ]
-        return did_you_mean(value, [str(choice) for choice in choices])
+        known = [str(choice) for choice in choices]
+        ours = VALUES.get(value)
+        return f"it is called {ours} here" if ours in known else did_you_mean(value, known)
     return None
 
 

@@ -85,7 +85,10 @@ class Config:
     resume_policy: Literal["error", "keep", "override"] = option(
         "error", "what a changed config does on resume: refuse, use the old values, use the new"
     )
-    dry_run: bool | None = option(False, "check and build all, print the plan, train nothing")
+    dry_run: bool | None = option(
+        False,
+        "check and build all, try one micro-batch of each split, print the plan, train nothing",
+    )
     model: Node = option(REQUIRED, "the network", node=True)
     data: DataConfig = option(REQUIRED, "the data sets")
     transforms: TransformsConfig = option(TransformsConfig, "what is done to samples and batches")

@@ -1,6 +1,6 @@
 """Micro-batches: their position in an update, their tensors, their device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,3 +96,20 @@ def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     if tensor.is_complex():
         return torch.complex128 if dtype == torch.float64 else tensor.dtype
     return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return batches of one form as one, tensors joined along their first dimension.
+
+    What is no tensor becomes a list of the batches' values.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches))
+    if isinstance(first, Mapping):
+        return {name: joined([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, list | tuple):
+        return rebuild(first, [joined(parts) for parts in zip(*batches, strict=True)])
+    return list(batches)

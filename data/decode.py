@@ -29,9 +29,7 @@ def read_image(path: Path | str, channels: int = 3) -> Tensor:
         data = _content(path)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
-    if not data:
-        raise UnreadableError(f"cannot decode {path}: the file is empty")
-    return _decode(data, path, channels)
+    return decode_image(data, path, channels)
 
 
 def _content(path: Path | str) -> bytes:
@@ -43,7 +41,10 @@ def _content(path: Path | str) -> bytes:
         return file.read()
 
 
-def _decode(data: bytes, path: Path | str, channels: int) -> Tensor:
+def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
+    """Return the image of a file's bytes as `read_image` does; `path` is for messages."""
+    if not data:
+        raise UnreadableError(f"cannot decode {path}: the file is empty")
     if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:

@@ -12,6 +12,7 @@ from data.splits import cut
 from data.updates import Indices, Order
 
 _ROUNDS = 8
+_BLOCK = 4096  # positions computed at a time: numpy takes about as long for a batch's
 
 
 class Permutation:
@@ -23,13 +24,21 @@ class Permutation:
         self._shift = np.uint64(half)
         self._mask = np.uint64((1 << half) - 1)
         self._keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
+        self._begin = 0
+        self._block = np.empty(0, dtype=np.int64)  # the samples from position `_begin` on
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, part: slice, /) -> Indices:
-        """Return the samples at positions `part`."""
-        return self(np.arange(*part.indices(self.samples), dtype=np.uint64))
+        """Return the samples at positions `part`; those that follow are computed with them."""
+        start, stop, step = part.indices(self.samples)
+        if step != 1 or stop - start > _BLOCK:
+            return self(np.arange(start, stop, step, dtype=np.uint64))
+        if not self._begin <= start <= stop <= self._begin + len(self._block):
+            end = min(start + _BLOCK, self.samples)
+            self._begin, self._block = start, self(np.arange(start, end, dtype=np.uint64))
+        return self._block[start - self._begin : stop - self._begin]
 
     def __call__(self, positions: Words) -> Indices:
         """Return the samples at any positions."""

@@ -3,13 +3,14 @@
 import ast
 import functools
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, UnreadableError, reason
 from data.images import Transform
 from data.keys import SPLIT, random_state
 from data.sources import Split
@@ -71,6 +72,10 @@ class StandardLibraryText:
         if len(self) < 1:
             raise DataError(f"data.{split}: {len(self.tokens)} characters, context={context}")
 
+    def input_form(self) -> dict[str, Any]:
+        """Return what text must be brought to: tokens, of which `classes` is the vocabulary."""
+        return {"kind": "text", "encoding": "characters", "context": self.context}
+
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
@@ -85,6 +90,67 @@ class StandardLibraryText:
 
 
 _NUMBERS = {character: number for number, character in enumerate(ALPHABET)}
+
+
+class Prompts:
+    """Texts to continue: samples are `(tokens, length, index)`, tokens [context] with zeros behind.
+
+    Of a longer text the last `context` characters count. `names`: of the texts, for messages.
+    Raises UnreadableError for a text with characters that are not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        texts: Sequence[str],
+        vocabulary: Sequence[str],
+        context: int,
+        transform: Transform | None = None,
+    ) -> None:
+        self.texts = list(texts)
+        self._names = list(names)
+        self._numbers = {character: number for number, character in enumerate(vocabulary)}
+        self._context = context
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def path(self, index: int) -> str:
+        """Return the name of a text: its file and line."""
+        return self._names[index]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        text = self.texts[index]
+        unknown = "".join(dict.fromkeys(c for c in text if c not in self._numbers))
+        if unknown or not text:
+            what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
+            raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
+        tokens = torch.tensor([self._numbers[c] for c in text[-self._context :]])
+        tokens = tokens if self._transform is None else self._transform(tokens)
+        padded = tokens.new_zeros(self._context)
+        padded[: len(tokens)] = tokens
+        return padded, len(tokens), index
+
+
+def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], list[str]]:
+    """Return names (FILE:LINE) and texts of the lines of a file, or of `lines` where it is `-`.
+
+    Empty lines are left out. Raises DataError for a file that cannot be read or holds no line.
+    """
+    if source != "-":
+        try:
+            lines = Path(source).expanduser().read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or reason(error)
+            raise DataError(
+                f"source={source}: cannot read it ({why}): give a text file with one prompt a "
+                "line, or - for standard input"
+            ) from error
+    found = [(f"{source}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise DataError(f"source={source} holds no prompt: one a line")
+    return [name for name, _ in found], [text for _, text in found]
 
 
 @functools.cache  # the splits of a run read the same ones

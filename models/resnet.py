@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from models.errors import ModelError
 from models.layers import make_activation
 
-Stem = Literal["cifar", "imagenet"]
+Stem = Literal["cifar", "imagenet", "auto"]
+LARGE = 64  # pixels a side; above, the stem `auto` is that of ImageNet
 
 
 class BasicBlock(nn.Module):
@@ -75,8 +76,9 @@ class ResNet(nn.Module):
     """Stem, four stages of residual blocks, global average pooling and a linear head.
 
     `depth` is 18, 34 or 50. The stem `cifar` keeps the image size, `imagenet` divides it by
-    4. `zero_init_residual` sets the weight of the last BatchNorm of each block to zero, so that the
-    block starts as its shortcut.
+    4; `auto` is `imagenet` for an `image_size` of more than 64 pixels a side. `zero_init_residual`
+    sets the weight of the last BatchNorm of each block to zero, so that the block starts as its
+    shortcut.
     """
 
     def __init__(
@@ -87,12 +89,16 @@ class ResNet(nn.Module):
         stem: Stem = "cifar",
         activation: str = "relu",
         zero_init_residual: bool = False,
+        image_size: int | list[int] | None = None,
     ) -> None:
         super().__init__()
+        if stem == "auto":
+            side = max(image_size) if isinstance(image_size, list) else image_size or 0
+            stem = "imagenet" if side > LARGE else "cifar"
         if depth not in DEPTHS:
             raise ModelError(f"model.depth must be one of {sorted(DEPTHS)}, not {depth}")
         if stem not in ("cifar", "imagenet"):
-            raise ModelError(f"model.stem must be cifar or imagenet, not {stem!r}")
+            raise ModelError(f"model.stem must be auto, cifar or imagenet, not {stem!r}")
         block, counts = DEPTHS[depth]
         small = stem == "cifar"
         kernel, stride = (3, 1) if small else (7, 2)

@@ -14,6 +14,10 @@ from pathlib import Path
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
     "data": "loading and transforming images, against torchvision sample by sample",
+    "start": "process start to the first update, help and a mistake, against a bare script",
+    "train": "images a second of ResNet-18, against a bare loop with its data in memory",
+    "evaluate": "images a second of an evaluation, against a bare loop over the same loader",
+    "predict": "answers for picture files as a table, against a bare loop over the same loader",
     "growth": "cost of an update and memory as data set and run grow",
     "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
     "ddp": "throughput of one and two processes, and their start, against the same by hand",

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from trainer.shadow import refuse_shadows
+
+refuse_shadows()
+
 
 def __getattr__(name: str) -> Any:
     """Return `load_run`, imported when it is asked for: `trainer.files` needs no torch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainer.trainer import Trainer
+
+
+UPDATE_PARTS = ("batch", "outputs")  # what `on_update_end` is given if it has such parameters
 
 
 class Callback:
@@ -43,7 +47,12 @@ class Callback:
         """Called at the start of an epoch, or of the rest of an epoch after a resume."""
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Called after each update, applied or skipped."""
+        """Called after each update, applied or skipped.
+
+        An override may have the further parameters `batch` and `outputs`, both or one of them: the
+        samples of the update on this process, its micro-batches joined, and a list with the
+        `StepOutput` of each micro-batch. They stay in memory until the next update.
+        """
 
     def scalars(self, trainer: Trainer) -> Mapping[str, float]:
         """Return values to add to a log line of training."""
@@ -54,6 +63,11 @@ class Callback:
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called before a validation."""
+
+    def on_evaluation_batch(
+        self, trainer: Trainer, stage: str, done: int, batches: int | None
+    ) -> None:
+        """Called after each batch of an evaluation (`stage`: val or test); may not read tensors."""
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Called after a validation with its metrics, `val/...`."""
@@ -89,6 +103,11 @@ class Average(Callback):
     """
 
     used_for_evaluation: bool = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an average yet, which evaluations use."""
+        return True
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[Any]:
         """Return the context in which the model has the average's weights."""
@@ -128,6 +147,11 @@ class Hooks:
             ]
             for name in names
         }
+        updates = [(hook, further_parameters(hook)) for hook in self._listeners["on_update_end"]]
+        self.asks_for_batches = any(names for _, names in updates)
+        self._listeners["on_update_end"] = [
+            _with_batch(hook, names) if names else hook for hook, names in updates
+        ]
 
     def emit(self, hook: str, *args: Any) -> None:
         """Call `hook` of every callback that overrides it."""
@@ -137,6 +161,35 @@ class Hooks:
     def listeners(self, hook: str) -> list[Any]:
         """Return the bound methods that `emit` would call."""
         return self._listeners[hook]
+
+
+def further_parameters(hook: Any) -> list[str]:
+    """Return which of `batch` and `outputs` an `on_update_end` has as parameters.
+
+    Raises ModelError for other parameters without a default.
+    """
+    others = list(inspect.signature(hook).parameters.values())[1:]
+    wrong = [
+        p.name
+        for p in others
+        if p.name not in UPDATE_PARTS
+        and p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if wrong:
+        raise ModelError(
+            f"{hook.__qualname__} has the parameter {wrong[0]!r}: on_update_end is given trainer, "
+            "and batch and outputs where it has parameters of these names"
+        )
+    return [p.name for p in others if p.name in UPDATE_PARTS]
+
+
+def _with_batch(hook: Any, names: list[str]) -> Any:
+    def listener(trainer: Trainer) -> None:
+        parts = trainer.updater.last_update()
+        hook(trainer, **{name: parts[name] for name in names})
+
+    return listener
 
 
 def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:

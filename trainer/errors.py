@@ -75,6 +75,10 @@ class ModelError(ConfigError, RunError):
     """A model that does not fit its task or its data."""
 
 
+class UserCodeError(RunError):
+    """A function of the user's that returned what it must not: shown with a traceback."""
+
+
 class SampleError(RunError):
     """Samples that do not fit the task."""
 

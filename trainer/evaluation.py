@@ -14,8 +14,8 @@ from trainer import rng
 from trainer.errors import ModelError
 from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
-from trainer.task import Metric, StepOutput
-from trainer.update.batch import as_source
+from trainer.task import Metric, StepOutput, as_output, unsound
+from trainer.update.batch import BatchSource, as_source
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
 from trainer.update.sums import Sums
@@ -55,10 +55,14 @@ class Evaluator:
         sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
         for metric in metrics.values():
             metric.reset()
-        stream = self._waiting.attend(as_source(loader, 1)).epoch(0, 0, limit)
+        source = as_source(loader, 1)
+        stream, batches = self._waiting.attend(source).epoch(0, 0, limit), _batches(source, limit)
+        done = 0
         with self._own_generators(step), self._evaluating(), weights, self._alike():
             while (micro_batch := self._waiting.next(stream)) is not None:
                 self._add(micro_batch, sums)
+                done += 1
+                self._parts.hooks.emit("on_evaluation_batch", self._parts, stage, done, batches)
                 self._parts.strategy.group.agree(self._parts.state, at_once=False)
                 if self._parts.state.stop_code:
                     break
@@ -77,10 +81,17 @@ class Evaluator:
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                sums.add_output(self._evaluation_step(batch), count)
+                self._add_output(self._evaluation_step(batch), count, sums)
             elif self._parts.strategy.evaluates_in_step:
                 # The other processes wait for this process's shards of the parameters.
                 self._parts.task.prediction_step(self._module, batch)
+
+    def _add_output(self, output: StepOutput, count: int, sums: Sums) -> None:
+        try:
+            sums.add_output(output, count)
+        except MISFITS as error:
+            task = self._parts.task
+            raise unsound(output, task, "evaluation_step") or error from None
 
     def _own_generators(self, step: int) -> AbstractContextManager[None]:
         strategy = self._parts.strategy
@@ -100,7 +111,8 @@ class Evaluator:
 
     def _evaluation_step(self, batch: Any) -> StepOutput:
         try:
-            return self._parts.task.evaluation_step(self._module, batch)
+            result = self._parts.task.evaluation_step(self._module, batch)
+            return as_output(result, self._parts.task, "evaluation_step")
         except MISFITS as error:
             if (known := misfit(error, batch, self._parts.state.updates)) is not None:
                 raise known from error
@@ -117,6 +129,14 @@ class Evaluator:
         finally:
             for module, mode in modes:  # a frozen module stays in evaluation mode
                 module.training = mode
+
+
+def _batches(source: BatchSource, limit: int | None) -> int | None:
+    try:
+        length = len(source)
+    except TypeError:
+        return limit
+    return length if limit is None else min(limit, length)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ def first_tensor(batch: Any) -> Tensor | None:
     """Return the first tensor of a nested batch."""
     if isinstance(batch, Tensor):
         return batch
-    children = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (Mapping, list, tuple)):
-        return next((t for t in map(first_tensor, children) if t is not None), None)
+    if isinstance(batch, (list, tuple)):
+        children: Iterable[Any] = batch
+    else:
+        children = batch.values() if isinstance(batch, Mapping) else ()
+    for child in children:
+        if (found := first_tensor(child)) is not None:
+            return found
     return None
 
 

@@ -1,6 +1,7 @@
 """How far and how often a trainer goes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,14 +34,22 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """Bound and pace a run; the config's `trainer` group, resolved to plain values."""
+    """Bound and pace a run; the config's `trainer` group, resolved to plain values.
+
+    `clipping` and `gradient_noise` may also be given as in a configuration: `clip_grad_norm`,
+    `clip_grad_norm_type`, `clip_grad_per_group` and `clip_grad_value`; `{"eta": .., "gamma": ..}`.
+    """
 
     seed: int = 0  # of what a model or task draws in evaluation
     max_epochs: int | None = 1
     max_steps: int | None = None  # applied updates
     max_time: float | None = None  # seconds
     gradient_accumulation_steps: int = 1
-    clipping: Clipping = field(default_factory=Clipping)
+    clip_grad_norm: float | None = None
+    clip_grad_norm_type: float = 2.0
+    clip_grad_per_group: bool = False
+    clip_grad_value: float | None = None
+    clipping: Clipping = field(default=None)  # type: ignore[assignment]
     gradient_noise: GradientNoise | None = None  # added after clipping
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skipped_in_a_row: int = 20
@@ -49,8 +58,22 @@ class TrainerOptions:
     validate_every_n_steps: int | None = None
     limit_train_batches: int | None = None  # updates of each epoch
     limit_val_batches: int | None = None
-    sanity_batches: int = 0  # validated before the first update, to see it fail early
+    validate_at_start: int = 0  # validation batches tried before training, to fail early
     channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        """Fill `clipping` and `gradient_noise` from what a configuration calls them."""
+        if self.clipping is None:
+            clipping = Clipping(
+                self.clip_grad_norm,
+                self.clip_grad_norm_type,
+                self.clip_grad_per_group,
+                self.clip_grad_value,
+            )
+            object.__setattr__(self, "clipping", clipping)
+        if isinstance(self.gradient_noise, Mapping):
+            noise = GradientNoise(**{"seed": self.seed, **self.gradient_noise})
+            object.__setattr__(self, "gradient_noise", noise)
 
     @property
     def validates(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from trainer.callback import Average, saver_of
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
-from trainer.checkpoints.store import FORMAT_VERSION
+from trainer.checkpoints.store import FORMAT_VERSION, CheckpointStore
 from trainer.errors import CheckpointError
-from trainer.trainer import Trainer
 from trainer.update.sums import Sums
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 _OLD_ROLES = {"average": "ema", "saver": "checkpoint"}
 
 
@@ -94,6 +99,48 @@ def restore(
     compare_names(payload, trainer.model.state_dict())
     with taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)
+
+
+def go_on(trainer: Trainer, resume: Path | str) -> None:
+    """Let a trainer go on from a checkpoint, or from the newest of a run's directory.
+
+    "auto" stands for the trainer's own `run_dir`, where there may be none yet. Raises
+    CheckpointError.
+    """
+    if resume == "auto" and trainer.run_dir is None:
+        raise CheckpointError("resume='auto' goes on with what run_dir holds: give Trainer one")
+    place = Path(trainer.run_dir if resume == "auto" else resume)  # type: ignore[arg-type]
+    found = _found(place, may_be_new=resume == "auto") if trainer.is_main else None
+    found = trainer.group.broadcast(found)
+    if found is None:
+        return
+    path, payload = found
+    store = CheckpointStore(path.parent)
+    own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
+    if own and store.beyond(step_of(payload)):
+        raise CheckpointError(
+            f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
+            "Trainer another run_dir"
+        )
+    notes = restore(trainer, payload, same_run=own)
+    if trainer.is_main:
+        for note in notes:
+            _log.warning("%s", note)
+        _log.info("resumed from %s at step %d", path, trainer.state.global_step)
+
+
+def _found(place: Path, may_be_new: bool) -> tuple[Path, dict[str, Any]] | None:
+    if place.is_file():
+        return place, CheckpointStore(place.parent).load(place)
+    newest = CheckpointStore(place / "checkpoints").newest()
+    if newest is None:
+        if may_be_new:
+            return None
+        raise CheckpointError(f"resume={place}: there is no checkpoint in it")
+    path, payload, passed = newest
+    for reason in passed:
+        _log.warning("%s: passed over", reason)
+    return path, payload
 
 
 def _take_over(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import UserCodeError
 from trainer.nested import in_format
+from trainer.user_code import called, spelled
 
 
 class Metric(Protocol):
@@ -55,6 +57,60 @@ class StepOutput:
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
 
 
+def as_output(result: Any, task: Task, step: str) -> StepOutput:
+    """Return what a step of a task returned as a StepOutput: a tensor is a loss.
+
+    Raises UserCodeError for anything else.
+    """
+    if isinstance(result, StepOutput):
+        return result
+    if isinstance(result, Tensor):
+        return StepOutput(result)
+    change = "return the loss"
+    if isinstance(result, Mapping):
+        change = "return StepOutput(loss) with trainer.task.StepOutput, where a loss may be a dict"
+    elif result is None:
+        change = "its last line must return the loss"
+    raise UserCodeError(
+        f"{called(task)}.{step} returned {spelled(result)}, and not a loss (a tensor) or a "
+        f"StepOutput: {change}"
+    )
+
+
+def unsound(
+    output: StepOutput, task: Task, step: str, model: nn.Module | None = None
+) -> UserCodeError | None:
+    """Return what is wrong with a step's result, after it could not be used; None if nothing is.
+
+    `model`: the one that was trained; None in an evaluation.
+    """
+    loss, where = output.loss, f"{called(task)}.{step} returned a StepOutput whose"
+    terms = loss if isinstance(loss, Mapping) else {"": loss}
+    for name, term in terms.items():
+        which = f"loss {name!r}" if name else "loss"
+        if not isinstance(term, Tensor):
+            return UserCodeError(
+                f"{where} {which} is {spelled(term)}: give the tensor, without .item() or float()"
+            )
+        if model is not None and not term.requires_grad and not _trains(terms.values()):
+            return UserCodeError(
+                f"{where} {which} ({spelled(term)}) has no gradient: compute it from what "
+                f"{called(model)}.forward returns, and neither there nor in the task with "
+                ".detach(), .item(), numpy or torch.no_grad()"
+            )
+    for name, pair in output.sums.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)):
+            return UserCodeError(
+                f"{where} sums[{name!r}] is {spelled(pair)}: give the sum over the samples as a "
+                "tensor and their number, such as (hits.sum(), len(labels))"
+            )
+    return None
+
+
+def _trains(terms: Iterable[Any]) -> bool:
+    return any(isinstance(term, Tensor) and term.requires_grad for term in terms)
+
+
 class Task:
     """Base class of tasks: the loss and the metrics that a model is trained with.
 
@@ -67,9 +123,14 @@ class Task:
     turns: Sequence[str] = ()
     # Names of the loss terms whose denominators depend on the data; `counts` returns these.
     count_names: Sequence[str] = ()
+    # Whether the loss of a sample depends on the other samples of its micro-batch, as that of
+    # contrastive learning does: an update that is split is then another one. The plan and the log
+    # say so.
+    couples_samples: bool = False
     # The kind of values that `interpret` returns: "classes" (probabilities [n, classes]),
     # "labels" (probabilities [n, labels]), "values" ([n] or [n, outputs]), "mask" (class indices
-    # [n, H, W]), or "array" (anything else).
+    # [n, H, W]), "text" (logits of the next token, [n, vocabulary, length]), or "array" (anything
+    # else).
     output_kind: str = "array"
 
     def metric_names(self) -> Sequence[str]:
@@ -83,15 +144,15 @@ class Task:
         """
         return "accuracy" if "accuracy" in self.metric_names() else "loss"
 
-    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Compute the loss of a micro-batch."""
-        raise TypeError(f"{type(self).__name__} defines no training_step")
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
+        """Compute the loss of a micro-batch; a tensor stands for `StepOutput(loss)`."""
+        raise UserCodeError(missing_step(type(self), "training_step"))
 
-    def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput:
+    def turn_step(self, model: nn.Module, batch: Any, turn: str) -> StepOutput | Tensor:
         """Compute the loss of a micro-batch for the optimizer whose turn it is."""
-        raise TypeError(f"{type(self).__name__} has turns but no turn_step")
+        raise UserCodeError(missing_step(type(self), "turn_step"))
 
-    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput | Tensor:
         """Compute loss and metrics without gradients."""
         return self.training_step(model, batch)
 
@@ -131,6 +192,26 @@ class Task:
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""
         return output
+
+
+def missing_step(kind: type, step: str) -> str:
+    """Say that a task lacks the method that computes its loss."""
+    given = "self, model, batch, turn" if step == "turn_step" else "self, model, batch"
+    return (
+        f"{kind.__module__}.{kind.__qualname__} defines no {step}({given}): let it return the "
+        "loss of a batch, a tensor, or a trainer.task.StepOutput"
+    )
+
+
+def coupling_remark(task: Task, micro_batches: int, devices: int) -> str | None:
+    """Say that a split changes the training; None where it does not, or nothing is split."""
+    if not task.couples_samples or micro_batches * devices == 1:
+        return None
+    return (
+        f"{called(task)} couples the samples of a micro-batch (couples_samples): an update that is "
+        f"split over {devices} devices and {micro_batches} micro-batches is not that of the whole "
+        "batch; the same training needs trainer.gradient_accumulation_steps=1 and one device"
+    )
 
 
 def named_modules(task: Task) -> dict[str, nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -12,11 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch, to_device
-from trainer.callback import Callback, Hooks, evaluated_average
+from trainer import snapshot
+from trainer.callback import Callback, Hooks, evaluated_average, saver_of
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
+from trainer.epoch_lines import EpochLines
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator
+from trainer.files.storage import storage_error
 from trainer.lr_schedulers.horizon import refuse_to_wait
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers
@@ -24,19 +28,23 @@ from trainer.options import TrainerOptions, horizon
 from trainer.pace import is_done, log_is_due, validation_is_due
 from trainer.state import MAX_TIME, TrainState
 from trainer.strategies.strategy import Strategy
-from trainer.task import Task, named_modules
+from trainer.task import Task, coupling_remark, named_modules
 from trainer.timer import Timer
 from trainer.update.batch import BatchSource, as_source, repeatable, updates
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
 from trainer.update.waiting import Waiting
+from trainer.user_code import account
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
     """Train a model: objects in, no config.
 
     `train_loader` and `val_loader` are `data.loading.loader.Loader`s, or any iterable of batches
-    on one process; `optimizer` and `lr_scheduler` may be torch's own.
+    on one process; `optimizer` and `lr_scheduler` may be torch's own. Without `callbacks` each
+    epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
     """
 
     def __init__(
@@ -52,7 +60,7 @@ class Trainer:
         callbacks: Mapping[str, Callback] | None = None,
         options: TrainerOptions | None = None,
         compiled: nn.Module | None = None,
-        run_dir: Path | None = None,
+        run_dir: Path | str | None = None,
         config_text: str = "",
     ) -> None:
         self.options = options or TrainerOptions()
@@ -75,12 +83,12 @@ class Trainer:
         self.val_loader: BatchSource | None = None
         if val_loader is not None:  # one of unknown length has no truth value
             self.val_loader = as_source(repeatable(val_loader, "val_loader"), 1)
-        self.callbacks = dict(callbacks or {})
+        self.callbacks = dict({"epoch_lines": EpochLines()} if callbacks is None else callbacks)
         for name, callback in self.callbacks.items():
             callback.name = name
         self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
-        self.run_dir = run_dir
+        self.run_dir = None if run_dir is None else self._made(Path(run_dir))
         self.config_text = config_text  # kept in every checkpoint
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the last value of everything logged
@@ -90,6 +98,7 @@ class Trainer:
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
         self.updater = Updater(self)
+        self.updater.keeps_updates = self.hooks.asks_for_batches
         self.unsaved = Unsaved(model, task)
         self._evaluator = Evaluator(self, self.waiting)
         self._deadline: float | None = None
@@ -129,12 +138,24 @@ class Trainer:
     def _ended(self) -> bool:
         return self.done or self.state.stop_reason is not None
 
+    def _made(self, run_dir: Path) -> Path:
+        """Make the run directory now: one that cannot be is found before anything is computed."""
+        if self.is_main:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise storage_error(run_dir, error) from error
+        return run_dir
+
     def learning_rates(self) -> dict[str, float]:
         """Return each parameter group's learning rate: that of the next update."""
         return self.optimizers.learning_rates()
 
-    def fit(self) -> None:
+    def fit(self, resume: Path | str | None = None) -> None:
         """Train until the horizon, or until a stop is requested.
+
+        `resume`: a checkpoint or the directory of a run to go on from; "auto" goes on with what
+        `run_dir` holds, and starts there if it holds nothing.
 
         setup, resume (`trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
@@ -145,6 +166,9 @@ class Trainer:
         on_fit_end | on_exception, and teardown always
         """
         try:
+            self._warn_unsaved()
+            if resume is not None:
+                snapshot.go_on(self, resume)
             self._begin()
             while not self._ended:
                 length = self.steps_per_epoch
@@ -160,6 +184,8 @@ class Trainer:
             self.updater.confirm()
             self.hooks.emit("on_fit_end", self)
         except BaseException as error:
+            if (said := account(error)) is not None:
+                error.add_note(said)  # below the traceback, in a notebook too
             self.hooks.emit("on_exception", self, error)
             raise
         finally:
@@ -175,14 +201,22 @@ class Trainer:
             self._is_set_up = True
             self.hooks.emit("setup", self)
 
+    def _warn_unsaved(self) -> None:
+        saver = saver_of(self.callbacks)
+        if self.run_dir is None and saver is not None and self.is_main:
+            _log.warning("callbacks.%s saves nothing: the Trainer was given no run_dir", saver.name)
+
     def _begin(self) -> None:
         self.timer.start()
         self.setup()
+        pieces = self.options.gradient_accumulation_steps, self.strategy.devices
+        if self.is_main and (remark := coupling_remark(self.task, *pieces)):
+            _log.warning("%s", remark)
         self.wrapped.train()
         if self.options.max_time is not None:
             self._deadline = time.monotonic() + self.options.max_time
-        if self.options.sanity_batches and self.val_loader is not None and not self.resumed:
-            self.evaluate(self.val_loader, "val", limit=self.options.sanity_batches)
+        if self.options.validate_at_start and self.val_loader is not None and not self.resumed:
+            self.evaluate(self.val_loader, "val", limit=self.options.validate_at_start)
         self.hooks.emit("on_fit_start", self)
         if self.val_loader is not None and validation_is_due(self.options, self.state):
             self._boundary()  # a signal came while the run before this one validated

@@ -36,24 +36,27 @@ class Monitor:
 
     `name`: "auto" becomes the metric of `Task.monitor`, such as val/accuracy; None monitors
     nothing; train/loss becomes train/epoch_loss, the mean over an epoch. `mode`: min, max, or
-    "auto", which follows from the metric's name and is an error for unknown names.
+    "auto", which follows from the metric's name and is an error for unknown names where the values
+    are `compared`.
     """
 
-    def __init__(self, name: str | None, mode: str = AUTO) -> None:
+    def __init__(self, name: str | None, mode: str = AUTO, compared: bool = True) -> None:
         if mode not in ("min", "max", AUTO):
             raise CallbackError(f"mode={mode!r}: choose min, max or {AUTO}")
         self.name = None if name is None else epoch_metric(name)
         self._mode = mode
-        self._sign = 1
-        if name not in (None, AUTO):
-            self._sign = _sign(self.name, mode)
+        self._compared = compared
+        self._sign = 1 if name in (None, AUTO) else self._direction()
 
     def resolve(self, trainer: Trainer) -> None:
         """Replace "auto" by the metric of the task."""
         if self.name == AUTO:
             metric = trainer.task.monitor()
             self.name = None if metric is None else f"val/{metric}"
-            self._sign = 1 if self.name is None else _sign(self.name, self._mode)
+            self._sign = 1 if self.name is None else self._direction()
+
+    def _direction(self) -> int:
+        return _sign(self.name, self._mode) if self._compared else 1
 
     @property
     def on_validation(self) -> bool:

@@ -103,8 +103,8 @@ def _least(ratios: dict[str, float | None], name: str) -> float:
 
 
 def _memory() -> Iterator[Contender]:
-    colour = _pictures(IN_MEMORY, 32, 3)
-    grey = _pictures(IN_MEMORY, 16, 1)
+    colour = pictures(IN_MEMORY, 32, 3)
+    grey = pictures(IN_MEMORY, 16, 1)
     for images, transforms, kind in (
         (grey, ("shift",), "digits"),
         (colour, ("crop_flip", "on_device"), "CIFAR-sized"),
@@ -113,7 +113,7 @@ def _memory() -> Iterator[Contender]:
         loader = DataLoader(InMemory(images, _default(side, images.shape[1])), BATCH, shuffle=True)
         yield Contender(reference, reference, lambda loader=loader: _inputs(loader))  # type: ignore[misc]
         for name in transforms:
-            ours = _ours_in_memory(images, f"transforms={name}")
+            ours = ours_in_memory(images, f"transforms={name}")
             yield Contender(f"in memory, {name}", reference, _passes(ours))
 
 
@@ -159,7 +159,8 @@ def _ours(folder: Path, *overrides: str) -> OnDevice:
     return train_loader(config, build_data(config, ("train",)), _alone())
 
 
-def _ours_in_memory(images: Tensor, *overrides: str) -> OnDevice:
+def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> OnDevice:
+    """Build the loader of the configuration over images in memory (classes: all 0 if not given)."""
     channels = images.shape[1]
     statistics_ = [
         f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))
@@ -168,7 +169,8 @@ def _ours_in_memory(images: Tensor, *overrides: str) -> OnDevice:
     config = _config("data=digits", *overrides, *statistics_, *size)
     pipeline = build_pipeline(config, "train")
     defer(pipeline, "train")
-    targets = torch.zeros(len(images), dtype=torch.int64)
+    if targets is None:
+        targets = torch.zeros(len(images), dtype=torch.int64)
     dataset = ImageTensors(images, targets, ["picture"], pipeline)
     return train_loader(config, Data({"train": dataset}, 1), _alone())
 
@@ -223,7 +225,7 @@ def _folder(name: str, scratch: Path, side: int, images: int) -> tuple[Path, boo
     for number, path in enumerate(real):
         (place / f"{number:05d}.jpg").symlink_to(path.absolute())
     if not real:
-        for number, picture in enumerate(_pictures(images, side, 3)):
+        for number, picture in enumerate(pictures(images, side, 3)):
             image = Image.fromarray(picture[:, : side * 3 // 4 or side].permute(1, 2, 0).numpy())
             image.save(place / f"{number:05d}.jpg", quality=90)
     return tree, not real
@@ -234,7 +236,7 @@ def _real(name: str) -> Iterator[Path]:
     yield from (path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
 
 
-def _pictures(samples: int, side: int, channels: int) -> Tensor:
+def pictures(samples: int, side: int, channels: int) -> Tensor:
     """Return images with detail at several scales, about as costly to decode as photographs."""
     generator = torch.Generator().manual_seed(0)
     made = []

@@ -1,26 +1,45 @@
-"""What grows with the data set: the time and the memory that an update's samples take.
+"""What grows with the data set and with the run: time and memory, which should stay the same.
 
-Orders in memory (8 bytes a sample), and computed position by position (`loader/sampler=low_memory`,
-which sets of 10^8 samples and more have by themselves). The clock runs over updates all over an
-epoch, after the first, for which the order in memory is made; memory is what is held in the end. A
-computed order walks until it is inside the set: up to four steps on average, by the set's size.
+Data: the samples of an update. Orders in memory (8 bytes a sample), and computed position by
+position (`loader/sampler=low_memory`, which sets of 10^8 samples and more have by themselves). The
+clock runs over updates one after the other, after the first, for which the order in memory is made;
+memory is what is held in the end. A computed order walks until it is inside the set: one to four
+steps on average, by the set's size.
+
+The run: one of a tiny network, with TensorBoard, `metrics.jsonl` and a log line every 50 updates.
+The cost of an update is that of its decade, by the CPU's time; memory is the process's.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from callbacks.metrics_log import MetricsLog
+from callbacks.tensorboard import TensorBoard
 from data.orders import Permuted, Shuffled
 from data.updates import Order, UpdateSampler
-from scripts.benchmarks.report import Report, Row
+from scripts.benchmarks.report import Report, Row, bars, one_thread
+from trainer.callback import Callback
+from trainer.options import TrainerOptions
+from trainer.tasks.classification import Classification
+from trainer.trainer import Trainer
 
 BATCH = 128
-UPDATES = 200  # of an epoch that are timed
+UPDATES = 200  # one after the other, that are timed
 SMALLEST = 10**4
 MOST_ROUNDS = 5  # an order of 10^7 samples takes a second to make
+DECADES = range(3, 6)  # of the updates of a run: from 10^2 to 10^5
 ORDERS: dict[str, tuple[Callable[[int, int], Order], range]] = {
     "in memory": (Shuffled, range(4, 8)),
     "low_memory": (Permuted, range(4, 9)),
@@ -28,7 +47,7 @@ ORDERS: dict[str, tuple[Callable[[int, int], Order], range]] = {
 
 
 def measure(rounds: int) -> Report:
-    """Time the updates of every order and size `rounds` times, at most 5, in turn."""
+    """Time the updates of every order and size `rounds` times, at most 5, in turn; then a run."""
     cases = [(kind, 10**power) for kind, (_, powers) in ORDERS.items() for power in powers]
     costs: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     for _ in range(min(rounds, MOST_ROUNDS)):
@@ -36,31 +55,96 @@ def measure(rounds: int) -> Report:
             costs[case].append(_cost(*case))
     memory = {f"{kind}, 10^{_power(n)}": _memory(kind, n) for kind, n in cases}
     rows = [_row(case, costs) for case in cases]
+    marks = _run()
+    run_rows = list(marks.rows())
     return Report(
         name="growth",
-        title=f"An update's samples, batches of {BATCH}, as the data set grows",
+        title=f"An update's samples, batches of {BATCH}, and a run's updates, as they grow",
         unit="µs",
-        rows=rows,
+        rows=[*rows, *run_rows],
         headlines={
             "ratio_to_smallest": max(row.ratio or 0.0 for row in rows),
             "bytes_a_sample_in_memory": memory["in memory, 10^7"] / 10**7,
             "bytes_in_all_low_memory": memory["low_memory, 10^8"],
+            "run_ratio_to_first_decade": run_rows[-1].ratio or 0.0,
+            "run_growth_mib": marks.growth / 2**20,
         },
         settings={"rounds": min(rounds, MOST_ROUNDS), "updates": UPDATES, "bytes": memory},
+        plot=[*bars(rows), *bars(run_rows)],
     )
 
 
+@dataclass(slots=True)
+class Marks(Callback):
+    """Note the CPU's time and the process's memory at 10^2, 10^3, ... updates."""
+
+    notes: list[tuple[int, float, int]] = field(default_factory=list)
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Note them."""
+        step = trainer.state.updates
+        if step == 10 ** (DECADES[0] - 1 + len(self.notes)):
+            self.notes.append((step, time.process_time(), _resident()))
+
+    @property
+    def growth(self) -> int:
+        """Return by how many bytes the process grew in the last decade."""
+        return self.notes[-1][2] - self.notes[-2][2]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the cost of an update in each decade."""
+        costs = [
+            (later[1] - first[1]) / (later[0] - first[0]) * 1e6
+            for first, later in zip(self.notes, self.notes[1:], strict=False)
+        ]
+        for power, cost in zip(DECADES, costs, strict=True):
+            name = f"a run to 10^{power}"
+            yield Row(name, cost, cost, cost, cost / costs[0], f"a run to 10^{DECADES[0]}")
+
+
+def _run() -> Marks:
+    model = nn.Linear(8, 4)
+    marks = Marks()
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        Trainer(
+            model,
+            Classification(num_classes=4),
+            SGD(model.parameters(), lr=0.01),
+            _Batches(),
+            callbacks={"board": TensorBoard(), "metrics": MetricsLog(), "marks": marks},
+            options=TrainerOptions(max_steps=10 ** DECADES[-1], log_every_n_steps=50),
+            run_dir=Path(folder),
+        ).fit()
+    return marks
+
+
+class _Batches:
+    """The same batch without end."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batch = torch.randn(8, 8), torch.randint(4, (8,))
+        while True:
+            yield batch
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cost(kind: str, samples: int) -> float:
-    """Return the median time of an update in microseconds."""
+    """Return the mean time of an update in microseconds."""
     sampler = UpdateSampler(ORDERS[kind][0](samples, 0), batch_size=BATCH)
     sampler.pieces(0, 0)
-    times = []
+    spent = 0.0
     for number in range(UPDATES):
-        update = number * 7919 % len(sampler)
+        epoch, update = divmod(number, len(sampler))
+        if not update and kind == "in memory":
+            sampler.pieces(epoch, 0)  # makes the order, once an epoch
         since = time.process_time()
-        sampler.pieces(0, update)
-        times.append(time.process_time() - since)
-    return statistics.median(times) * 1e6
+        sampler.pieces(epoch, update)
+        spent += time.process_time() - since
+    return spent / UPDATES * 1e6
 
 
 def _memory(kind: str, samples: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,7 @@ class Report:
     rows: Sequence[Row]
     headlines: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    plot: Sequence[str] = ()  # lines below the table
 
     def text(self, width: int = 100) -> str:
         """Return the table, with the headlines below."""
@@ -48,7 +50,7 @@ class Report:
         columns = ("contender", self.unit, "range", "ratio", "to")
         drawn = table(columns, cells, right=columns[1:4])
         headlines = [f"{name}: {value:.3f}" for name, value in self.headlines.items()]
-        return to_text(self.title, drawn, *headlines, width=width)
+        return to_text(self.title, drawn, *self.plot, *headlines, width=width)
 
     def write(self, folder: Path) -> Path:
         """Write `folder/<name>.json` and return its path."""
@@ -64,6 +66,21 @@ class Report:
         }
         write_json(path, content)
         return path
+
+
+def bars(rows: Sequence[Row], width: int = 40) -> list[str]:
+    """Draw each row's value as a bar, the longest of `width` characters."""
+    longest = max(row.value for row in rows)
+    name = max(len(row.name) for row in rows)
+    return [f"{row.name:<{name}} {'▇' * round(row.value / longest * width)}" for row in rows]
+
+
+def paired(
+    name: str, own: Sequence[float], reference: str, others: Sequence[float]
+) -> tuple[Row, float]:
+    """Return a contender's row and its ratio: the median over the turns of own by other."""
+    ratio = statistics.median(a / b for a, b in zip(own, others, strict=True))
+    return Row(name, statistics.median(own), min(own), max(own), ratio, reference), ratio
 
 
 def machine() -> dict[str, Any]:

@@ -68,9 +68,12 @@ def report(error: BaseException) -> int:
     code = exit_code(error)
     if not _speaks(error):
         return code
+    text = describe(error)
     if code == 1:
-        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    first, *rest = indented_lines(describe(error))
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__notes__ = [note for note in shown.__notes__ or () if note != text]
+        print(visible("".join(shown.format())), end="", file=sys.stderr)
+    first, *rest = indented_lines(text)
     print(f"error: {first}", *rest, sep="\n", file=sys.stderr)
     return code
 
@@ -109,7 +112,10 @@ def describe(error: BaseException) -> str:
         return f"out of memory: {first}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+    from trainer.user_code import account  # needed by few commands, and only at their end
+
+    first = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+    return account(error) or first
 
 
 def log_to_stderr(verbose: bool) -> None:

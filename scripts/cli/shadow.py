@@ -15,16 +15,18 @@ PACKAGES = ("conf", "trainer", "models", "data", "callbacks", "scripts")
 def refuse_shadows() -> None:
     """Exit with code 2 if another package shadows one of ours."""
     _move_working_folder()
-    for name in PACKAGES:
-        place = _place(name)
-        if place is None or place.parent != ROOT:
+    try:
+        place = _place("trainer")
+        if place != ROOT / "trainer":
             found = f"is taken by {place}" if place else "is not installed"
-            print(
-                f"error: the package {name!r} {found}, but Regimen needs its own in {ROOT}:"
-                " rename the other one, or remove its folder from PYTHONPATH",
-                file=sys.stderr,
+            raise ImportError(
+                f"the package 'trainer' {found}, but Regimen needs its own in {ROOT}:"
+                " rename the other one, or remove its folder from PYTHONPATH"
             )
-            sys.exit(2)
+        import trainer.shadow  # noqa: F401 (its package looks for the other five)
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def clashes() -> list[str]:

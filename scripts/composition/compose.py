@@ -6,9 +6,11 @@ that all mistakes of a command line are reported together. Nothing here imports 
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 # hydra_help() needs the parser of Hydra's own command line, which has no public name.
@@ -123,3 +125,16 @@ def answer_by_hydra(arguments: Arguments) -> None:
         except (HydraException, OmegaConfBaseException) as error:
             composition.problems.append(Problem("", first_lines(error)))
         composition.stop_if_wrong()
+
+
+class _Module(ModuleType):
+    """This module, which can be called as its function: `from scripts.composition import compose`.
+
+    The package has the module under the name that the function has.
+    """
+
+    def __call__(self, argv: Sequence[str] | Arguments) -> Composed:
+        return compose(argv)
+
+
+sys.modules[__name__].__class__ = _Module

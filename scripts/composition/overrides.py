@@ -6,6 +6,7 @@ Hydra's parsed overrides are duck-typed here, so that this module does not impor
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import Problem, nearest
@@ -161,6 +162,8 @@ class Overrides:
                 options = self._options(group)
                 near = nearest(str(name), options)
                 meant = f"did you mean {near}? " if near else ""
+                if (beside := _beside(group, str(name))) is not None:
+                    meant = f"{beside} is read with --config-dir {Path(beside).parts[0]}; "
                 hint = f"{meant}choose of {', '.join(options)}"
                 self.note(group, f"there is no {group}={name}", hint)
                 return None
@@ -169,6 +172,15 @@ class Overrides:
 
     def _options(self, group: str) -> list[str]:
         return self.groups.get_group_options(group)
+
+
+def _beside(group: str, name: str) -> str | None:
+    """Return the file of a choice in a folder of configs beside the start, if it is there."""
+    for folder in ("conf", "configs", "config"):
+        path = Path(folder, group, f"{name}.yaml")
+        if ".." not in path.parts and path.is_file():
+            return str(path)
+    return None
 
 
 def choice_problem(group: str, value: Any) -> str | None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.checkpoint import Checkpoint
+from data.errors import DataError
 from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
+from scripts.plan.trial import first_micro_batch, try_out
 from trainer.files.atomic import write_text
-from trainer.files.storage import storage_error
 from trainer.lr_schedulers.schedule import curve
+from trainer.runs.directory import make_folder
 from trainer.summary.memory import MemoryEstimate, estimate
 from trainer.summary.model import summarize
 from trainer.summary.text import size
+from trainer.task import as_output, coupling_remark
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
@@ -28,10 +31,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     print(render(plan, width=width, colour=sys.stdout.isatty()))
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise storage_error(folder, error) from error
+    make_folder(folder)
     write_text(folder / "plan.txt", render(plan, width=100))
 
 
@@ -45,14 +45,14 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         _length(experiment.data.sets["train"]),
         config.loader.drop_last,
     )
-    example = next(trainer.draw(0))[0].batch
-    trainer.train_loader.close()
+    first = first_micro_batch(trainer)
     summary = summarize(
         trainer.model,
-        example,
+        None if isinstance(first, DataError) else first.batch,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
     )
+    untried = list(try_out(experiment, first))
     total, steps = trainer.total_steps, trainer.steps_per_epoch
     curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
     memory = estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest)
@@ -82,17 +82,16 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         memory=memory,
         callbacks={name: type(c).__name__ for name, c in trainer.callbacks.items()},
         run_dir=str(folder),
-        notes=list(_notes(experiment, memory)),
+        notes=[*untried, *_notes(experiment, memory)],
     )
 
 
 def _loss(task: Any, model: Any, batch: Any) -> Any:
-    output = (
-        task.turn_step(model, batch, task.turns[0])
-        if task.turns
-        else task.training_step(model, batch)
-    )
-    return output.loss
+    if batch is None:
+        raise DataError("no sample can be read")
+    if task.turns:
+        return as_output(task.turn_step(model, batch, task.turns[0]), task, "turn_step").loss
+    return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
 def _data_rows(experiment: Experiment) -> Iterator[DataRow]:
@@ -115,6 +114,10 @@ def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
         yield "no validation split: no metric is monitored, use the last checkpoint"
     if experiment.data.sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
+    options = experiment.trainer.options
+    accumulation = options.gradient_accumulation_steps
+    if remark := coupling_remark(experiment.trainer.task, accumulation, strategy.devices):
+        yield remark
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     for callback in experiment.trainer.callbacks.values():

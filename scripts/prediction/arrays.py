@@ -77,10 +77,8 @@ class Masks:
 
     def __call__(self, index: int, mask: Tensor) -> str:
         """Write one mask of class numbers and return its path."""
-        picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
-        picture.putpalette(_palette())
         path = self.folder / f"{index:06d}.png"
-        _save(picture, path)
+        _save(mask_picture(mask), path)
         return str(path)
 
 
@@ -103,7 +101,14 @@ class Drawings:
         _save(canvas, self.folder / f"{index:06d}.png")
 
 
-def _palette() -> list[int]:
+def mask_picture(mask: Tensor) -> Image.Image:
+    """Return a mask [H, W] of class numbers as a picture with a palette."""
+    picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
+    picture.putpalette(palette())
+    return picture
+
+
+def palette() -> list[int]:
     """Return 256 colours that differ well: the bits of a number, spread over red, green, blue."""
     colours = []
     for number in range(256):

@@ -12,7 +12,8 @@ Answer for pictures, or for other samples, with a trained run.
   predict run=RUN_DIR source=DIR|FILE|GLOB|-|val|test|predict [key=value ...]
 
   source       a folder (all pictures below it), a file, a glob, - (file names on standard input),
-               or a split of the run's configuration: val, test, predict (data.predict)
+               or a split of the run's configuration: val, test, predict (data.predict). Of a
+               language model: a file with one prompt a line, or -
   out          predictions.csv; the suffix says which: .csv, .jsonl, .parquet
   checkpoint   best (default), last, or a path
   top_k        1; how many of the likeliest classes are written
@@ -22,6 +23,12 @@ Answer for pictures, or for other samples, with a trained run.
   on_error     raise (default): a broken file ends it with exit 3; skip: its row has the reason
   resume       auto goes on after the last whole batch of a command that was interrupted
   overwrite    true replaces a table that exists
+
+  A language model writes new text after each prompt:
+  max_new_tokens  200
+  sampling        greedy (default): the likeliest token. random: drawn from the top_k likeliest
+                  (default: all), keyed by seed and prompt
+  temperature     1.0, for sampling=random
 
 Further overrides change the run's configuration, e.g. loader.num_workers=2 loader.batch_size=64 or
 strategy.name=ddp strategy.devices=2. Answers are the same for the same batch size.

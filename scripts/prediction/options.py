@@ -26,13 +26,16 @@ class Options:
     source: str
     checkpoint: str = "best"
     out: str = TABLE
-    top_k: int = 1
+    top_k: int | None = None  # classes: 1; text: all tokens
     device: str | None = None
     save: str | None = None  # logits | probabilities | embeddings:MODULE
     draw: bool = False
     on_error: str = "raise"  # raise | skip
     resume: str | None = None  # auto
     overwrite: bool = False
+    max_new_tokens: int | None = None  # of text, as are the two below
+    sampling: str | None = None  # greedy | random
+    temperature: float | None = None
 
     @property
     def table(self) -> Path:
@@ -57,7 +60,9 @@ def take_options(overrides: Mapping[str, str]) -> Options:
     problems = [*_missing(values), *_mistakes(values)]
     if problems:
         raise ConfigError(problems)
-    return Options(**values | ({"top_k": int(values["top_k"])} if "top_k" in values else {}))
+    kinds = {"top_k": int, "max_new_tokens": int, "temperature": float}
+    typed = {key: kind(values[key]) for key, kind in kinds.items() if key in values}
+    return Options(**values | typed)
 
 
 def names() -> tuple[str, ...]:
@@ -80,13 +85,18 @@ def _mistakes(values: Mapping[str, Any]) -> list[Problem]:
         "resume": ("auto", None),
         "draw": (True, False),
         "overwrite": (True, False),
+        "sampling": ("greedy", "random"),
     }
     for key, allowed in one_of.items():
         if key in values and values[key] not in allowed:
             known = ", ".join(_spelled(value) for value in allowed)
             problems.append(Problem(key, f"is {values[key]!r}, not one of {known}"))
-    if not re.fullmatch(r"[1-9]\d{0,5}", str(values.get("top_k", 1))):
-        problems.append(Problem("top_k", f"is {values['top_k']!r}, not a number from 1 on"))
+    problems += [
+        Problem(key, f"is {values[key]!r}, not a number from 1 on")
+        for key in ("top_k", "max_new_tokens")
+        if not re.fullmatch(r"[1-9]\d{0,5}", str(values.get(key, 1)))
+    ]
+    problems += _unfit_sampling(values)
     if (device := values.get("device")) is not None and not _DEVICE.fullmatch(str(device)):
         problems.append(Problem("device", f"is {device!r}, not cpu, cuda, cuda:NUMBER or mps"))
     save = values.get("save")
@@ -94,6 +104,17 @@ def _mistakes(values: Mapping[str, Any]) -> list[Problem]:
         known = "logits, probabilities or embeddings:MODULE"
         problems.append(Problem("save", f"is {save!r}, not {known}"))
     return problems + _unfit_table(values)
+
+
+def _unfit_sampling(values: Mapping[str, Any]) -> list[Problem]:
+    temperature = str(values.get("temperature", 1))
+    number = re.fullmatch(r"\d{1,6}(\.\d{1,9})?", temperature)
+    if number is None or float(temperature) <= 0:
+        return [Problem("temperature", f"is {temperature!r}, not a number above 0")]
+    if "temperature" in values and values.get("sampling") != "random":
+        hint = "add sampling=random"
+        return [Problem("temperature", "has no effect on the likeliest token", hint)]
+    return []
 
 
 def _unfit_table(values: Mapping[str, Any]) -> list[Problem]:

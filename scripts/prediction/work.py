@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from conf.check import parse
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.loading.fetch import path_of
 from data.loading.on_device import OnDevice
 from data.pictures import Pictures, find_pictures
+from data.text import Prompts, find_prompts
 from scripts.cli.console import StoppedEarlyError, exit_code
 from scripts.cli.request import Request
 from scripts.prediction.arrays import Drawings, KeptArray, Masks
@@ -28,9 +30,16 @@ from trainer.checkpoints.archive import digest
 from trainer.errors import Interrupted
 from trainer.files.log_format import on_one_line
 from trainer.inference.facts import InferenceFacts
+from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
-from trainer.inference.run import facts_of_run, find_checkpoint, load_trainer, pictures_for
+from trainer.inference.run import (
+    facts_of_run,
+    find_checkpoint,
+    load_trainer,
+    pictures_for,
+    table_for,
+)
 from trainer.runs import manifest
 from trainer.targets.allow_list import allow
 from trainer.trainer import Trainer
@@ -48,10 +57,14 @@ def answer(request: Request) -> int:
     check_targets(config)
     run_dir = Path(options.run)
     facts = facts_of_run(run_dir, config)
-    if facts.outputs["kind"] == "array" and options.save is None:
+    unnamed = facts.outputs["kind"] == "array" or (
+        facts.outputs["kind"] == "text" and options.source in SPLITS
+    )
+    if unnamed and options.save is None:
         hint = "save=logits writes its answers into a .npy file"
         raise ConfigError([Problem("task", "says nothing of what its outputs mean", hint=hint)])
     dataset = _dataset(options, config, facts, request.files)
+    generation = _generation(options, config, dataset)
     strategy = build_strategy(config)
     strategy.setup()
     try:
@@ -59,8 +72,9 @@ def answer(request: Request) -> int:
             checkpoint = find_checkpoint(run_dir, options.checkpoint)
             trainer = load_trainer(run_dir, config, facts.num_classes, strategy, str(checkpoint))
             loader = eval_loader(config, dataset, strategy)
-            header = _header(options, trainer, checkpoint, facts, dataset, loader)
-            _write_all(options, trainer, loader, facts, header)
+            header = _header(options, trainer, checkpoint, facts, dataset, loader, generation)
+            predictor = Predictor(trainer, options.save, generation)
+            _write_all(options, predictor, trainer, loader, facts, header)
             loader.close()
     finally:
         strategy.group.leave()
@@ -76,11 +90,38 @@ def _patient(config: Config, options: Options) -> Config:
 
 def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
     if options.source not in SPLITS:
+        if facts.inputs["kind"] == "text":
+            return prompts_for(facts, config, *find_prompts(options.source, lines))
+        if facts.inputs["kind"] == "table":
+            return table_for(facts, config, options.source)
         return pictures_for(facts, config, find_pictures(options.source, lines))
     if getattr(config.data, options.source) is None:
         hint = "data.predict names samples without labels; source=DIR reads pictures"
         raise ConfigError([Problem(f"data.{options.source}", "is null: no samples", hint=hint)])
     return build_data(config, (options.source,)).sets[options.source]
+
+
+def _generation(options: Options, config: Config, dataset: Any) -> Generation | None:
+    """Return how prompts are continued; None where the samples are no prompts."""
+    given: dict[str, Any] = {
+        key: value
+        for key in ("max_new_tokens", "sampling", "temperature")
+        if (value := getattr(options, key)) is not None
+    }
+    if not isinstance(dataset, Prompts):
+        raise_problems(Problem(key, "only prompts of a language model take it") for key in given)
+        return None
+    problems = []
+    if options.save is not None:
+        hint = "source=val saves the logits of the run's own data"
+        problems.append(Problem("save", "there is nothing to save of new text", hint))
+    if options.draw:
+        problems.append(Problem("draw", "there are no pictures to draw"))
+    if options.top_k is not None and options.sampling != "random":
+        hint = "add sampling=random"
+        problems.append(Problem("top_k", "has no effect on the likeliest token", hint))
+    raise_problems(problems)
+    return Generation(**given, top_k=options.top_k, seed=config.seed)
 
 
 def _header(
@@ -90,9 +131,9 @@ def _header(
     facts: InferenceFacts,
     dataset: Any,
     loader: OnDevice,
+    generation: Generation | None,
 ) -> dict[str, Any]:
     """Return where the answers come from: what must be the same for a command that goes on."""
-    names = sha256(dataset.names.tobytes()).hexdigest() if isinstance(dataset, Pictures) else None
     average = trainer.average
     return {
         "run": str(Path(options.run).absolute()),
@@ -102,9 +143,10 @@ def _header(
         "average": None if average is None else average.name,
         "source": options.source,
         "samples": len(dataset),
-        "files_sha256": names,
+        "files_sha256": _digest(dataset),
         "batch_size": loader.sampler.batch_size,
         "top_k": options.top_k,
+        "generation": None if generation is None else asdict(generation),
         "save": options.save,
         "on_error": options.on_error,
         "classes": facts.classes,
@@ -114,14 +156,24 @@ def _header(
     }
 
 
+def _digest(dataset: Any) -> str | None:
+    """Return a digest of the names of pictures, or of prompts; None for a split."""
+    if isinstance(dataset, Pictures):
+        return sha256(dataset.names.tobytes()).hexdigest()
+    if isinstance(dataset, Prompts):
+        text = json.dumps([[dataset.path(n), text] for n, text in enumerate(dataset.texts)])
+        return sha256(text.encode()).hexdigest()
+    return None
+
+
 def _write_all(
     options: Options,
+    predictor: Predictor,
     trainer: Trainer,
     loader: OnDevice,
     facts: InferenceFacts,
     header: dict[str, Any],
 ) -> None:
-    predictor = Predictor(trainer, options.save)
     resume = options.resume == "auto"
     if not trainer.is_main:
         start = trainer.group.broadcast(None)
@@ -185,7 +237,9 @@ class _Writer:
         self.dataset = loader.dataset
         path, stem = options.table, options.table.stem
         masks = Masks(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
-        self._rows = Rows(facts, options.top_k, self._name, masks)
+        prompts = self.dataset.texts if isinstance(self.dataset, Prompts) else None
+        prompt_of = None if prompts is None else prompts.__getitem__
+        self._rows = Rows(facts, options.top_k or 1, self._name, masks, prompt_of)
         self._drawings = Drawings(path.with_name(f"{stem}_pictures")) if options.draw else None
         self._array = None
         if options.save is not None:

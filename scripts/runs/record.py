@@ -17,7 +17,13 @@ from scripts.runs.resume import Resume
 from trainer.build.experiment import Experiment
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.inference.facts import facts_of
-from trainer.runs.directory import RunDirectory, name_folder, reserve, timestamp
+from trainer.runs.directory import (
+    RunDirectory,
+    in_new_parent,
+    name_folder,
+    reserve,
+    timestamp,
+)
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -74,10 +80,14 @@ def held_directory(
 def _discard(directory: RunDirectory, config: Config) -> None:
     """Remove the directory of a run that a configuration error kept from starting."""
     directory.discard()
+    parents = [directory.path.parent]
     if config.run_dir is None:
-        for folder in (directory.path.parent, RUNS.absolute()):
-            with suppress(OSError):  # other runs are in it
-                folder.rmdir()
+        parents.append(RUNS.absolute())
+    elif not in_new_parent(Path(config.run_dir)):
+        parents.clear()
+    for folder in parents:
+        with suppress(OSError):  # other runs are in it
+            folder.rmdir()
 
 
 def _record_failure(

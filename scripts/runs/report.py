@@ -64,7 +64,7 @@ def final_block(
     if best:
         lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
     average = experiment.trainer.average
-    if average is not None:
+    if average is not None and average.begun:
         lines.append(("weights", f"val and test use the average of callbacks.{average.name}"))
     which = "best" if best else "last"
     tested = _values(results, "test")

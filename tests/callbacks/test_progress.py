@@ -101,13 +101,24 @@ def test_now_and_then_a_line_within_an_epoch(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with console():
         progress = Progress(every_seconds=25)
-        make_trainer({"progress": progress}, max_epochs=1, log_every_n_steps=1).fit()
+        make_trainer({"progress": progress}, max_epochs=2, log_every_n_steps=1).fit()
     within = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
-    # At 0 s it begins; the looks at steps 1 to 4 are at 10, 20, 30 and 40 s.
-    assert len(within) == 1
+    # At 0 s the run begins, at 10 s the epoch; the looks at steps 1 to 4 are at 20, 30, 40 and 50.
+    assert len(within) == 2
+    # 3 of 10 steps in 40 s: the run has 93 s to go, its second epoch included.
     assert re.fullmatch(
-        r"epoch 1/1, 3/5: train/loss [\d.]+ \(0\.1 steps/s, 00:20 left\)", within[0]
+        r"epoch 1/2, 3/5: train/loss [\d.]+ \(0\.1 steps/s, 01:33 left\)", within[0]
     )
+
+
+def test_a_long_validation_says_how_far_it_is(
+    make_trainer: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with console():
+        make_trainer({"progress": Progress(every_seconds=10)}, max_epochs=1).fit()
+    assert "epoch 1/1: val 1/2 batches" in capsys.readouterr().err
 
 
 def test_a_resumed_epoch_begins_where_it_was(

@@ -99,3 +99,11 @@ def test_a_share_needs_a_number_of_epochs(make_trainer: Any) -> None:
 def test_a_run_too_short_says_so(make_trainer: Any, caplog: Any) -> None:
     make_trainer({"swa": SWA(5)}).fit()
     assert "callbacks.swa: the run ended before its start_epoch" in caplog.text
+
+
+def test_an_average_that_never_began_says_so(make_trainer: Any) -> None:
+    late, early = SWA(start_epoch=5), SWA(start_epoch=1)
+    for swa in (late, early):
+        trainer = make_trainer({"swa": swa})
+        trainer.fit()
+    assert (late.begun, early.begun) == (False, True)

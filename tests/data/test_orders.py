@@ -132,6 +132,15 @@ def test_permutation_is_one(samples: int) -> None:
     assert np.array_equal(whole[::-1], permutation[::-1])
 
 
+def test_parts_of_a_permutation_are_those_of_the_whole() -> None:
+    permutation = Permutation(10_000, 5)
+    whole = permutation(np.arange(10_000, dtype=np.uint64))
+    starts = [0, 100, 4000, 4050, 9990, 100, 0]  # on, across the end of a block, and back
+    for start in starts:
+        assert np.array_equal(permutation[start : start + 100], whole[start : start + 100])
+    assert np.array_equal(permutation[50:9000], whole[50:9000])
+
+
 def test_permutation_moves_samples_anywhere() -> None:
     """Chi-squared over where each of 20 samples lands, beside numpy's own shuffle."""
     landed = np.zeros((20, 20))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.sources import Cifar10, Digits, FashionMnist
+from data.sources import Cifar10, Digits, FashionMnist, _digits
 from data.transforms import Pipeline, Standardize, ToFloat
 
 
@@ -120,3 +120,11 @@ def test_no_val_images_says_what_to_set(tmp_path: Path) -> None:
 def test_unknown_split() -> None:
     with pytest.raises(DataError, match="not one of train, val, test"):
         Digits("trian")  # type: ignore[arg-type]
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    for ours, theirs in zip(_digits(), load_digits(return_X_y=True), strict=True):
+        assert np.array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype

@@ -11,6 +11,8 @@ USERS = '''
 import torch
 from torch.utils.data import Dataset
 
+from trainer.task import Task
+
 
 class Signal(BaseException):
     pass
@@ -44,6 +46,25 @@ class Faulty(torch.nn.Module):
         if self.leave:
             raise SystemExit(0)
         return self.weight.nonsense
+
+
+class Narrow(torch.nn.Module):
+    def __init__(self, num_classes, features):
+        super().__init__()
+        self.head = torch.nn.Linear(features, num_classes)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+
+class Mapping(Task):
+    def training_step(self, model, batch):
+        images, labels = batch
+        return {"loss": model(images).square().mean()}
+
+
+class Stepless(Task):
+    pass
 '''
 
 
@@ -113,6 +134,65 @@ def test_a_fault_in_the_users_own_model_is_shown_with_its_traceback(run):
     assert done.code == 1
     assert "users.py" in done.err
     assert done.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize("dry", ["dry_run=true", "dry_run=false"])
+@pytest.mark.parametrize(
+    ("override", "texts"),
+    [
+        pytest.param(
+            "model={_target_: users.Narrow, num_classes: 10, features: 100}",
+            ["users.Narrow.forward", "images=float32 [64, 1, 16, 16]", "in_features=256"],
+            id="layer",
+        ),
+        pytest.param(
+            "task={_target_: users.Mapping}",
+            ["users.Mapping.training_step returned {loss: float32 []}", "return StepOutput(loss)"],
+            id="dict",
+        ),
+    ],
+)
+def test_a_mistake_in_the_users_code_is_told_in_one_line(run, tmp_path, dry, override, texts):
+    done = run(override, dry)
+    assert done.code == 1, done.err
+    assert done.err.count("Traceback (most recent call last)") == 1
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert done.err.count("error: ") == 1
+    assert [text for text in texts if text not in last] == []
+    assert (tmp_path / "run").exists() == (dry == "dry_run=false")
+
+
+def test_a_task_without_a_step_is_found_before_anything_is_read(run):
+    done = run("task={_target_: users.Stepless}", "data=cifar10")
+    assert done.code == 2, done.err
+    assert "task._target_: users.Stepless defines no training_step" in done.error
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        pytest.param("class Net(", "line 1, is not Python", id="syntax"),
+        pytest.param("import nowhere_to_be_found", "install nowhere_to_be_found", id="import"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_target(run, tmp_path, text, named):
+    (tmp_path / "broken.py").write_text(f"{text}\n")
+    done = run("model={_target_: broken.Net}")
+    assert done.code == 1, done.err
+    assert done.err.count("Traceback (most recent call last)") == 1
+    last = done.err.splitlines()[-1]
+    assert named in last
+    assert "broken.py, line 1" in last
+    assert "imported for the _target_ 'broken.Net'" in last
+
+
+def test_a_dry_run_says_which_split_it_could_not_read(run, tmp_path):
+    done = run("data.val={_target_: users.Bad, raises: base}", "dry_run=true")
+    assert done.code == 0, done.err
+    plan = (tmp_path / "run" / "plan.txt").read_text()
+    assert "val could not be read, and was not tried: sample 7: Signal: on" in plan
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["plan.txt"]
 
 
 def test_a_pipe_among_the_images_is_not_waited_for(train, tmp_path):

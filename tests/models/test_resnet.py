@@ -43,6 +43,21 @@ def test_initial_weights_are_drawn_as_torchvisions() -> None:
             torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.05, atol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [
+        pytest.param(16, 1, id="small"),
+        pytest.param(64, 1, id="edge"),
+        pytest.param(65, 2, id="large"),
+        pytest.param([64, 224], 2, id="rectangle"),
+        pytest.param(None, 1, id="unknown"),
+    ],
+)
+def test_the_stem_follows_the_image_size_unless_it_is_set(size, stride) -> None:
+    assert ResNet(18, num_classes=2, stem="auto", image_size=size).conv1.stride == (stride, stride)
+    assert ResNet(18, num_classes=2, stem="cifar", image_size=224).conv1.stride == (1, 1)
+
+
 def test_cifar_stem_keeps_the_size_and_channels_follow_the_data() -> None:
     model = ResNet(18, num_classes=10, in_channels=1, stem="cifar").eval()
     assert model.layer1(model.maxpool(model.conv1(torch.zeros(1, 1, 16, 16)))).shape == (

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from scripts import benchmark
-from scripts.benchmarks import checkpoint, step
+from scripts.benchmarks import checkpoint, evaluate, growth, predict, step, train
 from scripts.benchmarks.report import Report, Row
 
 
@@ -59,6 +59,14 @@ def test_saves_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report.headlines["ratio_to_handwritten"] > 0
 
 
+def test_predict_is_timed_against_a_bare_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "SAMPLES", 70)
+    monkeypatch.setattr(predict, "OVERRIDES", (*predict.OVERRIDES, "model=mlp"))
+    report = predict.measure(rounds=1)
+    assert [row.name for row in report.rows] == ["bare loop", "Regimen"]
+    assert report.headlines["ratio_to_reference"] > 0
+
+
 def test_costs_are_medians_of_blocks_and_ratios_are_taken_within_a_turn() -> None:
     cost = step.Cost
     costs = {"by hand": [cost(10, 1), cost(100, 1)], "Regimen": [cost(11, 2), cost(120, 2)]}
@@ -72,3 +80,42 @@ def test_a_report_reads_well() -> None:
     assert lines[0] == "Cost of x"
     assert any(line.split()[:2] == ["ours", "12.3"] and "1.050" in line for line in lines)
     assert lines[-1] == "ratio: 1.050"
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def test_an_evaluation_is_compared_with_a_loop_that_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "NETWORKS", {"resnet18": (linear, 2)})
+    monkeypatch.setattr(evaluate, "BATCH", 8)
+    found = {}
+
+    def noted(name: str) -> evaluate.Pass:
+        way = getattr(evaluate, name)
+        return lambda trainer, loader: found.update({name: way(trainer, loader)})
+
+    for name in ("_bare", "_regimen"):
+        monkeypatch.setattr(evaluate, name, noted(name))
+    report = evaluate.measure(rounds=1)
+    assert [row.name for row in report.rows] == ["bare loop, resnet18", "Regimen, resnet18"]
+    loss, accuracy = found["_bare"]
+    assert found["_regimen"] == pytest.approx({"val/loss": loss, "val/accuracy": accuracy})
+
+
+def test_training_is_timed_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "network", linear)
+    monkeypatch.setattr(train, "BATCH", 4)
+    monkeypatch.setattr(train, "UPDATES", 3)
+    report = train.measure(rounds=1)
+    assert [row.name for row in report.rows[1::2]] == [f"Regimen, {form}" for form in train.FORMS]
+    assert report.headlines["least_ratio"] > 0
+
+
+def test_a_run_is_timed_by_decades(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "DECADES", range(1, 3))
+    marks = growth._run()
+    assert [step for step, _, _ in marks.notes] == [1, 10, 100]
+    assert [row.name for row in marks.rows()] == ["a run to 10^1", "a run to 10^2"]

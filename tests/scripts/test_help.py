@@ -40,6 +40,35 @@ def test_help_shows_the_users_folder_too(
     assert "What I am after." in printed(capsys, "--help", "--config-dir", str(tmp_path))
 
 
+def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(printed(capsys, "--help", "optimizer").split())
+    assert "optimizer=CHOICE:" in text
+    assert "adamw AdamW: Adam with decoupled weight decay." in text
+    assert "optimizer.betas=[0.9, 0.999] how long the averages of gradients" in text
+    assert "optimizer.lr_decay=0.0 update t uses" in text  # of one choice alone
+    assert "[adagrad]" in text
+    assert "optimizer/param_groups=CHOICE:" in text
+    assert "callbacks.ema" not in text
+
+
+def test_help_of_a_section_is_that_of_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "--help", "trainer.precision", "loader").split())
+    assert text.startswith("trainer.precision=fp32 bf16 and fp16 are autocast;")
+    assert "one of fp32, tf32, bf16" in text
+    assert "trainer.max_epochs" not in text
+    assert "loader.batch_size" in text
+
+
+@pytest.mark.parametrize(
+    ("topic", "near"), [("optimiser", "optimizer"), ("trainer.precison", "trainer.precision")]
+)
+def test_help_of_what_does_not_exist_names_the_nearest(topic: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {near}"):
+        answer(parse_arguments(["--help", topic]))
+
+
 def test_help_needs_neither_torch_nor_hydras_composition() -> None:
     code = "import sys; from scripts.help import answer; from scripts.cli.arguments import *;"
     code += "answer(parse_arguments(['--help'])); sys.exit('torch' in sys.modules)"

@@ -81,7 +81,7 @@ def state(trainer: Trainer) -> tuple[object, ...]:
     "options",
     [
         pytest.param({"validate_every_n_steps": 1}, id="each-step"),
-        pytest.param({"validate_every_n_steps": 4, "sanity_batches": 1}, id="at-start"),
+        pytest.param({"validate_every_n_steps": 4, "validate_at_start": 1}, id="at-start"),
     ],
 )
 def test_a_validation_changes_nothing_of_the_training(options: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import refused_targets
 from trainer.targets.signatures import bind_problems
-from trainer.task import Task
+from trainer.task import Task, missing_step
 from trainer.update.gradients import without_effect
 from trainer.update.precision import Precision
 
@@ -112,8 +112,16 @@ def _task_problems(parts: Assembly) -> Iterator[Problem]:
         vars(parts)["task"] = Task()
         yield from error.problems
     else:
+        yield from _step_problems(task)
         yield from _turn_problems(parts.config, task.turns)
         yield from _monitor_problems(parts.config, task.metric_names())
+
+
+def _step_problems(task: Task) -> Iterator[Problem]:
+    """Name the method that computes the loss, where a task of the user's lacks it."""
+    step = "turn_step" if task.turns else "training_step"
+    if getattr(type(task), step) is getattr(Task, step):
+        yield Problem("task._target_", missing_step(type(task), step))
 
 
 def _part_problems(parts: Assembly) -> Iterator[Problem]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from data.loading.on_device import OnDevice
 from trainer.build.assembly import Assembly, Known
+from trainer.build.check import check_targets
 from trainer.build.data import (
     SPLITS,
     Data,
@@ -23,6 +25,7 @@ from trainer.build.data import (
     overfit_samples,
     train_loader,
 )
+from trainer.build.strategy import build_strategy
 from trainer.callback import Average, Callback
 from trainer.lr_schedulers.schedule import warn_of_long_warmups
 from trainer.options import Clipping, GradientNoise, TrainerOptions, horizon
@@ -51,16 +54,24 @@ class Experiment:
 
 
 def build(
-    config: Config,
-    strategy: Strategy,
+    config: Config | Mapping[str, Any],
+    strategy: Strategy | None = None,
     callbacks: Mapping[str, Callback] | None = None,
     config_text: str = "",
 ) -> Experiment:
     """Build what `config` describes, from the data to the trainer; nothing is written.
 
+    `config` may be what `compose([...]).config` holds; `strategy` (default: the one that `config`
+    describes) must be set up.
     `callbacks` come before the configuration's; `config_text` is saved in checkpoints.
     Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
     """
+    if not isinstance(config, Config):
+        config = parse(dict(config))
+        check_targets(config)
+    if strategy is None:
+        strategy = build_strategy(config)
+        strategy.setup()
     options = config.trainer
     switches = set_switches(
         deterministic=options.deterministic,
@@ -92,7 +103,8 @@ def build(
         precision,
         {**(callbacks or {}), **parts.callbacks},
         trainer_options,
-        compiled=_compile(parts.model, options.compile),
+        # A dry run computes a single micro-batch, which is not worth a compilation.
+        compiled=_compile(parts.model, False if config.dry_run else options.compile),
         config_text=config_text,
     )
     if strategy.group.is_main:
@@ -180,7 +192,7 @@ def _options(config: Config, updates: int) -> TrainerOptions:
         validate_every_n_epochs=options.validate_every_n_epochs,
         validate_every_n_steps=options.validate_every_n_steps,
         limit_train_batches=None if limit is None else count(limit, updates),
-        sanity_batches=options.validate_at_start,
+        validate_at_start=options.validate_at_start,
         channels_last=options.channels_last,
     )
 

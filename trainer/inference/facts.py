@@ -29,9 +29,9 @@ class InferenceFacts:
 
     classes: list[str] | None  # names, by class number
     num_classes: int | None
-    inputs: dict[str, Any]  # of the transforms: kind "picture" (channels, size) or "array"
+    inputs: dict[str, Any]  # of the transforms: kind "picture" (channels, size), "table", "array"
     model_inputs: dict[str, Any] | None  # of the network: shape and type of one sample
-    outputs: dict[str, Any]  # `Task.output_kind`, and the threshold of labels
+    outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
     task: dict[str, Any]
@@ -53,6 +53,8 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:
         outputs["threshold"] = threshold
+    if (scale := getattr(known[0], "target_scale", None)) is not None:
+        outputs["scale"] = list(scale)  # mean and deviation of the training targets
     return InferenceFacts(
         classes=[str(name) for name in classes] if classes else None,
         num_classes=data.num_classes,

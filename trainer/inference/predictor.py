@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from data.loading.on_device import OnDevice
 from trainer import rng
 from trainer.errors import ModelError
+from trainer.inference.generation import Generation
 from trainer.rng import derived
 from trainer.trainer import Trainer
 from trainer.update.misfit import MISFITS, misfit
@@ -32,11 +34,15 @@ class Predictor:
     """Ask a trainer's model, with the weights that its run was evaluated with.
 
     keep: "logits", "probabilities", "embeddings:MODULE" (what a module of the model returns), or
-    None: nothing but the answers. Raises ModelError for a module that is not there.
+    None: nothing but the answers. generation: the answers are new tokens after prompts.
+    Raises ModelError for a module that is not there.
     """
 
-    def __init__(self, trainer: Trainer, keep: str | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
+    ) -> None:
         self._trainer = trainer
+        self._generation = generation
         self._keep = keep
         name = keep.partition(":")[2] if keep and keep.startswith("embeddings:") else None
         self._module = None if name is None else _module(trainer.model, name)
@@ -65,8 +71,12 @@ class Predictor:
         task = self._trainer.task
         try:
             with self._trainer.precision.autocast():
-                output = task.prediction_step(self._trainer.model, batch)
-                values = task.interpret(output)
+                if self._generation is None:
+                    output = task.prediction_step(self._trainer.model, batch)
+                    values = task.interpret(output)
+                else:
+                    logits_of = partial(task.prediction_step, self._trainer.model)
+                    output = values = self._generation(logits_of, batch)
         except MISFITS as error:
             if (known := misfit(error, batch, 0)) is not None:
                 raise known from error

@@ -19,6 +19,7 @@ class Rows:
 
     name_of: a sample's file, or its number in the data set, by index.
     mask_of: where a sample's mask is written, by index and mask; None: masks have no rows.
+    prompt_of: the text that a sample's answer continues; None: answers are no new text.
     """
 
     def __init__(
@@ -27,17 +28,21 @@ class Rows:
         top_k: int,
         name_of: Callable[[int], str],
         mask_of: Callable[[int, Tensor], str] | None = None,
+        prompt_of: Callable[[int], str] | None = None,
     ) -> None:
         self._classes = facts.classes
         self._threshold = float(facts.outputs.get("threshold", 0.5))
+        self._mean, self._std = facts.outputs.get("scale", (0.0, 1.0))
         self._top_k = top_k
         self._name_of = name_of
         self._mask_of = mask_of
+        self._prompt_of = prompt_of
         kinds: dict[str, Callable[[Sequence[int], Tensor], list[Row]]] = {
             "classes": self._likeliest,
             "labels": self._labels,
             "values": self._values,
             "mask": self._masks,
+            "text": self._texts,
             "array": self._shapes,
         }
         kind = facts.outputs["kind"]
@@ -78,6 +83,7 @@ class Rows:
         return rows
 
     def _values(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        values = values * self._std + self._mean  # those of the file, where training scaled them
         if values.ndim == 1:
             return [{"prediction": value} for value in values.tolist()]
         return [
@@ -91,6 +97,14 @@ class Rows:
         return [
             {"prediction": self._mask_of(index, mask)}
             for index, mask in zip(indices, values, strict=True)
+        ]
+
+    def _texts(self, indices: Sequence[int], values: Tensor) -> list[Row]:
+        if self._prompt_of is None:
+            return self._shapes(indices, values)
+        return [
+            {"prompt": self._prompt_of(index), "prediction": "".join(map(self._name, tokens))}
+            for index, tokens in zip(indices, values.tolist(), strict=True)
         ]
 
     def _shapes(self, indices: Sequence[int], values: Tensor) -> list[Row]:

@@ -18,8 +18,9 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from conf.yaml_file import plain_values
-from data.decode import read_image
+from data.decode import decode_image, read_image
 from data.errors import DataError
+from data.formats.table import TableRows, rows_to_predict
 from data.loading.collate import collate
 from data.pictures import Pictures
 from models.weights import no_initial_weights
@@ -33,6 +34,7 @@ from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, facts_of, read_facts
+from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
 from trainer.runs.status import RunDirectoryError
@@ -105,9 +107,10 @@ class Run:
     ) -> list[Row]:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
-        images: file names, PIL pictures, uint8 tensors or arrays [C, H, W] (arrays [H, W] and
-        [H, W, C] too); or, where the run's data are no pictures, a tensor [n, ...] of inputs after
-        the transforms. `batch_size`: default `loader.eval_batch_size`, or `loader.batch_size`.
+        images: file names, the bytes of picture files, PIL pictures, uint8 tensors or arrays
+        [C, H, W] (arrays [H, W] and [H, W, C] too); or, where the run's data are no pictures, a
+        tensor [n, ...] of inputs after the transforms. `batch_size`: default
+        `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for what is no picture.
         """
         trainer = self.trainer(checkpoint)
@@ -124,6 +127,42 @@ class Run:
                 found += rows(Answers(indices, values, None, {}))
         for row in found:
             del row["file"]
+        return found
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 200,
+        sampling: Sampling = "greedy",
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        batch_size: int | None = None,
+        checkpoint: str = "best",
+    ) -> list[str]:
+        """Return what a language model writes after each prompt, as `predict` does.
+
+        sampling: greedy (the likeliest token) or random, from the `top_k` likeliest. seed: default
+        that of the run. Raises ConfigError for a run that does not continue text, DataError for a
+        prompt with characters that are not in the run's vocabulary.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        names = [f"prompt {number}" for number in range(len(texts))]
+        dataset = prompts_for(self.facts, self.config, names, texts)
+        trainer = self.trainer(checkpoint)
+        seed = self.config.seed if seed is None else seed
+        generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
+        predictor = Predictor(trainer, generation=generation)
+        rows = Rows(self.facts, 1, str, prompt_of=texts.__getitem__)
+        loader = self.config.loader
+        size = batch_size or loader.eval_batch_size or loader.batch_size
+        found: list[str] = []
+        with torch.inference_mode(), predictor.ready():
+            for first, samples in _batches(map(dataset.__getitem__, range(len(texts))), size):
+                values, _ = predictor.ask(trainer.to_device(collate(samples)), len(samples))
+                indices = range(first, first + len(samples))
+                found += [row["prediction"] for row in rows(Answers(indices, values, None, {}))]
         return found
 
     def loader(self, split: str = "val") -> Iterator[Any]:
@@ -147,7 +186,7 @@ class Run:
             yield from images
             return
         form = self.pictures([])
-        singles = [images] if isinstance(images, (str, os.PathLike)) else images
+        singles = [images] if isinstance(images, (str, bytes, os.PathLike)) else images
         for image in singles:
             yield form.brought_to_form(as_picture(image, form.channels))
 
@@ -166,6 +205,12 @@ def facts_of_run(path: Path, config: Config) -> InferenceFacts:
     on_cpu = Strategy(torch.device("cpu"))
     parts = Assembly(config, Known(data.num_classes), on_cpu, Precision("fp32", "cpu"))
     return facts_of(config, data, parts.task)
+
+
+def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
+    """Return the rows of a file, encoded as the run's table was. Raises DataError."""
+    form = facts.inputs
+    return rows_to_predict(path, form["features"], form["missing"], build_pipeline(config, "eval"))
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
@@ -213,6 +258,8 @@ def as_picture(image: Any, channels: int) -> Tensor:
     """Return a picture, given in any usual form, as uint8 [channels, H, W]. Raises DataError."""
     if isinstance(image, (str, os.PathLike)):
         return read_image(Path(image), channels)
+    if isinstance(image, bytes):
+        return decode_image(image, "the picture", channels)
     if hasattr(image, "convert"):  # Pillow's
         image = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     tensor = torch.as_tensor(np.array(image)) if not isinstance(image, Tensor) else image

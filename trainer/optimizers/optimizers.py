@@ -64,7 +64,8 @@ class Optimizers:
             for name, optimizer in self.optimizers.items()
         }
         for optimizer in self.optimizers.values():
-            if isinstance(optimizer, SGD):
+            groups = (optimizer.defaults, *optimizer.param_groups)  # some may be added later
+            if isinstance(optimizer, SGD) and any(group.get("fused") for group in groups):
                 optimizer.register_step_pre_hook(begin_with_zeros)
 
     @classmethod

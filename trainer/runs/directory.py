@@ -48,7 +48,7 @@ class RunDirectory:
     def create(
         cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
     ) -> Self:
-        """Create a run in `path`, whose parent must exist, and lock it.
+        """Create a run in `path` and lock it; its parent must exist, but for one like `runs`.
 
         Raises RunDirectoryError if `path` holds a run or another process has locked it,
         StorageError if it cannot be written.
@@ -56,7 +56,7 @@ class RunDirectory:
         run = cls(path)
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             run._refuse_existing()
-        _make_folder(path)
+        make_folder(path)
         run._hold()
         try:
             run._refuse_existing()
@@ -232,9 +232,15 @@ def reserve(folder: Path, stamp: str) -> Path:
         raise storage_error(folder / stamp, error) from error
 
 
-def _make_folder(path: Path) -> None:
+def in_new_parent(path: Path) -> bool:
+    """Return whether `path` is like `runs/mine`, whose parent is made where it is missing."""
+    return not path.is_absolute() and len(path.parent.parts) == 1 and path.parent != Path("..")
+
+
+def make_folder(path: Path) -> None:
+    """Make a run directory; of its parents only one in the working folder, such as `runs`."""
     try:
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=in_new_parent(path), exist_ok=True)
     except OSError as error:
         raise storage_error(path, error) from error
 

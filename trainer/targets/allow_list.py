@@ -137,8 +137,12 @@ def _import_module(name: str, path: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
+            error.imported_for = path  # type: ignore[attr-defined]
             raise  # the module exists, and one that it needs does not
         raise TargetError(f"no package {name!r} is installed, which {path!r} needs") from error
+    except Exception as error:
+        error.imported_for = path  # type: ignore[attr-defined]
+        raise
     if module.__name__ != name:
         raise TargetError(f"{path!r} is not allowed: {name} is really {module.__name__}")
     return module
@@ -235,8 +239,8 @@ def _append_working_folder() -> None:
 
 def _how_to_allow(path: str) -> str:
     root = path.partition(".")[0]
-    near = nearest(root, [*_INSTALLED, *_in_folder()])
-    if near not in (None, root):
+    near = nearest(root, [*_INSTALLED, *_in_folder()], cutoff=0.75)
+    if near not in (None, root) and importlib.machinery.PathFinder.find_spec(root) is None:
         return f"did you mean {near}?"
     module, _, name = path.rpartition(".")
     near = nearest(module, OFFERS, cutoff=0.85)

@@ -36,7 +36,7 @@ class Classification(Supervised):
 
     def answer(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return the logits [n, classes]."""
-        if inputs.ndim != 5:
+        if getattr(inputs, "ndim", 0) != 5:  # named inputs, as those of a text, are a dict
             logits: Tensor = model(inputs)
             return logits
         crops: Tensor = model(inputs.flatten(0, 1))
@@ -58,7 +58,7 @@ class Classification(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""
         labels = target
-        count: Tensor | int = len(target)
+        count: Tensor | int = target.shape[0]
         counting = self.losses.counting(target)
         if target.is_floating_point():
             labels = target.argmax(1)
@@ -73,6 +73,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return logits.detach().argmax(1).eq(labels).count_nonzero()
+        return logits.argmax(1).eq(labels).count_nonzero()
     best = logits.detach().topk(k, dim=1).indices
     return (best == labels[:, None]).any(1).count_nonzero()

@@ -21,6 +21,7 @@ class LanguageModel(Supervised):
     update, however it is split. Reports `token_accuracy` and `perplexity`.
     """
 
+    output_kind = "text"
     score_names = ("token_accuracy",)
 
     def __init__(

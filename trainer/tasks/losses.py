@@ -76,8 +76,9 @@ class Losses:
         """Return a mask of the labels that are not ignored; None where none can be ignored."""
         if self.ignored is None or target.is_floating_point():
             return None
-        if any(isinstance(count, int) for count in self.counts(target).values()):
-            return None
+        for count in self.counts(target).values():
+            if isinstance(count, int):
+                return None
         return target != self.ignored
 
     @property
@@ -85,14 +86,15 @@ class Losses:
         """The losses by name: `loss`, or `loss.<term>`."""
         return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
 
-    def counts(self, target: Tensor) -> dict[str, Tensor | int]:
+    def counts(self, target: Tensor) -> Mapping[str, Tensor | int]:
         """Return the denominators for a batch of labels; a repeated call returns the same ones."""
         if not self.counted:
             return {}
         if self._last.get("target") is not target:
             found = {name: _count(self.terms[name].loss, target) for name in self.counted}
             self._last.update(target=target, counts=found)
-        return dict(self._last["counts"])
+        known: Mapping[str, Tensor | int] = self._last["counts"]
+        return known
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
@@ -106,7 +108,7 @@ class Losses:
 
     def __call__(
         self, output: Any, target: Any, inputs: Any = None, model: nn.Module | None = None
-    ) -> tuple[Tensor | dict[str, Tensor], dict[str, Any]]:
+    ) -> tuple[Tensor | dict[str, Tensor], Mapping[str, Any]]:
         """Return the loss, or its weighted terms by name, and the denominators.
 
         Gradient penalties need `inputs` (from `watched`) and `model`.
@@ -122,8 +124,9 @@ class Losses:
             elif torch.is_grad_enabled():
                 sources = [inputs] if wrt == "inputs" else _trained(model)
                 values[name] = term.loss(output, target, sources) * term.weight
-        counts: dict[str, Any] = self.counts(target)
-        counts.update((name, SUM) for name in self.summed if name in values)
+        counts: Mapping[str, Any] = self.counts(target)
+        if self.summed:
+            counts = {**counts, **{name: SUM for name in self.summed if name in values}}
         return values, counts
 
 
@@ -139,11 +142,11 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    if not isinstance(loss, _CROSS_ENTROPIES) or output.ndim < 3 or target.is_floating_point():
         value: Tensor = loss(output, target)
         return value
     value = loss(*by_place(output, target))
-    return value.view(target.shape) if value.ndim and not target.is_floating_point() else value
+    return value.view(target.shape) if value.ndim else value
 
 
 def _wrt(term: Term) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import SampleError
+from trainer.errors import ModelError, SampleError
 from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.losses import Losses
+from trainer.user_code import called, spelled
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 
@@ -48,7 +50,7 @@ class Supervised(Task):
         """Return the metrics that keep a state."""
         return self._metrics
 
-    def counts(self, batch: Any) -> dict[str, Tensor | int]:
+    def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the denominators that depend on the labels."""
         return self.losses.counts(batch[1])
 
@@ -76,13 +78,21 @@ class Supervised(Task):
         return self.answer(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def _compute(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
-        self.check(output, target)
+        try:
+            self.check(output, target)
+        except ModelError as error:
+            given = f"{called(model)}.forward was given {spelled(inputs)}"
+            error.change(lambda p: replace(p, message=f"{p.message} ({given})"))
+            raise
         try:
             loss, counts = self.losses(output, target, inputs, model)
         except IndexError as error:  # torch's "Target 7 is out of bounds"
+            low, high = int(target.min()), int(target.max())
+            more = f"; with more classes set data.num_classes={high + 1}" if low >= 0 else ""
             raise SampleError(
-                f"labels from {int(target.min())} to {int(target.max())}, but data.num_classes="
-                f"{self.num_classes}: labels start at 0"
+                f"labels from {low} to {high}, but data.num_classes={self.num_classes}: what the "
+                "data set returns as a label must be at least 0 and less than that: labels start "
+                f"at 0{more}"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))
 

@@ -56,15 +56,16 @@ class PlainBatches:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
         for update, batch in enumerate(itertools.islice(_walked(self._loader), stop)):
-            if update >= start:
-                yield from self._cut(batch, epoch, update)
+            if update < start:
+                continue
+            tensor = first_tensor(batch)
+            total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
+            if self._steps == 1:
+                yield MicroBatch(batch, Piece((), total, 0, total, 0, 1, epoch, update))
+            else:
+                yield from self._cut(batch, total, epoch, update)
 
-    def _cut(self, batch: Any, epoch: int, update: int) -> Iterator[MicroBatch]:
-        tensor = first_tensor(batch)
-        total = 1 if tensor is None or not tensor.ndim else len(tensor)
-        if self._steps == 1:
-            yield MicroBatch(batch, Piece((), total, 0, total, 0, 1, epoch, update))
-            return
+    def _cut(self, batch: Any, total: int, epoch: int, update: int) -> Iterator[MicroBatch]:
         steps = min(self._steps, total)
         bounds = [total * m // steps for m in range(steps + 1)]
         for m, (low, high) in enumerate(itertools.pairwise(bounds)):

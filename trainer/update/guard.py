@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.optimizers.steps import can_leave_out
+from trainer.optimizers.steps import can_leave_out, step_of
 from trainer.update.copies import Memory
 from trainer.update.gradients import is_finite
 from trainer.update.parts import Parts
@@ -49,7 +49,7 @@ class HostGuard:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step: nothing was refused."""
-        optimizer.step()
+        step_of(optimizer)()
 
     def restore(self) -> None:
         """Put back what was remembered."""

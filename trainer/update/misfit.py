@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.errors import ModelError, RunError, SampleError
+from trainer.user_code import change_for, failed_layer, spelled
 
 # What torch's and our modules raise about tensors that do not fit each other.
 MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
@@ -40,10 +40,11 @@ def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
         )
     if updates:
         return SampleError(f"this batch differs from those before: {reason} (batch: {given})")
-    return ModelError(
-        f"model and data do not fit: {reason} (batch: {given}); do model, data (channels, image "
-        "size, classes), transforms and task agree?"
+    where = f"; {failed}" if (failed := failed_layer(error)) else ""
+    change = change_for(reason) or (
+        "do model, data (channels, image size, classes), transforms and task agree?"
     )
+    return ModelError(f"model and data do not fit: {reason} (batch: {given}){where}; {change}")
 
 
 def is_misfit(error: Exception) -> bool:
@@ -61,15 +62,3 @@ def _modules(traceback: TracebackType | None) -> Iterator[str]:
     while traceback is not None:
         yield str(traceback.tb_frame.f_globals.get("__name__", ""))
         traceback = traceback.tb_next
-
-
-def spelled(batch: Any) -> str:
-    """Spell a batch's structure briefly: types, and shapes of tensors."""
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key}: {spelled(v)}" for key, v in [*batch.items()][:8]) + "}"
-    if isinstance(batch, (list, tuple)):
-        kind = "(" + ", ".join(spelled(child) for child in batch[:4])
-        return kind + (", ...)" if len(batch) > 4 else ")")
-    return type(batch).__name__

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from trainer.callback import Hooks
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
@@ -28,6 +29,7 @@ class Parts(Protocol):
     options: TrainerOptions
     state: TrainState
     timer: Timer
+    hooks: Hooks
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""

@@ -56,14 +56,15 @@ class Shares:
             elif count is None:
                 terms.append(_times(_mean(term), share))
             elif isinstance(count, Tensor | int | float):
-                terms.append(self._part(term, count, totals[name]))
+                terms.append(self._part(term, count, totals[name], scale))
             else:  # SUM
                 terms.append(term.sum() * scale)
         return add_up(terms)
 
-    def _part(self, term: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
+    def _part(
+        self, term: Tensor, count: Tensor | float, total: Tensor | float, scale: float
+    ) -> Tensor:
         """Return what a mean over `count` things adds to the one over `total` of them."""
-        scale = self._strategy.gradient_scale
         if not isinstance(count, Tensor) and not isinstance(total, Tensor) and count:
             return _times(_mean(term), count * scale / total)
         count = torch.as_tensor(count, dtype=self._dtype, device=term.device)

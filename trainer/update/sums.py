@@ -35,9 +35,12 @@ class Sums:
     ) -> None:
         """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
         if self._on_host:
-            self._add_numbers(name, _number(total) * scale, _number(count))
+            total = total.item() if isinstance(total, Tensor) else total
+            count = count.item() if isinstance(count, Tensor) else count
+            self._add_numbers(name, total * scale, count)
             return
         known = self._sums.get(name)
+        total = total.detach() if isinstance(total, Tensor) else total
         if isinstance(known, Tensor):
             known.add_(total, alpha=scale)
         else:
@@ -49,24 +52,23 @@ class Sums:
             self._over.add(name, total, count, scale)
 
     def _add_numbers(self, name: str, total: float, count: float) -> None:
-        self._sums[name] = total + self._sums.get(name, 0.0)
-        self._counts[name] = count + self._counts.get(name, 0)
-        if self._over is not None:
-            self._over._add_numbers(name, total, count)
+        sums: Sums | None = self
+        while sums is not None:
+            sums._sums[name] = total + sums._sums.get(name, 0.0)
+            sums._counts[name] = count + sums._counts.get(name, 0)
+            sums = sums._over
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""
         if isinstance(output.loss, Tensor):
-            loss = output.loss.detach()
+            loss = output.loss
             self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples)
         else:
             for name, term in output.loss.items():
-                self._add_term(
-                    f"{loss_name}:{name}", term.detach(), output.counts.get(name), samples
-                )
+                self._add_term(f"{loss_name}:{name}", term, output.counts.get(name), samples)
         real = 1 if samples else 0
         for name, (total, count) in output.sums.items():
-            self.add(name, total.detach(), count * real, real)
+            self.add(name, total, count * real, real)
 
     def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
         real = 1 if samples else 0
@@ -124,10 +126,6 @@ class Sums:
         taken = {k: v.to(self._device) for k, v in state["sums"].items()}
         self._sums = {k: v.item() if self._on_host else v for k, v in taken.items()}
         self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
-
-
-def _number(value: Tensor | float) -> float:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def mean_of(term: Tensor, count: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from data.batch import MicroBatch
+from data.batch import MicroBatch, joined
 from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.optimizers.optimizers import needs_closure
-from trainer.task import StepOutput
+from trainer.task import StepOutput, as_output, unsound
 from trainer.update.copies import Memory
 from trainer.update.gradients import add_noise, clip, largest, total_norm, without_effect
 from trainer.update.guard import Guard, guard_of
@@ -32,6 +32,9 @@ class Updater:
         self.epoch_sums = Sums(device)
         self.sums = Sums(device, over=self.epoch_sums)  # since the last log
         self._shares = Shares(parts.task, parts.strategy, self.sums.dtype)
+        self.keeps_updates = False  # for callbacks that ask for an update's batch and outputs
+        self._last_batches: Sequence[MicroBatch] = ()
+        self._last_outputs: dict[str, list[StepOutput]] = {}
         self._parts = parts
         self._turns = turns_of(parts.optimizers, parts.task)
         others = list(parts.task.own_modules().values())
@@ -53,6 +56,8 @@ class Updater:
         """
         parts, guard, taken = self._parts, self._guard, []
         guard.remember()
+        if self.keeps_updates:
+            self._last_batches, self._last_outputs = micro_batches, {}
         for turn in self._turns:
             outputs, shares = self._accumulate(turn, micro_batches)
             parts.timer.lap("forward + backward")
@@ -80,11 +85,12 @@ class Updater:
         return True
 
     def try_out(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compute an update's gradients and drop them, for `Strategy.warm_up`."""
+        """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
         self._guard.remember()
         for turn in self._turns:
-            self._accumulate(turn, micro_batches)
+            outputs, _ = self._accumulate(turn, micro_batches)
             self._parts.optimizers.zero_grad()
+            self._add_outputs(Sums(self._parts.strategy.device), turn, micro_batches, outputs)
         self._guard.restore()
 
     def _accumulate(
@@ -98,14 +104,25 @@ class Updater:
             with parts.strategy.accumulate(parts.wrapped, last, counts):
                 with parts.precision.autocast():
                     output = self._forward(turn, micro_batch.batch)
-                share = self._shares.of(output, micro_batch.piece, totals)
-                # Whether a borrowed sample's loss is finite is for its own process to say.
-                parts.precision.backward(share if counts else share.nan_to_num())
+                try:
+                    share = self._shares.of(output, micro_batch.piece, totals)
+                    # Whether a borrowed sample's loss is finite is for its own process to say.
+                    parts.precision.backward(share if counts else share.nan_to_num())
+                except MISFITS as error:
+                    raise self._unsound(turn, output) or error from None
             outputs.append(output)
             shares.append(share)
         if parts.strategy.group.world_size > 1:
             self._exchange_apart()
+        if self.keeps_updates:
+            self._last_outputs[turn.name] = outputs
         return outputs, shares
+
+    def last_update(self) -> dict[str, Any]:
+        """Return `batch` and `outputs` of the last update, as `Callback.on_update_end` says."""
+        batches = [m.batch for m in self._last_batches if m.piece.count]
+        outputs = [output for turn in self._last_outputs.values() for output in turn]
+        return {"batch": joined(batches) if batches else None, "outputs": outputs}
 
     def _exchange_apart(self) -> None:
         # The strategy's wrapper knows the model's parameters, not those of losses.
@@ -118,8 +135,10 @@ class Updater:
         parts = self._parts
         try:
             if turn.name:
-                return parts.task.turn_step(parts.wrapped, batch, turn.name)
-            return parts.task.training_step(parts.wrapped, batch)
+                result = parts.task.turn_step(parts.wrapped, batch, turn.name)
+                return as_output(result, parts.task, "turn_step")
+            result = parts.task.training_step(parts.wrapped, batch)
+            return as_output(result, parts.task, "training_step")
         except MISFITS as error:
             if "more than 1 value per channel" in str(error):
                 raise SampleError(
@@ -129,6 +148,10 @@ class Updater:
             if (known := misfit(error, batch, parts.state.updates)) is not None:
                 raise known from error
             raise
+
+    def _unsound(self, turn: Turn, output: StepOutput) -> Exception | None:
+        step = "turn_step" if turn.name else "training_step"
+        return unsound(output, self._parts.task, step, self._parts.model)
 
     def _search(
         self, turn: Turn, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]
@@ -169,11 +192,24 @@ class Updater:
         norm: Tensor,
     ) -> None:
         suffix = f"_{turn.name}" if turn.name else ""
-        for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            self.sums.add_output(output, micro_batch.piece.count, f"loss{suffix}")
+        self._add_outputs(self.sums, turn, micro_batches, outputs)
         # The norm is the same on every process, so one of them counts it.
         once = int(self._parts.strategy.group.is_main)
         self.sums.add(f"grad_norm{suffix}", norm, once, once)
+
+    def _add_outputs(
+        self,
+        sums: Sums,
+        turn: Turn,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Sequence[StepOutput],
+    ) -> None:
+        name = f"loss_{turn.name}" if turn.name else "loss"
+        for micro_batch, output in zip(micro_batches, outputs, strict=True):
+            try:
+                sums.add_output(output, micro_batch.piece.count, name)
+            except MISFITS as error:
+                raise self._unsound(turn, output) or error from None
 
     def take_means(self) -> dict[str, float]:
         """Return `train/<name>`, the means since the last call; one not finite ends the run."""

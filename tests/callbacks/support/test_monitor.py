@@ -1,9 +1,12 @@
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from callbacks.checkpoint import Checkpoint
+from callbacks.early_stopping import EarlyStopping
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import Monitor
 from trainer.task import Task
@@ -31,6 +34,22 @@ def test_unknown_direction_is_asked_for() -> None:
         Monitor("val/wobble")
     with pytest.raises(CallbackError, match="choose min, max or auto"):
         Monitor("val/loss", "smallest")
+
+
+def test_what_compares_nothing_does_not_ask() -> None:
+    assert EarlyStopping("val/wobble").monitor == "val/wobble"
+    with pytest.raises(CallbackError, match="wobble"):
+        EarlyStopping("val/wobble", patience=1)
+
+
+@pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
+def test_a_direction_that_is_asked_for_later_names_the_callback(
+    make_trainer: Any, tmp_path: Path, callback: Any
+) -> None:
+    trainer = make_trainer({"mine": callback}, tmp_path)
+    trainer.task.monitor = lambda: "wobble"
+    with pytest.raises(CallbackError, match=r"^callbacks.mine: mode=auto: is a larger val/wobble"):
+        trainer.setup()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,20 @@ def test_a_package_on_the_path_is_refused_by_name(tmp_path: Path) -> None:
     assert str(other) in line
 
 
+@pytest.mark.parametrize("line", ["from trainer import load_run", "from trainer.task import Task"])
+def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(
+    tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "data.py").write_text("")
+    (tmp_path / "go.py").write_text(f"{line}\n")
+    command = [sys.executable, "go.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "the package 'data' is taken by" in last
+    assert str(tmp_path / "data.py") in last
+
+
 def test_a_clash_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "models")
     (tmp_path / "data").mkdir()  # of data sets: no package

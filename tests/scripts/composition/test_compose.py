@@ -47,6 +47,16 @@ def test_the_defaults_compose() -> None:
     assert config["model"]["num_classes"] == config["data"]["num_classes"]
 
 
+def test_a_choice_in_a_folder_beside_the_start_names_the_option(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(mine.parent, "conf/model/other.yaml", "_target_: mine.Net\n")
+    monkeypatch.chdir(mine.parent)
+    said = refused("model=other")
+    assert "there is no model=other" in said
+    assert "conf/model/other.yaml is read with --config-dir conf" in said
+
+
 def test_an_experiment_comes_after_the_groups_and_before_the_command_line() -> None:
     found = composed("experiment=resnet18", "loader.batch_size=7")
     assert found.config["name"] == "resnet18"

@@ -16,6 +16,7 @@ from trainer.optimizers.optimizers import build_optimizers
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "optimization.md").read_text(encoding="utf-8")
+TESTS = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`train (experiment=[^`]*)`", TEXT)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
 
@@ -39,8 +40,8 @@ def test_the_rule_given_on_a_command_line_composes() -> None:
 def test_every_file_and_test_that_is_named_exists() -> None:
     for name in re.findall(r"`((?:optimizer|lr_scheduler)/[\w/]+\.yaml)`", TEXT):
         assert (ROOT / "conf" / name).is_file(), name
-    for file, test in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", TEXT):
-        found = (ROOT / "tests" / "trainer").rglob(file)
+    for file, test in re.findall(r"(test_\w+\.py)(?:::(\w+))?`", TESTS):
+        found = (ROOT / "tests").rglob(file)
         assert any(f"def {test}" in path.read_text(encoding="utf-8") for path in found), file
 
 

@@ -1,6 +1,7 @@
-"""Fused SGD begins with zeros: the same to the bit, and for parameters that come late."""
+"""A step without torch's label; fused SGD begins with zeros, for parameters that come late too."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
+from trainer.optimizers.steps import step_of
 
 
 def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:
@@ -82,3 +84,68 @@ def test_where_torch_has_no_fused_kernel_another_is_taken(monkeypatch) -> None:
     optimizers = build_optimizers(nn.Linear(2, 2), node, prefer_fused=True)
     (optimizer,) = optimizers.optimizers.values()
     assert not optimizer.param_groups[0]["fused"]
+
+
+def one_step(prepare: Callable[[Optimizer], object] = id) -> Optimizer:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    prepare(optimizer)
+    parameter.grad = torch.arange(3.0)
+    step_of(optimizer)()
+    return optimizer
+
+
+def test_a_step_without_the_label_is_the_same_step() -> None:
+    with torch.autograd.profiler.profile() as profile:
+        labelled = one_step()
+    assert any(event.name == "Optimizer.step#AdamW.step" for event in profile.function_events)
+    plain = one_step()
+    assert step_of(plain).__code__ is not type(plain).step.__code__
+    assert torch.equal(plain.param_groups[0]["params"][0], labelled.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param("register_step_pre_hook", id="before"),
+        pytest.param("register_step_post_hook", id="after"),
+    ],
+)
+def test_hooks_of_a_step_are_called(hook: str) -> None:
+    called: list[object] = []
+    one_step(lambda optimizer: getattr(optimizer, hook)(lambda *_: called.append(1)))
+    assert called == [1]
+
+
+def test_a_step_that_was_replaced_is_called() -> None:
+    called: list[object] = []
+
+    def replace(optimizer: Optimizer) -> None:
+        optimizer.step = lambda: called.append(1)  # type: ignore[method-assign, assignment]
+
+    one_step(replace)
+    assert called == [1]
+
+
+def test_a_class_whose_step_is_decorated_keeps_the_decoration() -> None:
+    called: list[object] = []
+
+    def decorated(step: Any) -> Any:
+        @functools.wraps(step)
+        def wrapper(*args: Any) -> Any:
+            called.append(1)
+            return step(*args)
+
+        return wrapper
+
+    one_step()  # torch has labelled the class by now
+    kind = type("Decorated", (torch.optim.AdamW,), {"step": decorated(torch.optim.AdamW.step)})
+    step_of(kind([nn.Parameter(torch.ones(3))]))()
+    assert called == [1]
+
+
+def test_a_scheduler_notes_a_step_without_the_label(recwarn: pytest.WarningsRecorder) -> None:
+    made: list[torch.optim.lr_scheduler.StepLR] = []
+    one_step(lambda o: made.append(torch.optim.lr_scheduler.StepLR(o, step_size=1)))
+    made[0].step()
+    assert not recwarn.list

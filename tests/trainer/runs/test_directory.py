@@ -59,6 +59,23 @@ def kill(process):
     process.join()
 
 
+@pytest.mark.parametrize("place", ["runs/mine", "./out/mine"])
+def test_a_parent_in_the_working_folder_is_made(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    create(Path(place)).release()
+    assert holds_run(tmp_path / place)
+
+
+@pytest.mark.parametrize("place", ["a/b/mine", "../elsewhere/mine"])
+def test_other_parents_must_exist(tmp_path, monkeypatch, place):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(StorageError):
+        create(Path(place))
+    with pytest.raises(StorageError):
+        create(tmp_path / "missing" / "run")
+
+
 def test_a_run_holds_what_repeats_it(tmp_path):
     run = create(tmp_path / "run", seed=1)
     assert (run.path / "config.yaml").read_text() == "seed: 1\n"

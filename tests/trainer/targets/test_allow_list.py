@@ -128,6 +128,7 @@ def test_a_misspelt_name_gets_the_nearest() -> None:
 
 def test_a_refusal_tells_how_to_allow() -> None:
     assert "--allow-target somewhere" in (refusal("somewhere.deep.Net") or "")
+    assert "--allow-target transformers`" in (refusal("transformers.AutoModel") or "")
 
 
 NODES = [

@@ -137,3 +137,34 @@ def test_the_scaler_survives_a_checkpoint() -> None:
     second.load_state_dict(first.state_dict())
     assert second.scale == first.scale
     assert second.state_dict()["_growth_tracker"] == first.state_dict()["_growth_tracker"]
+
+
+def test_gradients_of_single_elements_share_no_memory() -> None:
+    # Their gradient is the 1 that a backward pass begins with, unless it is copied.
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    precision = Precision()
+    for _ in range(2):
+        precision.backward(first.sum() + second.sum())
+    first.grad.mul_(5)
+    precision.backward(second.sum())
+    assert (first.grad.item(), second.grad.item()) == (10, 3)
+
+
+def test_a_loss_that_has_no_gradient_is_refused_as_torch_does() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        Precision().backward(torch.ones(()))
+
+
+def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
+    class Loss(torch.Tensor):
+        called = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.called += func is torch.Tensor.backward
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    parameter = nn.Parameter(torch.ones(3))
+    Precision().backward(parameter.sum().as_subclass(Loss))
+    assert Loss.called == 1
+    assert parameter.grad.tolist() == [1, 1, 1]

@@ -1,0 +1,1 @@
+"""Data in others' formats: token files, tables, tar shards, Hugging Face data sets."""

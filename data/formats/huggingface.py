@@ -1,0 +1,205 @@
+"""Data sets of the Hugging Face package `datasets`: saved on disk, from files, or by name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.decode import decode_image
+from data.errors import DataError, one_line, reason
+from data.formats.columns import in_order
+from data.images import Transform
+from data.sources import Split
+from data.splits import cut
+
+_NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
+
+
+class Rows:
+    """Rows of an Arrow table: samples are (input, target), or the input alone without a target.
+
+    Images become uint8 tensors [C, H, W], numbers and lists of numbers tensors; texts stay texts,
+    or become what `tokenizer` makes of them: a dict of int64 tensors [length].
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        columns: Mapping[str, str],
+        classes: list[str] | None = None,
+        channels: int = 3,
+        tokenizer: Any = None,
+        length: int = 128,
+        transform: Transform | None = None,
+    ) -> None:
+        self._table, self._columns = table, columns
+        target = table.features.get(columns.get("target"))
+        self._numbered = type(target).__name__ == "ClassLabel"
+        self._picture = type(table.features[columns["input"]]).__name__ == "Image"
+        self._numbers = {name: number for number, name in enumerate(classes or ())}
+        self._tokenizer, self._length = tokenizer, length
+        if classes is not None:
+            self.classes = classes
+            self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
+        self.channels = channels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint that `datasets` keeps of a table and all that was done to it."""
+        return f"{self._table._fingerprint}-{len(self)}"
+
+    def input_form(self) -> dict[str, Any]:
+        """Return the form that the transforms expect of a picture; of others nothing is known."""
+        picture = {"kind": "picture", "channels": self.channels, "size": None}
+        return picture if self._picture else {"kind": "array"}
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._table[index]
+        value = self._input(row[self._columns["input"]], index)
+        value = value if self.transform is None else self.transform(value)
+        if "target" not in self._columns:
+            return value
+        target = row[self._columns["target"]]
+        return value, self._class(target) if self._numbers else _tensor(
+            target, self._columns, index
+        )
+
+    def _input(self, value: Any, index: int) -> Any:
+        if value is None:
+            raise DataError(f"row {index}, column {self._columns['input']!r}: no value")
+        if self._picture:
+            content = value["bytes"] or Path(value["path"]).read_bytes()
+            return decode_image(content, f"row {index} ({value['path']})", self.channels)
+        if isinstance(value, str):
+            return value if self._tokenizer is None else self._tokens(value)
+        return _tensor(value, self._columns, index)
+
+    def _tokens(self, text: str) -> dict[str, torch.Tensor]:
+        found = self._tokenizer(
+            text, truncation=True, padding="max_length", max_length=self._length
+        )
+        return {name: torch.tensor(values) for name, values in found.items()}
+
+    def _class(self, value: Any) -> int:
+        if self._numbered:
+            return int(value)
+        if str(value) not in self._numbers:
+            column = self._columns["target"]
+            raise DataError(f"column {column!r}: class {value!r} is not among those of train")
+        return self._numbers[str(value)]
+
+
+def huggingface(
+    path: str,
+    split: Split,
+    columns: Mapping[str, str],
+    name: str | None = None,
+    classification: bool = True,
+    tokenizer: str | None = None,
+    length: int = 128,
+    val_fraction: float = 0.1,
+    split_seed: int = 0,
+    channels: int = 3,
+    transform: Transform | None = None,
+) -> Rows | None:
+    """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
+
+    columns: `input` and, for training, `target`. name: a configuration of the data set. A missing
+    val split is cut from train, stratified by class. None if there is no such split; raises
+    DataError.
+    """
+    tables = _tables(path, name)
+    train = _of(tables, "train")
+    if train is None:
+        raise DataError(f"data.path={path} has no split train, only {', '.join(tables)}")
+    _check_columns(path, train, columns)
+    classes = _classes(train, columns) if classification and "target" in columns else None
+    table = _of(tables, split)
+    if _of(tables, "val") is None and val_fraction > 0 and split != "test":
+        labels = np.zeros(len(train), np.int64)
+        if classes is not None:
+            labels = np.unique(train[columns["target"]], return_inverse=True)[1]
+        rest, part = cut(labels, max(1, round(val_fraction * len(train))), split_seed)
+        table = train.select(rest if split == "train" else part)
+    if table is None:
+        return None
+    words = None if tokenizer is None else _tokenizer(tokenizer)
+    return Rows(_undecoded(table, columns), columns, classes, channels, words, length, transform)
+
+
+def _tables(path: str, name: str | None) -> dict[str, Any]:
+    datasets = _import("datasets", "huggingface")
+    folder = Path(path).expanduser()
+    saved = any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    try:
+        found = (
+            datasets.load_from_disk(str(folder))
+            if saved
+            else datasets.load_dataset(str(folder) if folder.exists() else path, name)
+        )
+    except Exception as error:  # of the hub, of file systems, of each format
+        raise DataError(f"data.path={path}: {one_line(reason(error))}") from error
+    return dict(found) if hasattr(found, "keys") else {"train": found}
+
+
+def _import(package: str, extra: str) -> ModuleType:
+    try:
+        return __import__(package)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"the package {package} is not installed: pip install 'regimen[{extra}]'"
+        ) from error
+
+
+def _of(tables: Mapping[str, Any], split: str) -> Any:
+    return next((tables[name] for name in _NAMES[split] if name in tables), None)
+
+
+def _check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
+    for key in columns.keys() - {"input", "target"}:
+        raise DataError(f"data.columns.{key}: unknown; there are input and target")
+    for key, column in columns.items():
+        if column not in table.column_names:
+            known = ", ".join(map(repr, table.column_names))
+            raise DataError(f"data.columns.{key}: {path} has no column {column!r}; it has {known}")
+
+
+def _classes(train: Any, columns: Mapping[str, str]) -> list[str]:
+    named = getattr(train.features[columns["target"]], "names", None)
+    if named is not None:
+        return [str(name) for name in named]
+    values = set(train[columns["target"]])
+    if all(isinstance(value, int) for value in values):
+        return [str(number) for number in range(max(values) + 1)]
+    return in_order({str(value) for value in values})
+
+
+def _undecoded(table: Any, columns: Mapping[str, str]) -> Any:
+    """Have images come as the bytes of their files: every image is decoded by `data.decode`."""
+    if type(table.features[columns["input"]]).__name__ != "Image":
+        return table
+    images = _import("datasets", "huggingface").Image(decode=False)
+    return table.cast_column(columns["input"], images)
+
+
+def _tokenizer(name: str) -> Any:
+    transformers = _import("transformers", "transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.tokenizer={name}: {one_line(error)}") from error
+
+
+def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
+    try:
+        numbers = torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(columns.values())
+        raise DataError(f"row {index} ({shown}): {one_line(error)}") from error
+    return numbers.float() if numbers.is_floating_point() else numbers

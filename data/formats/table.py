@@ -1,0 +1,220 @@
+"""Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.formats.columns import (
+    SUFFIXES,
+    Columns,
+    Feature,
+    Rows,
+    encoded,
+    fitted,
+    in_order,
+    numbers,
+    read_columns,
+)
+from data.images import Transform
+from data.sources import Split
+from data.splits import cut
+
+Missing = Literal["error", "mean"]
+Kind = Literal["number", "class"]
+
+
+class TableRows:
+    """Rows without a target, for predictions: samples are float32 [features]."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        features: Sequence[Feature],
+        missing: Missing = "error",
+        transform: Transform | None = None,
+        rows: Rows | None = None,
+    ) -> None:
+        self._path, self._first_row = columns.path, columns.first_row
+        self.described = [asdict(feature) for feature in features]
+        self.missing = missing
+        self.rows = np.arange(len(columns)) if rows is None else rows
+        self.inputs = torch.from_numpy(encoded(columns, features, missing)[self.rows])
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def path(self, index: int) -> str:
+        """Return the file and the row of a sample."""
+        return f"{self._path}:{self._first_row + int(self.rows[index])}"
+
+    def input_form(self) -> dict[str, Any]:
+        """Return the encoding of the columns, with the training statistics, as plain values."""
+        return {"kind": "table", "features": self.described, "missing": self.missing}
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.inputs[index]
+        return row if self.transform is None else self.transform(row)
+
+
+class Table(TableRows):
+    """Rows with a target: samples are (float32 [features], a float32 value or a class number).
+
+    target_scale: (mean, std) of the training values by which targets are standardised.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        features: Sequence[Feature],
+        targets: Tensor,
+        classes: list[str] | None,
+        target_scale: tuple[float, float] | None,
+        missing: Missing,
+        transform: Transform | None,
+        rows: Rows | None,
+    ) -> None:
+        super().__init__(columns, features, missing, transform, rows)
+        self.answers = targets[torch.from_numpy(self.rows)]
+        self.target_scale = target_scale
+        if classes is not None:
+            self.classes, self.targets = classes, self.answers
+
+    def fingerprint(self) -> str:
+        """Return a digest of the encoded rows and their targets."""
+        digest = hashlib.sha256(repr(self.described).encode())
+        digest.update(self.inputs.numpy().tobytes() + self.answers.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        target = self.answers[index]
+        return super().__getitem__(index), target if target.is_floating_point() else int(target)
+
+
+def table(
+    path: str,
+    split: Split,
+    target: str,
+    target_kind: Kind = "number",
+    features: Sequence[str] | None = None,
+    categorical: Sequence[str] | None = None,
+    channels: int | None = None,
+    missing: Missing = "error",
+    standardize_target: bool = True,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    split_seed: int = 0,
+    transform: Transform | None = None,
+) -> Table | None:
+    """Open one split of a file, or of a folder with a train file and perhaps val and test.
+
+    What has no file of its own is cut from train by its fraction, stratified by class. Columns are
+    encoded and targets standardised by the statistics of the training rows. `channels`: how many
+    inputs the configuration expects. Raises DataError.
+    """
+    place = Path(path).expanduser()
+    files = {name: _file_of(place, name) for name in ("train", "val", "test")}
+    if files["train"] is None:
+        raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
+    train = read_columns(files["train"])
+    names = [n for n in train.cells if n != target] if features is None else list(features)
+    classes = _classes(train, target) if target_kind == "class" else None
+    parts = _parts(train, target, classes, files, val_fraction, test_fraction, split_seed)
+    encoding = fitted(train, parts["train"], names, categorical)
+    _check_width(train, encoding, channels)
+    scale = _scale(train, target, parts["train"]) if standardize_target and not classes else None
+    own = files[split]
+    if own is None and not len(parts[split]):
+        return None
+    columns = train if own is None else read_columns(own)
+    targets = _targets(columns, target, classes, scale)
+    rows = parts[split] if own is None or split == "train" else None
+    return Table(columns, encoding, targets, classes, scale, missing, transform, rows)
+
+
+def rows_to_predict(
+    path: str, described: Sequence[dict[str, Any]], missing: Missing, transform: Transform | None
+) -> TableRows:
+    """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
+    features = [
+        Feature(d["name"], d["categories"] and tuple(d["categories"]), d["mean"], d["std"])
+        for d in described
+    ]
+    return TableRows(read_columns(Path(path).expanduser()), features, missing, transform)
+
+
+def _file_of(place: Path, split: str) -> Path | None:
+    """Return the file of a split; a single file is train's."""
+    if not place.is_dir():
+        return place if split == "train" and place.is_file() else None
+    found = (place / f"{split}{suffix}" for suffix in SUFFIXES)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _parts(
+    train: Columns,
+    target: str,
+    classes: list[str] | None,
+    files: dict[str, Path | None],
+    val_fraction: float,
+    test_fraction: float,
+    seed: int,
+) -> dict[str, Rows]:
+    """Return the rows of the train file that each split takes."""
+    labels = np.zeros(len(train), dtype=np.int64)
+    if classes is not None:
+        labels = _targets(train, target, classes, None).numpy()
+    rest: Rows = np.arange(len(train))
+    parts: dict[str, Rows] = {}
+    for split, fraction in (("test", test_fraction), ("val", val_fraction)):
+        wanted = 0 if files[split] is not None else round(fraction * len(train))
+        kept, taken = cut(labels[rest], wanted, seed)
+        rest, parts[split] = rest[kept], rest[taken]
+    if not len(rest):
+        raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
+    return {**parts, "train": rest}
+
+
+def _classes(train: Columns, target: str) -> list[str]:
+    return in_order({cell for cell in train.column(target, "data.target") if cell is not None})
+
+
+def _targets(
+    columns: Columns,
+    target: str,
+    classes: list[str] | None,
+    scale: tuple[float, float] | None,
+) -> Tensor:
+    if classes is None:
+        values = numbers(columns, target, "error", "data.target")
+        mean, std = scale or (0.0, 1.0)
+        return torch.from_numpy((values - mean) / std).float()
+    found = {name: number for number, name in enumerate(classes)}
+    cells = columns.column(target, "data.target")
+    for row, cell in enumerate(cells):
+        if cell not in found:
+            what = "no class" if cell is None else f"class {cell!r}, which train lacks"
+            raise DataError(f"{columns.place(row, target)}: {what}")
+    return torch.tensor([found[str(cell)] for cell in cells])
+
+
+def _scale(train: Columns, target: str, rows: Rows) -> tuple[float, float]:
+    values = numbers(train, target, "error", "data.target")[rows]
+    return float(values.mean()), float(values.std()) or 1.0
+
+
+def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
+    width = sum(feature.width for feature in features)
+    if channels is not None and channels != width:
+        shown = ", ".join(f"{f.name} {f.width}" for f in features[:12])
+        raise DataError(
+            f"data.channels={channels}, but the columns of {train.path} give {width} inputs "
+            f"({shown}{', ...' if len(features) > 12 else ''}): set data.channels={width}"
+        )

@@ -1,0 +1,186 @@
+"""Token files, memory-mapped: contiguous blocks for language models."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.images import Transform
+from data.keys import SPLIT, key
+from data.sources import Split
+from data.transforms import acts_on_batches
+
+_SUFFIXES = (".bin", ".npy", ".txt")
+_HASHED = 1 << 20  # bytes at either end of the file that the fingerprint reads
+
+
+class TokenBlocks:
+    """Blocks of `context` tokens of a file, and the token that follows at each place.
+
+    Samples are `(tokens, following)`, both int64 [context]. Blocks do not overlap within an epoch.
+    With `shift` the blocks of each epoch begin at another offset, a function of (seed, epoch). The
+    file is mapped, not read: memory does not grow with its size.
+
+    path: `.bin` (numbers of `dtype`), `.npy` or `.txt` (its bytes, 256 classes).
+    start, stop: the tokens of the file that are used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        context: int,
+        num_classes: int | None = None,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        shift: bool = False,
+        seed: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.path = path
+        self._dtype = dtype
+        self._file: npt.NDArray[Any] | None = None
+        tokens = self._tokens()
+        self._start, self._stop = start, len(tokens) if stop is None else stop
+        self.context = context
+        self.num_classes = _vocabulary(path, num_classes)
+        self.shift = shift
+        self._seed = seed
+        self._offset = 0
+        self.transform = transform
+        if path.suffix == ".txt":
+            self.classes = [repr(bytes([number]))[2:-1] for number in range(256)]
+        if len(self) < 1:
+            held = self._stop - self._start
+            raise DataError(f"{path}: {held} tokens are too few for data.context={context}")
+
+    def __len__(self) -> int:
+        spare = self.context if self.shift else 1  # for the largest offset, and what follows last
+        return max(0, self._stop - self._start - spare) // self.context
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose where the blocks of an epoch begin."""
+        if self.shift:
+            self._offset = key(self._seed, SPLIT, 4, epoch) % self.context
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        window = self._windows([index])[0]
+        tokens = window[:-1] if self.transform is None else self.transform(window[:-1])
+        return tokens, window[1:]
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """Return a whole batch at once, or None if there are transforms of single samples."""
+        if self.transform is not None and not acts_on_batches(self.transform):
+            return None
+        windows = self._windows(indices)
+        tokens = windows[:, :-1]
+        return tokens if self.transform is None else self.transform(tokens), windows[:, 1:]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the file's size and ends, and of the blocks' position in it."""
+        size = self.path.stat().st_size
+        digest = hashlib.sha256(f"{size} {self._start} {self._stop} {self.context}".encode())
+        with open(self.path, "rb") as file:
+            digest.update(file.read(_HASHED))
+            file.seek(max(0, size - _HASHED))
+            digest.update(file.read(_HASHED))
+        return digest.hexdigest()[:16]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}  # a worker maps the file itself
+
+    def _tokens(self) -> npt.NDArray[Any]:
+        if self._file is None:
+            self._file = _mapped(self.path, self._dtype)
+        return self._file
+
+    def _windows(self, indices: Sequence[int]) -> Tensor:
+        """Return the blocks [n, context + 1], each with the token after its last."""
+        tokens = self._tokens()
+        firsts = [self._start + self._offset + index * self.context for index in indices]
+        windows = np.stack([tokens[first : first + self.context + 1] for first in firsts])
+        if self.num_classes < 256 or self.path.suffix != ".txt":
+            self._check(windows, firsts)
+        return torch.from_numpy(windows.astype(np.int64))
+
+    def _check(self, windows: npt.NDArray[Any], firsts: Sequence[int]) -> None:
+        if int(windows.max()) < self.num_classes:
+            return
+        row, place = np.argwhere(windows >= self.num_classes)[0]
+        raise DataError(
+            f"{self.path}: token {firsts[row] + place} is {windows[row, place]}, but "
+            f"data.num_classes is {self.num_classes} (and data.dtype {self._dtype})"
+        )
+
+
+def token_blocks(
+    root: str,
+    split: Split,
+    context: int,
+    num_classes: int | None = None,
+    dtype: Literal["uint16", "uint32"] = "uint16",
+    val_fraction: float = 0.1,
+    shift: bool = False,
+    split_seed: int = 0,
+    transform: Transform | None = None,
+) -> TokenBlocks | None:
+    """Open one split of `root`: a folder with train, val and test files, or a single file.
+
+    Without a file for `val`, the last `val_fraction` of train's tokens are taken. None if there is
+    no such split. Raises DataError.
+    """
+    place = Path(root).expanduser()
+    own = _file_of(place, split)
+    cuts = _file_of(place, "val") is None and val_fraction > 0
+    path = _file_of(place, "train") if own is None and split == "val" and cuts else own
+    if path is None:
+        if split == "train":
+            raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
+        return None
+    start, stop = 0, None
+    if cuts and split != "test":
+        boundary = len(_mapped(path, dtype)) - round(len(_mapped(path, dtype)) * val_fraction)
+        start, stop = (0, boundary) if split == "train" else (boundary, None)
+    return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, start, stop, transform)
+
+
+def _file_of(place: Path, split: str) -> Path | None:
+    """Return the file of a split; a single file is train's."""
+    if place.is_file():
+        return place if split == "train" else None
+    found = (place / f"{split}{suffix}" for suffix in _SUFFIXES)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
+    """Map a token file. Raises DataError for one that holds no tokens."""
+    if path.suffix not in _SUFFIXES:
+        raise DataError(f"{path}: expected a file of the kinds {', '.join(_SUFFIXES)}")
+    try:
+        if path.suffix == ".npy":
+            tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            kind = np.dtype("uint8" if path.suffix == ".txt" else f"<{np.dtype(dtype).str[1:]}")
+            size = path.stat().st_size
+            if size % kind.itemsize or not size:
+                raise DataError(f"{path}: {size} bytes are no list of {kind} (data.dtype)")
+            tokens = np.memmap(path, kind, mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read as tokens: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise DataError(f"{path}: holds {tokens.dtype} {list(tokens.shape)}, not a row of integers")
+    return tokens
+
+
+def _vocabulary(path: Path, num_classes: int | None) -> int:
+    if num_classes is not None:
+        return num_classes
+    if path.suffix == ".txt":
+        return 256
+    raise DataError(f"data.num_classes is null: set it to the vocabulary's size of {path}")

@@ -1,0 +1,122 @@
+"""How long whole commands take: to the first update, to print help, to tell a mistake.
+
+The reference of the first update is `start_plain.py`: torch, torchvision, one step. That of the
+others is the same script up to its imports. Times are by the clock, ratios by the CPU's time of
+the process up to the mark, which other processes change less.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from scripts.benchmarks.report import Report, paired
+
+MOST_ROUNDS = 10
+_PLAIN = str(Path(__file__).with_name("start_plain.py"))
+_TRAIN = ("-m", "scripts.train")
+_FIRST_UPDATE = (
+    *("experiment=resnet18", "model=mlp", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
+    *("trainer.limit_test_batches=0", "callbacks.checkpoint=null", "callbacks.early_stopping=null"),
+    *("--allow-target", "scripts.benchmarks.start_mark"),
+    "+callbacks.mark._target_=scripts.benchmarks.start_mark.Mark",
+)
+
+Times = tuple[float, float]  # seconds by the clock, and of the CPU
+
+
+def measure(rounds: int) -> Report:
+    """Start every command `rounds` times, at most 10, in turn, and compare."""
+    turns = min(rounds, MOST_ROUNDS)
+    times: dict[str, list[Times]] = {name: [] for name in COMMANDS}
+    for turn in range(turns + 1):
+        for name, (command, _reference) in COMMANDS.items():
+            taken = command()
+            if turn:  # the first warms the file cache and compiles
+                times[name].append(taken)
+    rows, ratios = [], {}
+    for name, (_command, reference) in COMMANDS.items():
+        wall = [taken[0] for taken in times[name]]
+        row, _ = paired(name, wall, reference, [taken[0] for taken in times[reference]])
+        _, ratios[name] = paired(
+            name,
+            [taken[1] for taken in times[name]],
+            reference,
+            [taken[1] for taken in times[reference]],
+        )
+        rows.append(row)
+    return Report(
+        name="start",
+        title="Whole commands, by the clock",
+        unit="s",
+        rows=rows,
+        headlines={
+            "ratio_to_handwritten": rows[1].ratio or 0.0,
+            "cpu_ratio_to_handwritten": ratios["train: first update"],
+            "cpu_seconds_help": min(taken[1] for taken in times["train --help"]),
+            "cpu_seconds_mistake": min(taken[1] for taken in times["train: a mistake"]),
+        },
+        settings={"rounds": turns},
+    )
+
+
+def _to_mark(arguments: Sequence[str], mark_argument: str) -> Times:
+    """Return the times from the start of a command to its first update."""
+    with tempfile.TemporaryDirectory() as folder:
+        mark = Path(folder) / "mark"
+        began = time.time()
+        _run([*arguments, mark_argument.format(mark)], folder, 0)
+        ended, used = mark.read_text().split()
+    return float(ended) - began, float(used)
+
+
+def _whole(arguments: Sequence[str], code: int) -> Times:
+    """Return the times of a whole command."""
+    used = _cpu_of_children()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        _run(arguments, folder, code)
+        return time.time() - began, _cpu_of_children() - used
+
+
+def _run(arguments: Sequence[str], folder: str, code: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode != code:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+COMMANDS: dict[str, tuple[Callable[[], Times], str]] = {
+    "bare script: first update": (
+        partial(_to_mark, (_PLAIN,), "{}"),
+        "bare script: first update",
+    ),
+    "train: first update": (
+        partial(_to_mark, (*_TRAIN, *_FIRST_UPDATE), "+callbacks.mark.path={}"),
+        "bare script: first update",
+    ),
+    "bare script: --help": (partial(_whole, (_PLAIN, "--help"), 0), "bare script: --help"),
+    "train --help": (partial(_whole, (*_TRAIN, "--help"), 0), "bare script: --help"),
+    "train: a mistake": (
+        partial(_whole, (*_TRAIN, "experiment=resnet18", "trainer.max_epoch=1"), 2),
+        "bare script: --help",
+    ),
+}

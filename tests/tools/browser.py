@@ -1,0 +1,125 @@
+"""Drive a headless Chromium through its debugging pipe: no driver and no further package."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Self
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",  # it refuses to run as root otherwise
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",  # JSON on file 3 and 4, a zero byte after each message
+)
+
+
+def installed() -> str | None:
+    """Return the path of a Chromium; None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. `errors` are exceptions of its scripts and what its security policy refused."""
+
+    def __init__(self, profile: Path, url: str) -> None:
+        command_end, self._write = os.pipe()
+        self._read, answer_end = os.pipe()
+        words = " ".join(OPTIONS)
+        shell = f'exec "$0" {words} --user-data-dir="$1" 3<&{command_end} 4>&{answer_end}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, str(installed()), str(profile)],
+            pass_fds=(command_end, answer_end),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(command_end)
+        os.close(answer_end)
+        self._buffer = b""
+        self._number = 0
+        self._session: str | None = None
+        self.errors: list[str] = []
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
+        for domain in ("Runtime", "Page", "Log", "DOM"):
+            self.ask(f"{domain}.enable")
+        self.ask("Page.navigate", url=url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session = None
+        self.ask("Browser.close")
+        self._process.wait(30)
+        os.close(self._write)
+        os.close(self._read)
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command of the DevTools protocol and return its result."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+
+    def value(self, expression: str) -> Any:
+        """Return the value of an expression in the page."""
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, expression: str, seconds: float = 90) -> Any:
+        """Return the value of an expression, a plain one, once it is something."""
+        deadline = time.monotonic() + seconds
+        while not (value := self.value(expression)):
+            assert time.monotonic() < deadline, f"waited in vain for {expression}: {self.errors}"
+            time.sleep(0.01)
+        return value
+
+    def draw(self, points: list[tuple[float, float]]) -> None:
+        """Press the mouse at the first point, move it along the others, let it go."""
+        kinds = ["mousePressed", *["mouseMoved"] * (len(points) - 1), "mouseReleased"]
+        for kind, (x, y) in zip(kinds, [*points, points[-1]], strict=True):
+            self.ask(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                buttons=0 if kind == "mouseReleased" else 1,
+                clickCount=1,
+            )
+
+    def screenshot(self, path: Path) -> None:
+        """Write what is seen, as a PNG."""
+        path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            piece = os.read(self._read, 1 << 16)
+            assert piece, "the browser ended"
+            self._buffer += piece
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        answer: dict[str, Any] = json.loads(message)
+        if answer.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(answer["params"]))
+        entry = answer.get("params", {}).get("entry", {})
+        if answer.get("method") == "Log.entryAdded" and entry.get("source") == "security":
+            self.errors.append(entry["text"])
+        return answer

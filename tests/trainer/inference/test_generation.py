@@ -1,0 +1,105 @@
+"""New text: what a loop over single prompts writes, whatever the batch."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from data.errors import DataError, UnreadableError
+from data.loading.collate import collate
+from data.text import ALPHABET, Prompts, find_prompts
+from models.gpt import GPT
+from trainer.inference.generation import Generation
+from trainer.tasks.language_model import LanguageModel
+
+CONTEXT = 8
+TEXTS = ["a", "def f", "The quick brown fox", "Return", "x" * CONTEXT]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    net = GPT(len(ALPHABET), context=CONTEXT, dim=16, depth=2, heads=2).double().eval()
+    for parameter in net.parameters():
+        parameter.data.mul_(4)  # untrained, the network would repeat one character
+    return net
+
+
+def prompts(texts=TEXTS):
+    return Prompts([f"p{n}" for n in range(len(texts))], texts, ALPHABET, CONTEXT)
+
+
+@torch.no_grad()
+def written(generation, model, numbers=(0, 1, 2, 3, 4)):
+    dataset = prompts()
+    logits_of = partial(LanguageModel(len(ALPHABET)).prediction_step, model)
+    tokens = generation(logits_of, collate([dataset[n] for n in numbers]))
+    return ["".join(ALPHABET[t] for t in row) for row in tokens.tolist()]
+
+
+@torch.no_grad()
+def by_hand(model, text, new):
+    tokens = [ALPHABET.index(character) for character in text]
+    for _ in range(new):
+        logits = model(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
+        tokens.append(int(logits.argmax()))
+    return "".join(ALPHABET[token] for token in tokens[len(text) :])
+
+
+def test_the_likeliest_text_is_that_of_a_plain_loop(model):
+    found = written(Generation(20), model)
+    assert found == [by_hand(model, text, 20) for text in TEXTS]
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 5], ids=lambda size: f"batch-{size}")
+def test_draws_do_not_depend_on_the_batch(model, size):
+    generation = Generation(30, "random", temperature=0.9, seed=7)
+    whole = written(generation, model)
+    parts = [range(first, min(first + size, 5)) for first in range(0, 5, size)]
+    assert [text for part in parts for text in written(generation, model, part)] == whole
+    assert written(Generation(30, "random", temperature=0.9, seed=8), model) != whole
+
+
+def test_few_and_cold_draws_are_the_likeliest(model):
+    greedy = written(Generation(20), model)
+    assert written(Generation(20, "random", top_k=1), model) == greedy
+    assert written(Generation(20, "random", temperature=1e-4), model) == greedy
+
+
+def test_draws_have_the_shares_of_the_softmax():
+    logits = torch.tensor([2.0, 0.0, 1.0, -50.0, 1.5])
+    count = 1000
+
+    def logits_of(tokens):
+        return logits[None, :, None].expand(len(tokens), -1, tokens.shape[1])
+
+    batch = (torch.zeros(1, 4, dtype=torch.long), torch.tensor([1]), torch.tensor([0]))
+    for top_k, temperature in ((None, 1.0), (3, 2.0)):
+        tokens = Generation(count, "random", temperature, top_k)(logits_of, batch)
+        kept = logits if top_k is None else logits.where(logits >= 1.0, -torch.inf)
+        expected = (kept / temperature).softmax(0)
+        shares = torch.bincount(tokens[0], minlength=5) / count
+        # Four standard deviations of a share: 4 * sqrt(p (1 - p) / n) < 0.064.
+        torch.testing.assert_close(shares, expected, atol=0.064, rtol=0)
+        assert set(tokens[0].tolist()) <= set(expected.nonzero()[:, 0].tolist()) - {3}
+
+
+def test_a_text_beyond_the_vocabulary_is_named():
+    with pytest.raises(UnreadableError, match=r"p1: .*'é→' is not in its vocabulary"):
+        prompts(["a", "caf\u00e9 → \u00e9"])[1]
+
+
+def test_prompts_are_the_lines_of_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two \r\nthree")
+    names, texts = find_prompts(str(path))
+    assert texts == ["one", "  two \r", "three"] or texts == ["one", "  two ", "three"]
+    assert names == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert find_prompts("-", ["a", ""]) == (["-:1"], ["a"])
+    for bad in (tmp_path, tmp_path / "none"):
+        with pytest.raises(DataError, match="one prompt a line"):
+            find_prompts(str(bad))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(DataError, match="holds no prompt"):
+        find_prompts(str(tmp_path / "empty"))
