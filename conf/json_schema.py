@@ -71,20 +71,18 @@ def _with_defaults(body: Schema) -> Schema:
 
 def _inside(parts: list[str]) -> Schema:
     """Return what stands at a key, from the section that declares it."""
-    schema, one, hint = Config, None, None
+    schema: type = Config
     for index, name in enumerate(parts):
         if name not in declared(schema):
-            return _reference(parts[0])
+            break
         one, hint = declared(schema)[name], typing.get_type_hints(schema)[name]
-        section = dataclass_in(hint)
-        if section is None:
-            known = rule_of(one).words
-            if index + 1 < len(parts) and known is not None and parts[index + 1] in declared(known):
-                schema = known
-                continue
-            return _reference(parts[0]) if index + 1 < len(parts) else _value(hint, one, parts[0])
+        inner = dataclass_in(hint)
+        if index + 1 == len(parts):
+            return _section(inner, parts[0]) if inner else _value(hint, one, parts[0])
+        if (section := inner or rule_of(one).words) is None:
+            break
         schema = section
-    return _section(schema, parts[0])
+    return {"allOf": [_reference(parts[0])]}
 
 
 def _section(schema: type, top: str) -> Schema:
