@@ -139,7 +139,7 @@ class Checkpoint(Saver):
         """Remember the values that belong to this update."""
         if self._values_at != trainer.state.updates:
             self._values_at, self._values = trainer.state.updates, {}
-        self._values |= scalars
+        self._values |= {k: v for k, v in scalars.items() if not k.startswith("best/")}
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Take note of a save that has ended meanwhile; save if it is time to."""
@@ -197,6 +197,7 @@ class Checkpoint(Saver):
             self._under_way = _UnderWay(trainer.state.global_step, self._ranking, self._saved)
             if ranked:
                 self._ranking = self._with_this(trainer)
+                self._log_best(trainer)
             self._saved = counters
             try:
                 work = self._work(trainer, self._store)
@@ -207,6 +208,12 @@ class Checkpoint(Saver):
                 self._writer.start(work)
             if wait:
                 self._finish(trainer)
+
+    def _log_best(self, trainer: Trainer) -> None:
+        """Log `best/<metric>` at the step of a checkpoint that is the best so far."""
+        best = self.best_result()
+        if best is not None and best[2] == trainer.state.global_step:
+            trainer.log({f"best/{best[0]}": best[1]})
 
     def _settle(self, trainer: Trainer, wait: bool) -> None:
         """Take note of how the save under way ended, if it has; its failure is a warning."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from callbacks.support.drawing import curve
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
@@ -24,8 +25,8 @@ class LRFinder(Callback):
 
     The run also ends when the smoothed loss exceeds `stop_factor` times its minimum.
     `lr_finder.json` in the run directory holds the curve and a suggestion: the rate at which the
-    loss falls fastest. Groups keep the ratios of their rates; the largest rate is reported. The
-    schedule has no effect.
+    loss falls fastest; the curve is also drawn, as the image `lr_finder`. Groups keep the ratios of
+    their rates; the largest rate is reported. The schedule has no effect.
 
     Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
@@ -108,6 +109,8 @@ class LRFinder(Callback):
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         content = {"suggestion": self.suggestion(), "lr": self.rates, "loss": losses}
         write_json(trainer.run_dir / REPORT, content)
+        smooth, title = smoothed(self.losses, self._smoothing), "smoothed loss over learning rate"
+        trainer.log_image("lr_finder", curve(self.rates, smooth, self.suggestion(), title))
         found = "nothing: the loss never fell" if self.suggestion() is None else self.suggestion()
         _log.info("learning rate range test: suggests %s (%s)", found, trainer.run_dir / REPORT)
 

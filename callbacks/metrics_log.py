@@ -51,13 +51,13 @@ class MetricsLog(Callback):
             return
         if self._log is None:  # the test, after the training
             self._log = AppendLog(self._path)
-        state = trainer.state
-        if state.global_step != self._step:
-            self._step, self._keys = state.global_step, set()
+        step, epoch = trainer.log_point
+        if step != self._step:
+            self._step, self._keys = step, set()
         fresh = {key: value for key, value in scalars.items() if key not in self._keys}
         self._keys |= fresh.keys()
         if fresh:
-            self._log.write(line(state.global_step, state.epoch, fresh))
+            self._log.write(line(step, epoch, fresh))
 
     def teardown(self, trainer: Trainer) -> None:
         """Close the file; `on_log` opens it again."""

@@ -33,12 +33,13 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 
 class Progress(Callback):
-    """Show epoch, rate, time left and the last logged values; log a line after every epoch.
+    """Show epoch, rate, time left and the last train/loss; log a line after every epoch.
 
     `bar`: true, false, or None for a bar if stderr is a terminal. Without a bar, the progress of
-    the epoch is logged at most every `every_seconds`. The values are the last train/loss and those
-    of the validation; after an epoch its train/epoch_loss. Only logged values are shown, so that
-    nothing is read from the device for them.
+    the epoch is logged at most every `every_seconds`. The line of an epoch has train/epoch_loss,
+    the mean over its samples, and the validation at its end, if there was one; a validation within
+    it has a line of its own. Only logged values are shown, so that nothing is read from the device
+    for them.
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
@@ -48,7 +49,8 @@ class Progress(Callback):
         self._every_seconds = every_seconds
         self._shown = False
         self._bar: _Bar | None = None
-        self._values: dict[str, float] = {}
+        self._loss: dict[str, float] = {}  # of the last log line
+        self._closing: dict[str, float] = {}  # of the epoch that ends here
         self._begun = self._told = 0.0  # time: the epoch's start, the last line
         self._position = 0  # in the epoch, when this process started it
         self._started, self._first_step = 0.0, 0  # of the run, in this process
@@ -59,7 +61,7 @@ class Progress(Callback):
         """Choose between a bar and lines."""
         self._started, self._first_step = time.monotonic(), trainer.state.global_step
         self._shown = trainer.is_main
-        self._values = {k: v for k, v in trainer.metrics.items() if _is_shown(k)}
+        self._loss = {k: v for k, v in trainer.metrics.items() if k == _LOSS}
         self._wants_bar = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
         if self._shown and self._wants_bar:
             self._consoles = _console_handlers()
@@ -69,7 +71,7 @@ class Progress(Callback):
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Start a bar."""
         self._begun = self._told = time.monotonic()
-        self._values.pop(_EPOCH_LOSS, None)
+        self._closing = {}
         self._position = trainer.state.position
         if self._shown and self._wants_bar:
             self._bar = _Bar(
@@ -84,7 +86,7 @@ class Progress(Callback):
                 mininterval=0.2,
             )
             self._bar.left = lambda: self._left(trainer, time.monotonic())
-            self._bar.set_postfix_str(_text(self._values), refresh=False)
+            self._bar.set_postfix_str(_text(self._loss), refresh=False)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Advance the bar."""
@@ -93,17 +95,18 @@ class Progress(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
-        self._values |= {k: v for k, v in scalars.items() if _is_shown(k)}
+        self._loss |= {k: v for k, v in scalars.items() if k == _LOSS}
+        self._closing |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
         if self._bar is not None:
-            self._bar.set_postfix_str(_text(self._values), refresh=False)
-        elif self._shown and trainer.state.position:
+            self._bar.set_postfix_str(_text(self._loss), refresh=False)
+        elif self._shown and trainer.state.position and _LOSS in scalars:
             self._tell(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
         self._looked = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{_text(self._values)}, validating")
+            self._bar.set_postfix_str(f"{_text(self._loss)}, validating")
 
     def on_evaluation_batch(
         self, trainer: Trainer, stage: str, done: int, batches: int | None
@@ -123,9 +126,15 @@ class Progress(Callback):
         return 0.2 if self._bar is not None else self._every_seconds
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Show that the run trains again."""
+        """Show the metrics: with the line of the epoch that ends here, or in one of their own."""
+        values = {key: metrics[key] for key in sorted(metrics)}
+        if not trainer.state.position or trainer.done:
+            self._closing |= values
+        elif self._shown:
+            where = f"{_epoch(trainer, trainer.state.epoch + 1)}, step {trainer.state.global_step}"
+            _say(f"{where}: {_text(values)}")
         if self._bar is not None:
-            self._bar.set_postfix_str(_text(self._values), refresh=False)
+            self._bar.set_postfix_str(_text(self._loss), refresh=False)
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Log the line of an epoch, after its validation."""
@@ -135,6 +144,8 @@ class Progress(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         """Log the line of an incomplete epoch, after `max_steps` or a signal."""
         if trainer.state.position:
+            # Of an epoch that a signal ends no mean was logged; on all processes, as it adds up.
+            self._closing = trainer.updater.epoch_means(ended=False) | self._closing
             self._close(trainer, trainer.state.epoch + 1)
 
     def teardown(self, trainer: Trainer) -> None:
@@ -152,8 +163,8 @@ class Progress(Callback):
             self._bar = None
         if self._shown:
             seconds = time.monotonic() - self._begun
-            step, values = trainer.state.global_step, _closing(self._values)
-            _say(f"{_epoch(trainer, epoch)}, step {step}: {_text(values)} ({seconds:.1f} s)")
+            step, values = trainer.state.global_step, _text(_closing(self._closing))
+            _say(f"{_epoch(trainer, epoch)}, step {step}: {values} ({seconds:.1f} s)")
 
     def _tell(self, trainer: Trainer) -> None:
         now, state = time.monotonic(), trainer.state
@@ -164,7 +175,7 @@ class Progress(Callback):
         total = trainer.steps_per_epoch
         left = f", {self._left(trainer, now)} left" if trainer.total_steps else ""
         where = f"{_epoch(trainer, state.epoch + 1)}, {state.position}/{total or '?'}"
-        _say(f"{where}: {_text(self._values)} ({rate:.3g} steps/s{left})")
+        _say(f"{where}: {_text(self._loss)} ({rate:.3g} steps/s{left})")
 
     def _left(self, trainer: Trainer, now: float) -> str:
         """Return the time that is left of the run, validations included."""
@@ -196,14 +207,10 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _is_shown(key: str) -> bool:
-    return key in (_LOSS, _EPOCH_LOSS) or key.startswith("val/")
-
-
 def _closing(values: Mapping[str, float]) -> dict[str, float]:
-    """Drop the loss of the last interval if that of the epoch is known."""
-    left_out = _LOSS if _EPOCH_LOSS in values else None
-    return {key: values[key] for key in sorted(values) if key != left_out}
+    """Return what the line of an epoch shows: its loss, then its validation."""
+    shown = [key for key in sorted(values) if key == _EPOCH_LOSS or key.startswith("val/")]
+    return {key: values[key] for key in shown}
 
 
 def _epoch(trainer: Trainer, epoch: int) -> str:

@@ -1,34 +1,53 @@
-"""Write logged values to TensorBoard; the x axis is the number of applied updates."""
+"""Write what is logged to TensorBoard; the x axis is the number of applied updates."""
 
 from __future__ import annotations
 
+import io
 import logging
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from PIL import Image as Pillow
+from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.event_file import EventFile, rewind
-from callbacks.support.hparams import read_hparams, session_end, session_start
-from trainer.callback import Callback
+from callbacks.support.hparams import (
+    columns,
+    read_hparams,
+    session_end,
+    session_start,
+    swept_keys,
+)
+from callbacks.support.summaries import (
+    histogram_summary,
+    image_summary,
+    layout_summary,
+    pr_curve_summary,
+    text_summary,
+)
+from trainer.callback import Callback, Results, saver_of
 from trainer.files.storage import storage_error
+from trainer.media import Histogram, Image, PRCurve
+from trainer.runs.dashboard import FOLDER, command
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-FOLDER = "tensorboard"
+_OPEN = ("preempted", "stopped")  # ends after which a run can go on
 _log = logging.getLogger(__name__)
 
 
 class TensorBoard(Callback):
-    """Write scalars and hyper-parameters to `tensorboard/` in the run directory.
+    """Write all that is logged, and hyper-parameters, to `tensorboard/` in the run directory.
 
-    `hparams`: globs over the dotted keys of the run's `config.yaml`; the matching settings are
-    shown in TensorBoard's HParams tab with the run's last metrics. A full disk causes a warning,
-    and the run continues.
+    `hparams`: globs over the dotted keys of the run's `config.yaml`; what a sweep varies and the
+    matching settings are shown in the HParams tab, with the best value of the monitored metric and
+    those of the test. The Custom Scalars tab has training and validation in one chart. A full disk
+    causes a warning, and the run continues.
     """
 
     of_run = True
@@ -48,27 +67,52 @@ class TensorBoard(Callback):
             return
         self._folder = trainer.run_dir / FOLDER
         self._try(lambda: self._begin(trainer))
-        _log.info("follow the run: %s", command(self._folder))
+        _log.info("follow the run: %s", command(trainer.run_dir))
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Write scalars."""
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.scalars(trainer.state.global_step, scalars))
+            self._try(lambda: file.scalars(trainer.log_point.step, scalars))
 
-    def write(self, step: int, summary: Summary) -> None:
-        """Write a summary (an image, a histogram) for another callback."""
+    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
+        """Write an image."""
+        self._write(trainer, image_summary(name, image))
+
+    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
+        """Write a histogram."""
+        self._write(trainer, histogram_summary(name, histogram))
+
+    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
+        """Write a text."""
+        self._write(trainer, text_summary(name, text))
+
+    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
+        """Write a figure of matplotlib's as an image."""
+        self._write(trainer, image_summary(name, drawn(figure)))
+
+    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
+        """Write precision and recall over thresholds."""
+        self._write(trainer, pr_curve_summary(name, curve))
+
+    def write_graph(self, graph: bytes) -> None:
+        """Write a model's graph, a serialized GraphDef."""
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.summary(step, summary))
+            self._try(lambda: file.event(Event(graph_def=graph)))
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """Close the session of the HParams tab."""
-        self.write(0, session_end(failed=False))
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Close the session of the HParams tab; a run that can go on leaves it open."""
+        there = self._folder is not None and self._folder.is_dir()  # or the run was discarded
+        if self._file is not None and there and results.state not in _OPEN:
+            file, end = self._file, session_end(failed=results.state == "failed")
+            # A run that is resumed after all makes a running TensorBoard forget what is beyond.
+            self._try(lambda: file.summary(trainer.state.global_step + 1, end))
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Mark the session as failed."""
-        self.write(0, session_end(failed=True))
+    def _write(self, trainer: Trainer, summary: Summary) -> None:
+        if self._file is not None:
+            file = self._file
+            self._try(lambda: file.summary(trainer.log_point.step, summary))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files and their sizes."""
@@ -86,9 +130,11 @@ class TensorBoard(Callback):
         self._file = EventFile(self._folder, len(self._sizes))
         if trainer.resumed:
             self._file.purge(trainer.state.global_step + 1)
-        hparams = read_hparams(trainer.run_dir / "config.yaml", self._hparams)
-        for summary in session_start(hparams, trainer.task.metric_names()) if hparams else ():
-            self._file.summary(0, summary)
+        self._file.summary(0, layout_summary(_charts(trainer.task.metric_names())))
+        swept = swept_keys(trainer.run_dir)
+        if hparams := read_hparams(trainer.run_dir, self._hparams, swept):
+            self._file.summary(0, columns(hparams, swept, _outcomes(trainer)))
+            self._file.summary(0, session_start(hparams))
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -100,6 +146,22 @@ class TensorBoard(Callback):
                 _log.warning("%s; training continues without it", storage_error(path, error))
 
 
-def command(folder: Path) -> str:
-    """Return the command that serves a log directory to this machine only."""
-    return f"tensorboard --logdir {shlex.quote(str(folder))} --host 127.0.0.1"
+def drawn(figure: Any) -> Image:
+    """Return a figure of matplotlib's as an image."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return np.asarray(Pillow.open(file).convert("RGB"))
+
+
+def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:
+    """Return the tags of each chart: the loss comes first."""
+    names = sorted(dict.fromkeys(metrics), key=lambda name: not name.startswith("loss"))
+    return {n: [f"train/{n}", f"train/epoch_{n}", f"val/{n}", f"test/{n}"] for n in names}
+
+
+def _outcomes(trainer: Trainer) -> list[str]:
+    """Return the metrics that runs are compared by: the best value, and those of the test."""
+    saver, metrics = saver_of(trainer.callbacks), trainer.task.metric_names()
+    monitor = None if saver is None else saver.monitor
+    best = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in metrics]
+    return [*best, *(f"test/{name}" for name in metrics)]

@@ -2,17 +2,21 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.cli.shadow import refuse_shadows
 
-_OWN = ("run", "checkpoint", "split")
+_OWN = ("run", "checkpoint", "split", "artefact", "allow_code")
 _HELP = """\
 Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
 
   evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
+  evaluate run=RUN_DIR artefact=FILE [split=test|val] [allow_code=true]
+
+  artefact     a file that regimen export or quantize wrote, tested with the same metrics
+  allow_code   true: load it even if its format runs code (torch_export, torchscript, aoti)
 
 Further overrides change the run's configuration, e.g. loader.num_workers=2 or data.root=DIR.
 """
@@ -44,16 +48,31 @@ def evaluate(argv: Sequence[str]) -> int:
     composed = compose(of_run(arguments, own["run"], overrides))
     with importing():
         from trainer.build.check import check_targets
-        from trainer.inference.evaluation import evaluate_run
         from trainer.targets.allow_list import allow
+
+        measure = _measure_of(own)
 
     with composed.locating():
         allow(arguments.allow_targets)
         config = parse(composed.config)
         check_targets(config)
-        metrics = evaluate_run(config, run_dir, own["checkpoint"], own["split"])
+        metrics = measure(config)
     _show(run_dir, own, metrics)
     return 0
+
+
+def _measure_of(own: dict[str, str]) -> Callable[[Any], dict[str, float]]:
+    """Return what tests a checkpoint, or an exported file."""
+    if "artefact" not in own:
+        from trainer.inference.evaluation import evaluate_run
+
+        return lambda config: evaluate_run(
+            config, Path(own["run"]), own["checkpoint"], own["split"]
+        )
+    from trainer.export.evaluation import evaluate_artefact
+
+    allowed = own.get("allow_code") == "true"
+    return lambda config: evaluate_artefact(config, Path(own["artefact"]), own["split"], allowed)
 
 
 def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -65,6 +84,11 @@ def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     problems = run_problems(own.get("run"), "evaluate run=RUN_DIR")
     if own["split"] not in ("test", "val"):
         problems.append(Problem("split", f"{own['split']!r} is neither test nor val"))
+    if "artefact" in given and "checkpoint" in given:
+        message = "an exported file is tested, or a checkpoint: leave one of both out"
+        problems.append(Problem("artefact", message))
+    if own.get("allow_code", "false") not in ("true", "false"):
+        problems.append(Problem("allow_code", f"is {own['allow_code']!r}: one of true, false"))
     if problems:
         raise ConfigError(problems)
     return own, others
@@ -74,7 +98,8 @@ def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None
     from conf.errors import one_line
     from trainer.files.atomic import write_text
 
-    result: dict[str, Any] = {"checkpoint": own["checkpoint"], "split": own["split"], **metrics}
+    tested = "artefact" if "artefact" in own else "checkpoint"
+    result: dict[str, Any] = {tested: own[tested], "split": own["split"], **metrics}
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     for name, value in metrics.items():
         print(f"{one_line(name):<20} {value:.4f}")

@@ -10,7 +10,7 @@ from scripts.cli.shadow import refuse_shadows
 _HELP = """\
 Write a trained model as a file that other programs load; it is verified before it has its name.
 
-  regimen export run=RUN_DIR format=onnx|torch_export|torchscript|safetensors [key=value ...]
+  regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti|safetensors [key=value ...]
 
   out            a folder; default: RUN_DIR/exports/FORMAT. It holds the model, export.json
                  (classes, transforms, provenance, what was verified) and card.md

@@ -29,6 +29,10 @@ def predict(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")
+    if _names_a_file(arguments.overrides):
+        from scripts.prediction.onnx_model import answer_without_torch
+
+        return answer_without_torch(arguments.overrides, _lines("source=-" in arguments.overrides))
     options, overrides = take_apart(arguments)
     composed = compose(of_run(arguments, options.run, overrides))
     strategy = {**composed.config["strategy"], **options.strategy()}
@@ -39,7 +43,7 @@ def predict(argv: Sequence[str]) -> int:
         list(argv),
         list(arguments.allow_targets),
         prediction=options.plain(),
-        files=[line.rstrip("\n") for line in sys.stdin] if options.source == "-" else [],
+        files=_lines(options.source == "-"),
     )
     with importing():
         if strategy["name"] == "ddp" and "RANK" not in os.environ:
@@ -47,6 +51,17 @@ def predict(argv: Sequence[str]) -> int:
         else:
             from scripts.prediction.work import answer as work
     return work(request)
+
+
+def _names_a_file(overrides: Sequence[str]) -> bool:
+    """Tell `predict model=FILE.onnx` from an override of a run's network."""
+    words = dict(word.partition("=")[::2] for word in overrides)
+    return "run" not in words and words.get("model", "").endswith(".onnx")
+
+
+def _lines(wanted: bool) -> list[str]:
+    """Return the file names on standard input, if they are wanted."""
+    return [line.rstrip("\n") for line in sys.stdin] if wanted else []
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
     "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
     "export": ("scripts.export", "a trained model as a file for other programs"),
+    "quantize": ("scripts.quantize", "a trained model with 8-bit integers: smaller, faster"),
     "demo": ("scripts.demo", "a page that shows what a trained model answers"),
     "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
     "cp": ("scripts.cp", "copy a config, to change the copy"),

@@ -14,13 +14,22 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 BASE = "resnet18"  # the experiment that a file of another group is tried in
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
+    "data=huggingface": ["data.path=images"],
     "data=image_folder": ["data.root=images"],
+    "data=shards": ["data.root=images"],
+    "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
+    "data=tokens": ["data.root=book.txt"],
+    "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "model=finetune": ["model.weights=weights.pt"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
 HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
 # Packages that an option needs and the project does not bring.
-EXTRA = {"model=timm": "timm", "task/metrics=torchmetrics": "torchmetrics"}
+EXTRA = {
+    "model=timm": "timm",
+    "model=transformers": "transformers",
+    "task/metrics=torchmetrics": "torchmetrics",
+}
 # The groups whose alternatives go with every experiment.
 FREE = (
     "model",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ModelError
@@ -12,10 +13,25 @@ from trainer.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from data.batch import MicroBatch
+    from trainer.media import Histogram, Image, PRCurve
     from trainer.trainer import Trainer
 
 
 UPDATE_PARTS = ("batch", "outputs")  # what `on_update_end` is given if it has such parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """How a run ended, after its test.
+
+    `state`: finished, stopped (by its time limit), preempted (by a signal) or failed.
+    """
+
+    state: str
+    metrics: Mapping[str, float] = field(default_factory=dict)  # last values, best and test
+    code: int = 0  # the exit code
+    reason: str | None = None  # why it did not finish
 
 
 class Callback:
@@ -46,6 +62,12 @@ class Callback:
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Called at the start of an epoch, or of the rest of an epoch after a resume."""
 
+    def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
+        """Called with an update's micro-batches of this process, on the device, transformed."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Called when the gradients are clipped, before the step; of a GAN, in each turn."""
+
     def on_update_end(self, trainer: Trainer) -> None:
         """Called after each update, applied or skipped.
 
@@ -59,10 +81,32 @@ class Callback:
         return {}
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Called with the values logged at `trainer.state.global_step`."""
+        """Called with values logged at `trainer.log_point`: `step` and `epoch`."""
+
+    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
+        """Called with an image, uint8 [H, W, 3]; as the next four: on the main process only."""
+
+    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
+        """Called with a histogram, as of the weights of a layer."""
+
+    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
+        """Called with a text in Markdown."""
+
+    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
+        """Called with a figure of matplotlib's, which the caller closes."""
+
+    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
+        """Called with precision and recall over thresholds."""
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called before a validation."""
+
+    def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Called with a batch of a validation and what the model answered, on the device.
+
+        `output` is `StepOutput.output`, which a task of one's own may leave None. A process is not
+        called where it has no sample of its own.
+        """
 
     def on_evaluation_batch(
         self, trainer: Trainer, stage: str, done: int, batches: int | None
@@ -86,6 +130,12 @@ class Callback:
 
     def teardown(self, trainer: Trainer) -> None:
         """Release what `setup` acquired; called in any case."""
+
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Called last, after the test, however the run ended; no collectives here.
+
+        An exception in it is logged and changes nothing: the run has ended.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs: tensors and plain containers only."""
@@ -126,6 +176,11 @@ class Saver(Callback):
     """
 
     of_run = True
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that the best checkpoint is chosen by, if there is one."""
+        return None
 
     def best_result(self) -> tuple[str, float, int] | None:
         """Return metric, value and step of the best checkpoint, or None."""

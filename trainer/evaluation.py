@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
 from trainer.update.sums import Sums
 from trainer.update.waiting import Waiting
+
+Watcher = Callable[[Any, Any, Any], None]  # trainer, batch, the model's answer
 
 
 class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came)
@@ -44,8 +46,11 @@ class Evaluator:
         weights: AbstractContextManager[Any],
         limit: int | None,
         step: int,
+        watchers: Sequence[Watcher] = (),
     ) -> dict[str, float]:
         """Return `<stage>/<name>` of the first `limit` batches, within the context `weights`.
+
+        `watchers` are called with each batch and what the model answered.
 
         The evaluation has its own random states, derived from the seed and `step`: it does not
         change the training that follows, and a repeated evaluation draws the same numbers.
@@ -58,9 +63,9 @@ class Evaluator:
         source = as_source(loader, 1)
         stream, batches = self._waiting.attend(source).epoch(0, 0, limit), _batches(source, limit)
         done = 0
-        with self._own_generators(step), self._evaluating(), weights, self._alike():
+        with self.prepared(weights, step):
             while (micro_batch := self._waiting.next(stream)) is not None:
-                self._add(micro_batch, sums)
+                self._add(micro_batch, sums, watchers)
                 done += 1
                 self._parts.hooks.emit("on_evaluation_batch", self._parts, stage, done, batches)
                 self._parts.strategy.group.agree(self._parts.state, at_once=False)
@@ -76,12 +81,22 @@ class Evaluator:
             values |= named_values(name, merged(metric, self._parts.strategy).compute())
         return {f"{stage}/{name}": value for name, value in values.items()}
 
-    def _add(self, micro_batch: MicroBatch, sums: Sums) -> None:
+    @contextmanager
+    def prepared(self, weights: AbstractContextManager[Any], step: int) -> Iterator[None]:
+        """Bring the model into the state of an evaluation, without gradients."""
+        alone = self._own_generators(step), self._evaluating()
+        with torch.no_grad(), alone[0], alone[1], weights, self._alike():
+            yield
+
+    def _add(self, micro_batch: MicroBatch, sums: Sums, watchers: Sequence[Watcher]) -> None:
         batch = self._parts.to_device(micro_batch.batch)
         count = micro_batch.piece.count
         with self._parts.precision.autocast():
             if count:
-                self._add_output(self._evaluation_step(batch), count, sums)
+                output = self._evaluation_step(batch)
+                self._add_output(output, count, sums)
+                for watch in watchers:
+                    watch(self._parts, batch, output.output)
             elif self._parts.strategy.evaluates_in_step:
                 # The other processes wait for this process's shards of the parameters.
                 self._parts.task.prediction_step(self._module, batch)

@@ -18,6 +18,7 @@ from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
 from trainer.checkpoints.store import FORMAT_VERSION, CheckpointStore
 from trainer.errors import CheckpointError
+from trainer.state import LogPoint
 from trainer.update.sums import Sums
 
 if TYPE_CHECKING:
@@ -228,6 +229,11 @@ def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
 def step_of(payload: Mapping[str, Any]) -> int:
     """Return the step at which a checkpoint was taken."""
     return int(payload["state"]["counters"]["global_step"])
+
+
+def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
+    """Return the step and the epoch of a checkpoint's weights."""
+    return LogPoint(step_of(payload), int(payload["state"]["counters"]["epoch"]))
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:

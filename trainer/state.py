@@ -2,10 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_TIME = "max_time"  # the reason of a run that stopped at its time limit
 _STOP = ("stop_reason", "stop_code", "requested", "signal")
+
+
+class LogPoint(NamedTuple):
+    """Where logged values stand: the applied updates and completed epochs of their weights."""
+
+    step: int
+    epoch: int
 
 
 @dataclass(slots=True)

@@ -50,11 +50,13 @@ class StepOutput:
     class weights): the part of this micro-batch, as `Task.counts` returns it; or `SUM` for a sum
     over the samples, which is logged divided by their number.
     `sums`: for each metric the sum over the micro-batch and the number of summands.
+    `output`: of an evaluation, what the model answered, for callbacks that show it.
     """
 
     loss: Tensor | Mapping[str, Tensor]
     counts: Mapping[str, Tensor | float | _Sum] = field(default_factory=dict)
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
+    output: Any = None
 
 
 def as_output(result: Any, task: Task, step: str) -> StepOutput:

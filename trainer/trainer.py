@@ -14,19 +14,20 @@ from torch.optim import Optimizer
 
 from data.batch import MicroBatch, to_device
 from trainer import snapshot
-from trainer.callback import Callback, Hooks, evaluated_average, saver_of
+from trainer.callback import Callback, Hooks, Results, evaluated_average, saver_of
 from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.epoch_lines import EpochLines
 from trainer.errors import SampleError
-from trainer.evaluation import EvaluationAbandoned, Evaluator
+from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
 from trainer.files.storage import storage_error
 from trainer.lr_schedulers.horizon import refuse_to_wait
 from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.media import MediaLog
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, horizon
 from trainer.pace import is_done, log_is_due, validation_is_due
-from trainer.state import MAX_TIME, TrainState
+from trainer.state import MAX_TIME, LogPoint, TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task, coupling_remark, named_modules
 from trainer.timer import Timer
@@ -38,8 +39,10 @@ from trainer.user_code import account
 
 _log = logging.getLogger(__name__)
 
+_log = logging.getLogger(__name__)
 
-class Trainer:
+
+class Trainer(MediaLog):
     """Train a model: objects in, no config.
 
     `train_loader` and `val_loader` are `data.loading.loader.Loader`s, or any iterable of batches
@@ -94,7 +97,8 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()
         self.resumed = False
-        self._is_set_up = False
+        self._is_set_up = self._has_ended = False
+        self._log_point: LogPoint | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
         self.updater = Updater(self)
@@ -159,11 +163,12 @@ class Trainer:
 
         setup, resume (`trainer.snapshot.restore`), on_fit_start
         each epoch:             on_epoch_start
-            each update:        (forward, backward) x micro-batches -> unscale -> clip -> step
-                                -> zero -> scheduler, on_update_end
-                boundary:       scalars, on_log -> on_validation_start, _end -> on_boundary
+            each update:        on_update_start, (forward, backward) x micro-batches -> unscale
+                                -> clip -> on_gradients -> step -> zero -> scheduler, on_update_end
+                boundary:       scalars, on_log -> on_validation_start, _batch, _end -> on_boundary
             after the last one: on_epoch_end, before its boundary
         on_fit_end | on_exception, and teardown always
+        `end`, after the test: on_run_end
         """
         try:
             self._warn_unsaved()
@@ -174,6 +179,7 @@ class Trainer:
                 length = self.steps_per_epoch
                 self.hooks.emit("on_epoch_start", self)
                 for micro_batches in self._epoch(length):
+                    self.hooks.emit("on_update_start", self, micro_batches)
                     self.update(micro_batches)
                     self.hooks.emit("on_update_end", self)
                     if self.state.position != length and self._boundary():
@@ -302,23 +308,54 @@ class Trainer:
             self.lr_schedule.after_validation(epoch)
         self.log(scalars)
 
-    def log(self, scalars: Mapping[str, float]) -> None:
-        """Hand values at the current step to the callbacks."""
+    @property
+    def log_point(self) -> LogPoint:
+        """Where the values that are logged now stand: mostly at the run's own step."""
+        return self._log_point or LogPoint(self.state.global_step, self.state.epoch)
+
+    def log(self, scalars: Mapping[str, float], at: LogPoint | None = None) -> None:
+        """Hand values to the callbacks, at the current step or that of the weights they are of."""
         self.metrics |= scalars
-        self.hooks.emit("on_log", self, scalars)
+        self._log_point = at
+        try:
+            self.hooks.emit("on_log", self, scalars)
+        finally:
+            self._log_point = None
+
+    def end(self, results: Results) -> None:
+        """Tell the callbacks how the run ended; once, after the test.
+
+        `train` does it; who calls `fit` himself may do it as well.
+        """
+        if not self._is_set_up or self._has_ended:
+            return
+        self._has_ended = True
+        for listener in self.hooks.listeners("on_run_end"):
+            try:
+                listener(self, results)
+            except Exception as error:  # what was trained stays trained
+                name = type(listener.__self__).__name__
+                _log.warning("%s.on_run_end failed: %s", name, error, exc_info=True)
 
     def _validate(self) -> None:
         with self.timer.spending("evaluation"), suppress(EvaluationAbandoned):
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
-            metrics = self.evaluate(self.val_loader, "val", self.options.limit_val_batches)
+            watchers = self.hooks.listeners("on_validation_batch")
+            limit = self.options.limit_val_batches
+            metrics = self.evaluate(self.val_loader, "val", limit, watchers=watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
             self.hooks.emit("on_validation_end", self, metrics)
 
     def evaluate(
-        self, loader: Any, stage: str, limit: int | None = None, step: int | None = None
+        self,
+        loader: Any,
+        stage: str,
+        limit: int | None = None,
+        step: int | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> dict[str, float]:
         """Return the metrics over a data set, each sample counted once (I4): `<stage>/<name>`.
 
@@ -327,7 +364,12 @@ class Trainer:
         """
         step = self.state.global_step if step is None else step
         with self.timer.spending("evaluation"):
-            return self._evaluator.run(loader, stage, self.evaluation_weights(), limit, step)
+            weights = self.evaluation_weights()
+            return self._evaluator.run(loader, stage, weights, limit, step, watchers)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which the model answers as in a validation, for callbacks."""
+        return self._evaluator.prepared(self.evaluation_weights(), self.state.global_step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""

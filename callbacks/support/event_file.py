@@ -28,11 +28,11 @@ class EventFile:
     The file is opened for each record. There are few records, and no file is left open.
     """
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, kind: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
-        host = socket.gethostname()
-        self.path = folder / f"events.out.tfevents.{int(time.time()):010d}.{host}.{number}{_SUFFIX}"
+        stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{number}"
+        self.path = folder / f"events.out.tfevents.{stamp}{kind and f'.{kind}'}{_SUFFIX}"
         self.size = 0
         self.event(Event(file_version="brain.Event:2"))
 

@@ -1,11 +1,14 @@
 """The settings of a run for TensorBoard's HParams tab, in the run's own event file.
 
 `SummaryWriter.add_hparams` writes them to a separate sub-run, and accepts neither lists nor None.
+What varies in a sweep is marked as such: TensorBoard shows those columns first, then the others in
+the order of their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,31 +17,53 @@ import yaml
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
 
+from trainer.runs.dashboard import SWEEP
+
 Value = bool | int | float | str
 
 
-def read_hparams(config: Path, patterns: Sequence[str]) -> dict[str, Value]:
-    """Return the settings of a YAML file, if it exists, whose dotted keys match a pattern."""
-    if not patterns or not config.exists():
+def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
+    """Return the settings of a run: the swept ones, then those whose keys match a pattern.
+
+    Dotted keys of `config.yaml`; a group that is swept (`model`) has the value of its override.
+    """
+    config = run / "config.yaml"
+    if not config.exists():
         return {}
-    leaves = _leaves("", yaml.safe_load(config.read_text(encoding="utf-8")))
-    return {
-        key: value
-        for key, value in leaves
-        if value is not None and any(fnmatchcase(key, pattern) for pattern in patterns)
-    }
+    leaves = dict(_leaves("", yaml.safe_load(config.read_text(encoding="utf-8"))))
+    given = _overrides(run / "overrides.yaml")
+    varied = {key: leaves.get(key, given.get(key)) for key in swept}
+    matched = {k: v for k, v in leaves.items() if any(fnmatchcase(k, p) for p in patterns)}
+    found = varied | matched
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def session_start(hparams: Mapping[str, Value], metrics: Sequence[str]) -> list[Summary]:
-    """Return the summaries that declare settings and metrics, and those with the settings."""
+def swept_keys(run: Path) -> list[str]:
+    """Return what varies in the sweep that a run is a job of; nothing if it is of none."""
+    try:
+        keys = json.loads((run.parent / SWEEP).read_text(encoding="utf-8"))["swept"]
+        return [str(key) for key in keys]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def columns(
+    hparams: Mapping[str, Value], swept: Collection[str], metrics: Sequence[str]
+) -> Summary:
+    """Return the summary that declares settings and metrics: the columns of the tab."""
     experiment = api_pb2.Experiment(
-        hparam_infos=[api_pb2.HParamInfo(name=k, type=_type(v)) for k, v in hparams.items()],
-        metric_infos=[
-            api_pb2.MetricInfo(name=api_pb2.MetricName(tag=f"{stage}/{metric}"))
-            for stage in ("val", "test")
-            for metric in metrics
+        hparam_infos=[
+            api_pb2.HParamInfo(name=key, type=_type(value), differs=key in swept)
+            for key, value in hparams.items()
         ],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
     )
+    data = plugin_data_pb2.HParamsPluginData(experiment=experiment)
+    return _summary(metadata.EXPERIMENT_TAG, data)
+
+
+def session_start(hparams: Mapping[str, Value]) -> Summary:
+    """Return the summary with the settings: it begins the run's row."""
     start = plugin_data_pb2.SessionStartInfo()
     for key, value in hparams.items():
         if isinstance(value, bool):
@@ -47,17 +72,12 @@ def session_start(hparams: Mapping[str, Value], metrics: Sequence[str]) -> list[
             start.hparams[key].string_value = value
         else:
             start.hparams[key].number_value = value
-    return [
-        _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
-        _summary(
-            metadata.SESSION_START_INFO_TAG,
-            plugin_data_pb2.HParamsPluginData(session_start_info=start),
-        ),
-    ]
+    data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
+    return _summary(metadata.SESSION_START_INFO_TAG, data)
 
 
 def session_end(*, failed: bool) -> Summary:
-    """Return the summary that ends a session."""
+    """Return the summary that ends a session; one that may go on later has none."""
     status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status)
     return _summary(
@@ -77,6 +97,16 @@ def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Value | None]]:
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), child)
     else:
         yield prefix, str(node) if isinstance(node, list) else node
+
+
+def _overrides(path: Path) -> dict[str, str]:
+    """Return the overrides of a run as written, by key."""
+    try:
+        texts = yaml.safe_load(path.read_text(encoding="utf-8"))
+        pairs = (str(text).lstrip("+~").partition("=") for text in texts)
+        return {key: value for key, _, value in pairs}
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return {}
 
 
 def _type(value: Value) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from callbacks.support.monitor import AUTO
 from conf.errors import ConfigError
 from conf.yaml_file import plain_values
+from trainer.checkpoints.journal import read_content
 from trainer.metric_names import epoch_metric
 from trainer.runs.directory import CONFIG
 from trainer.runs.status import (
@@ -178,11 +179,10 @@ def _best(path: Path, found: Mapping[str, Any], monitor: str) -> tuple[str, floa
         if key.startswith(_BEST) and isinstance(value, int | float):
             return key.removeprefix(_BEST), value
     try:
-        names = read_json(path / CHECKPOINTS / "index.json").get("names", {})
-        metrics = names["best"]["metrics"]
+        metrics = read_content(path / CHECKPOINTS)["names"]["best"]["metrics"]
         candidates = _USUAL if monitor == AUTO else (epoch_metric(monitor),)
         return next((name, metrics[name]) for name in candidates if metrics.get(name) is not None)
-    except (RunDirectoryError, KeyError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
         return None
 
 

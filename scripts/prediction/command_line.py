@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from typing import Any
+
 from conf.errors import ConfigError, Problem
+from conf.schema_strategy import StrategyConfig
 from scripts.cli.arguments import Arguments, own_keys
 from scripts.prediction.options import Options, names, take_options
 
@@ -30,6 +35,10 @@ Answer for pictures, or for other samples, with a trained run.
                   (default: all), keyed by seed and prompt
   temperature     1.0, for sampling=random
 
+  predict model=FILE.onnx source=... [out= top_k= on_error= overwrite= batch_size=]
+
+answers with an exported file alone; torch need not be installed, only onnxruntime.
+
 Further overrides change the run's configuration, e.g. loader.num_workers=2 loader.batch_size=64 or
 strategy.name=ddp strategy.devices=2. Answers are the same for the same batch size.
 """
@@ -41,10 +50,20 @@ def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
     if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
         own["on_error"] = named
     options = take_options(own)
-    keys = [override.partition("=")[0] for override in overrides]
-    if "strategy.name" not in keys:
-        # A run of many devices is asked on one; who wants more says so.
-        overrides.append("strategy.name=single")
-    elif "strategy.name=ddp" not in overrides and "strategy.name=single" not in overrides:
+    names_of = [o for o in overrides if o.startswith("strategy.name=")]
+    if not {*names_of} <= {"strategy.name=single", "strategy.name=ddp"}:
         raise ConfigError([Problem("strategy.name", "predict computes on single or ddp")])
-    return options, overrides
+    # However a run was trained (in shards, on many devices), it is asked on one; who wants more
+    # says so.
+    return options, [*_own_strategy(), *overrides]
+
+
+def _own_strategy() -> list[str]:
+    """Return the overrides that leave nothing of a run's strategy but the kind of its device."""
+    defaults = asdict(StrategyConfig())
+    del defaults["accelerator"]
+    return [f"strategy.{key}={_spelled(value)}" for key, value in defaults.items()]
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

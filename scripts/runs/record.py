@@ -13,8 +13,10 @@ from conf.schema import Config
 from scripts.cli.console import describe, exit_code, log_file
 from scripts.cli.request import Request
 from scripts.runs.log import Backlog, logged_to
+from scripts.runs.report import best_of, results_of
 from scripts.runs.resume import Resume
 from trainer.build.experiment import Experiment
+from trainer.callback import Results
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.inference.facts import facts_of
 from trainer.runs.directory import (
@@ -65,12 +67,15 @@ def held_directory(
         try:
             yield directory
         except BaseException as error:
+            results = _failure(experiment, error)
             if directory is not None:
                 began = trainer.state.updates or (resume is not None and resume.run_dir is not None)
-                if exit_code(error) == ConfigError.exit_code and not began:
+                if results.code == ConfigError.exit_code and not began:
                     _discard(directory, config)
                 else:
-                    _record_failure(request, directory, error, trainer.timer.seconds)
+                    log_file.error("error: %s", results.reason, exc_info=error)
+                    _record(request, directory, experiment, results)
+            trainer.end(results)
             raise
         finally:
             if directory is not None:
@@ -90,21 +95,32 @@ def _discard(directory: RunDirectory, config: Config) -> None:
             folder.rmdir()
 
 
-def _record_failure(
-    request: Request, directory: RunDirectory, error: BaseException, seconds: float
-) -> None:
+def _failure(experiment: Experiment, error: BaseException) -> Results:
     code = exit_code(error)
-    log_file.error("error: %s", describe(error), exc_info=error)
+    state = "preempted" if code in EXIT_CODES.values() else "failed"
+    return Results(state, results_of(experiment, {}), code, describe(error))
+
+
+def _record(
+    request: Request, directory: RunDirectory, experiment: Experiment, results: Results
+) -> None:
     try:
         directory.finish(
-            "preempted" if code in EXIT_CODES.values() else "failed",
-            code=code,
-            reason=describe(error),
+            results.state,
+            code=results.code,
+            reason=results.reason,
             resume=request.resume_command(directory.path),
-            seconds=seconds,
+            best=best_record(experiment),
+            seconds=experiment.trainer.timer.seconds,
         )
     except StorageError:
         logger.warning("status.json could not be written")
+
+
+def best_record(experiment: Experiment) -> dict[str, Any] | None:
+    """Return metric, value and step of the best checkpoint, for `status.json`."""
+    best = best_of(experiment)
+    return None if best is None else dict(zip(("metric", "value", "step"), best, strict=True))
 
 
 def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
@@ -114,18 +130,29 @@ def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
         directory.update_manifest({"skipped_samples": listed})
 
 
-def record_end(
-    request: Request, trainer: Trainer, directory: RunDirectory, results: dict[str, float]
-) -> None:
-    """Record the end of a run; `stopped` if its time limit ended it before its horizon."""
-    state, seconds = trainer.state, trainer.timer.seconds
+def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
+    """Return how a run ended that no exception ended: `stopped` if its time limit did."""
+    trainer, metrics = experiment.trainer, results_of(experiment, tested)
+    state = trainer.state
     if trainer.done or not state.interrupted:
-        directory.finish("finished", results=results, seconds=seconds)
-        return
+        return Results("finished", metrics)
     where = f"epoch {state.epoch}, step {state.global_step}"
-    command = request.resume_command(directory.path)
-    reason = f"trainer.{state.stop_reason} ended it at {where}"
-    directory.finish("stopped", reason=reason, resume=command, results=results, seconds=seconds)
+    return Results("stopped", metrics, reason=f"trainer.{state.stop_reason} ended it at {where}")
+
+
+def record_end(
+    request: Request, experiment: Experiment, directory: RunDirectory, results: Results
+) -> None:
+    """Record the end of a run."""
+    finished = results.state == "finished"
+    directory.finish(
+        results.state,
+        reason=results.reason,
+        resume=None if finished else request.resume_command(directory.path),
+        results=results.metrics,
+        best=best_record(experiment),
+        seconds=experiment.trainer.timer.seconds,
+    )
 
 
 def interrupted(request: Request, trainer: Trainer) -> Interrupted:

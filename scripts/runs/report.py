@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.runs.account import Account
 from trainer.callback import saver_of
 from trainer.metric_names import epoch_metric
+from trainer.runs.dashboard import FOLDER, command
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
     from trainer.build.experiment import Experiment
 
-_NOT_RESULTS = ("time/", "memory/", "lr/")
+_NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
@@ -43,7 +45,7 @@ def final_block(
     request: Request,
     experiment: Experiment,
     run_dir: Path,
-    results: dict[str, float],
+    results: Mapping[str, float],
     account: Account,
 ) -> str:
     """Return the final report of a run: its directory, its results and the next commands."""
@@ -60,7 +62,9 @@ def final_block(
     ]
     if state.skipped_updates:
         lines.append(("skipped", f"{state.skipped_updates} updates that were not finite"))
-    lines += [(stage, _values(results, stage)) for stage in ("train", "val")]
+    lines.append(("train", _values(results, "train")))
+    if validated := _values(results, "val"):
+        lines.append(("val", f"{validated}  (step {state.validated_at})"))
     if best:
         lines.append(("best", f"{best[0]} {best[1]:.4f} at step {best[2]}"))
     average = experiment.trainer.average
@@ -71,7 +75,8 @@ def final_block(
     lines.append(
         ("test", f"{tested}  (checkpoint {which})" if tested else "no test split: see val")
     )
-    lines.append(("look", f"tensorboard --logdir {run_dir}"))
+    if (run_dir / FOLDER).is_dir():
+        lines.append(("look", command(run_dir)))
     if (split := _held_out(experiment)) is not None:
         lines.append(("again", f"evaluate run={run_dir}{split}"))
     if state.interrupted and not experiment.trainer.done:
@@ -86,7 +91,7 @@ def _held_out(experiment: Experiment) -> str | None:
     return next((words[split] for split in words if sets.get(split) is not None), None)
 
 
-def _values(results: dict[str, float], stage: str) -> str:
+def _values(results: Mapping[str, float], stage: str) -> str:
     prefix = f"{stage}/"
     found = {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
     return "  ".join(f"{name} {value:.4f}" for name, value in found.items())

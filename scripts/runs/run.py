@@ -25,10 +25,11 @@ from scripts.runs.record import (
     held_directory,
     interrupted,
     new_folder,
+    outcome,
     record_end,
     record_skipped,
 )
-from scripts.runs.report import final_block, results_of
+from scripts.runs.report import final_block
 from scripts.runs.resume import Resume, differences, find_resume
 from scripts.runs.signals import stop_signals
 from trainer import snapshot
@@ -121,10 +122,12 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
             record_skipped(directory, trainer)
         if trainer.state.stop_code:
             raise interrupted(request, trainer)
+        results = outcome(experiment, tested)
         if directory is not None:
-            results = results_of(experiment, tested)
-            record_end(request, trainer, directory, results)
-            print(final_block(request, experiment, directory.path, results, account))
+            record_end(request, experiment, directory, results)
+        trainer.end(results)
+        if directory is not None:
+            print(final_block(request, experiment, directory.path, results.metrics, account))
     return 0
 
 
@@ -184,8 +187,8 @@ def _test(experiment: Experiment) -> dict[str, float]:
     payload = trainer.group.broadcast(None if path is None else store.load(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
-    step = None if payload is None else snapshot.step_of(payload)
-    metrics = trainer.evaluate(experiment.test_loader, "test", step=step)
+    at = trainer.log_point if payload is None else snapshot.log_point_of(payload)
+    metrics = trainer.evaluate(experiment.test_loader, "test", step=at.step)
     experiment.test_loader.close()
-    trainer.log(metrics)
+    trainer.log(metrics, at)
     return metrics

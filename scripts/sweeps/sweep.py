@@ -14,11 +14,13 @@ from scripts.cli.arguments import PRIMARY, Arguments
 from scripts.cli.request import run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
+from scripts.sweeps import dashboard
 from scripts.sweeps.folder import find_sweep, has_finished, hold_folder, job_folders
 from scripts.sweeps.groups import Groups, group_keys
 from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
 from scripts.sweeps.ranking import Ranking
+from trainer.runs.dashboard import sweep_command
 from trainer.runs.status import holds_run
 
 Job = Sequence[Swept]
@@ -63,6 +65,8 @@ class Sweep:
         self.free = (number for number in itertools.count() if str(number) not in taken)
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
+        dashboard.begin(self.folder, self.varied)
+        print(f"follow the sweep: {sweep_command(self.folder)}", flush=True)
         try:
             with self.stop.listening():
                 yield
@@ -93,6 +97,7 @@ class Sweep:
         varied = " ".join(override.text for override in job if override.varies)
         place = self.outcomes.index(outcome) + 1
         print(f"\n[{place}/{self.count}] {varied}  ->  {outcome.run_dir}", flush=True)
+        dashboard.link_started(self.folder, self.outcomes, outcome, self.varied)
         run_job(outcome, self._command(outcome, job), self.stop)
         self.write()
 
@@ -112,7 +117,8 @@ class Sweep:
         return self.stop.number is not None or (self.settings.fail_fast and failed)
 
     def write(self) -> None:
-        """Write the leaderboard as it stands."""
+        """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
+        dashboard.arrange(self.folder, self.outcomes, self.varied)
         write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
 
     @property

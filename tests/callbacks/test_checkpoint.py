@@ -1,3 +1,4 @@
+import json
 import logging
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
+from callbacks.metrics_log import MetricsLog
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
@@ -273,3 +275,25 @@ def test_a_stop_leaves_the_best_what_it_would_have_been(
     second.fit()
     assert second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
     assert step_of(tmp_path / "cut", "best") == step_of(tmp_path / "whole", "best")
+
+
+@pytest.mark.parametrize("cut", [4, 16])
+def test_the_best_is_logged_where_it_was_reached_and_no_resume_changes_that(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
+) -> None:
+    def trainer(run: Path, *extra: Any) -> Any:
+        best = Checkpoint(monitor="val/score", mode="max")
+        scores = Scores([0.5, 0.4, 0.7, 0.7])
+        callbacks = {"log": MetricsLog(), "scores": scores, **dict(extra), "checkpoint": best}
+        return make_trainer(callbacks, run, max_epochs=4)
+
+    trainer(tmp_path / "whole").fit()
+    text = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = {line["step"]: line[key] for line in lines if (key := "best/val/score") in line}
+    assert found == {5: 0.5, 15: 0.7}
+    first, second = trainer(tmp_path / "cut", ("stop", stop_at(cut))), trainer(tmp_path / "cut")
+    first.fit()
+    carry_over(first, second)
+    second.fit()
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == text

@@ -76,7 +76,7 @@ def test_a_terminal_sees_a_bar(make_trainer: Any) -> None:
     assert bars[0].startswith("epoch 1/2:   0%|")
     assert "0/5" in bars[0]
     assert any(bar.startswith("epoch 1/2: 100%") and "validating" in bar for bar in bars)
-    assert any(bar.startswith("epoch 2/2:") and "val/loss" in bar for bar in bars)
+    assert not any("val/loss" in bar for bar in bars)  # it would be shown as if it were new
     assert "steps/s, train/loss" in bars[-1]
     lines = [frame for frame in frames if frame and "|" not in frame]
     assert lines[0] == "something happened"  # on a line of its own
@@ -138,6 +138,41 @@ def test_a_horizon_in_steps_closes_its_last_epoch(make_trainer: Any, capsys: Any
     with console():
         make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
     assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err
+
+
+def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: Any) -> None:
+    rare = {"max_epochs": 3, "validate_every_n_epochs": 2, "validate_every_n_steps": 7}
+    with console():
+        make_trainer({"progress": Progress()}, **rare).fit()
+    lines = capsys.readouterr().err.splitlines()
+    told = [(line.split(":")[0], "train/" in line, "val/loss" in line) for line in lines]
+    assert told == [
+        ("epoch 1/3, step 5", True, False),
+        ("epoch 2/3, step 7", False, True),
+        ("epoch 2/3, step 10", True, True),
+        ("epoch 3/3, step 14", False, True),
+        ("epoch 3/3, step 15", True, True),  # the last
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_the_loss_of_an_epoch_is_that_of_its_samples_also_where_a_signal_ends_it(
+    make_trainer: Any, stop_at: Any, capsys: Any, every: int
+) -> None:
+    with console():
+        trainer = make_trainer({"progress": Progress(), "s": stop_at(8)}, log_every_n_steps=every)
+        losses: list[float] = []
+        step = trainer.task.training_step
+
+        def noting(model: Any, batch: Any) -> Any:
+            output = step(model, batch)
+            losses.append(output.loss.mean().item())
+            return output
+
+        trainer.task.training_step = noting
+        trainer.fit()
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"epoch 2/2, step 8: train/epoch_loss {sum(losses[-3:]) / 3:.4g} (")
 
 
 def test_only_the_main_process_shows(make_trainer: Any, capsys: Any) -> None:

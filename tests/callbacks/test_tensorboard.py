@@ -2,7 +2,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from callbacks.tensorboard import TensorBoard, command
-from trainer.callback import Callback
+from callbacks.tensorboard import TensorBoard
+from trainer.callback import Results
+from trainer.runs.dashboard import command
 
 Series = dict[str, list[tuple[int, float]]]
 
@@ -101,9 +101,9 @@ def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
         if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(".regimen"):
             return write(descriptor, content)
         calls.append(len(content))
-        if len(calls) in (3, 5):
+        if len(calls) in (4, 6):
             return write(descriptor, content[:7])
-        if len(calls) == 4:
+        if len(calls) == 5:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, content)
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
     assert len(warnings) == 1
     assert warnings[0].startswith("cannot write")
     assert warnings[0].endswith("no space left; training continues without it")
-    found = series(tmp_path)  # records 3, 4 and 5 are missing, the later ones are whole
+    found = series(tmp_path)  # records 4, 5 and 6 are missing, the later ones are whole
     assert [step for step, _ in found["train/loss"]] == [2, 6, 8, 10]
 
 
@@ -164,29 +164,35 @@ def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path) ->
     }
 
 
-class Breaks(Callback):
-    def on_epoch_end(self, trainer: Any) -> None:
-        raise ValueError("broken")
-
-
 @pytest.mark.parametrize(
-    ("breaks", "status"), [(False, api_pb2.STATUS_SUCCESS), (True, api_pb2.STATUS_FAILURE)]
+    ("state", "statuses"),
+    [
+        pytest.param("finished", [api_pb2.STATUS_SUCCESS], id="finished"),
+        pytest.param("failed", [api_pb2.STATUS_FAILURE], id="failed"),
+        pytest.param("preempted", [], id="a signal: open, as it may go on"),
+        pytest.param("stopped", [], id="its time limit: open"),
+    ],
 )
 def test_hparams_session_is_closed_as_it_ended(
-    make_trainer: Any, tmp_path: Path, breaks: bool, status: int
+    make_trainer: Any, tmp_path: Path, state: str, statuses: list[int]
 ) -> None:
-    callbacks = {"tensorboard": TensorBoard(), **({"breaks": Breaks()} if breaks else {})}
-    trainer = make_trainer(callbacks, tmp_path)
-    with pytest.raises(ValueError, match="broken") if breaks else nullcontext():
-        trainer.fit()
+    trainer = make_trainer({"tensorboard": TensorBoard()}, tmp_path)
+    trainer.fit()
+    trainer.end(Results(state))
     ends = [
         metadata.parse_session_end_info_plugin_data(value.metadata.plugin_data.content).status
         for event in events(tmp_path)
         for value in event.summary.value
         if value.tag == metadata.SESSION_END_INFO_TAG
     ]
-    assert ends == [status]
+    assert ends == statuses
 
 
-def test_command_is_safe_to_paste_and_local() -> None:
-    assert command(Path("runs/my run")) == "tensorboard --logdir 'runs/my run' --host 127.0.0.1"
+def test_command_is_safe_to_paste_and_local_and_names_the_run() -> None:
+    parts = "resnet18/2026-11-22_04-00-00", "--host 127.0.0.1"
+    stamped = command(Path("/my runs") / parts[0])
+    assert (
+        stamped
+        == f"tensorboard --logdir_spec '{parts[0]}:/my runs/{parts[0]}/tensorboard' {parts[1]}"
+    )
+    assert command(Path("/a:b/c")) == f"tensorboard --logdir /a:b/c {parts[1]}"

@@ -181,6 +181,7 @@ VALUES = [
         "rules.weights: matches no parameter",
     ),
     case("callbacks=[default,pruning] strategy=fsdp", "callbacks.pruning", "strategy=ddp"),
+    case("callbacks=[default,qat] strategy=fsdp", "callbacks.qat", "strategy=ddp"),
     case("callbacks.tensorboard.hparams=abc", "callbacks.tensorboard", "a list of globs, such as"),
 ]
 

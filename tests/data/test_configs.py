@@ -77,7 +77,12 @@ def test_a_data_set_chooses_transforms_that_others_override(
 @pytest.mark.parametrize("transforms", _names("transforms"))
 @pytest.mark.parametrize("data", _names("data"))
 def test_every_pair_composes(composed: Any, data: str, transforms: str) -> None:
-    config = composed(f"data={data}", f"transforms={transforms}", "data.root=/pictures")
+    given = {
+        "huggingface": ["data.path=d"],
+        "table": ["data.path=t.csv", "data.target=y", "data.channels=1"],
+    }
+    words = [f"data={data}", f"transforms={transforms}", "data.root=/pictures"]
+    config = composed(*words, *given.get(data, []))
     assert set(config["transforms"]) >= {"train", "eval", "device"}
     assert set(config["data"]) >= {"num_classes", "train", "val", "test", "predict", "on_error"}
 

@@ -15,6 +15,10 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from models.small_cnn import SmallCNN
+from scripts.cli.arguments import of_run, parse_arguments
+from scripts.cli.request import Request
+from scripts.composition.compose import compose
+from scripts.prediction.command_line import take_apart
 from trainer import load_run
 
 MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml
@@ -240,6 +244,22 @@ def test_mistakes_write_nothing(predict, whole, tmp_path, arguments, code, said)
     assert done.code == code, done.err
     assert said in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["strategy.name=ddp", "strategy.devices=2"]])
+def test_a_run_is_asked_on_one_device_however_it_was_trained(tmp_path, more):
+    trained = ["strategy=fsdp", "strategy.devices=4", "strategy.wrap_modules=[BasicBlock]"]
+    trained += ["strategy.sharded_checkpoint=true", "strategy.accelerator=cpu"]
+    composed = compose(parse_arguments(["experiment=resnet18", *trained]))
+    text = Request(composed.config, composed.overrides, {}, []).config_text()
+    (tmp_path / "config.yaml").write_text(text)
+    arguments = parse_arguments([f"run={tmp_path}", "source=test", *more])
+    options, overrides = take_apart(arguments)
+    strategy = compose(of_run(arguments, options.run, overrides)).config["strategy"]
+    expected = {"name": "ddp", "devices": 2} if more else {"name": "single", "devices": "auto"}
+    assert strategy["accelerator"] == "cpu"
+    assert strategy["wrap_modules"] is None
+    assert expected.items() <= strategy.items()
 
 
 def test_a_table_is_not_replaced_unless_asked(predict, whole, tmp_path):

@@ -48,6 +48,7 @@ VARIANTS = {
     "muon": ["optimizer=muon"],
     "swa": ["callbacks=[default,swa]"],
     "pruning-ema": ["callbacks=[default,ema,pruning]", "callbacks.pruning.every_n_steps=2"],
+    "qat": ["callbacks=[default,qat]", "callbacks.qat.start_step=3"],
     "streamed-metrics": ["trainer.log_every_n_steps=7", "trainer.validate_every_n_steps=null"],
     "gpu-sgd": [],
     "gpu-adamw-swa": ["optimizer=adamw", "callbacks=[default,swa]", "trainer.clip_grad_norm=1.0"],

@@ -129,8 +129,16 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevic
     return eval_loader(config, data.sets[split], strategy, limits[split] or None), data.num_classes
 
 
-def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy) -> Trainer:
-    """Build a trainer for evaluation and prediction, without data."""
+def build_evaluator(
+    config: Config,
+    num_classes: int | None,
+    strategy: Strategy,
+    answering: nn.Module | None = None,
+) -> Trainer:
+    """Build a trainer for evaluation and prediction, without data.
+
+    `answering` takes the place of the model: an exported file, which has no average either.
+    """
     precision = Precision(config.trainer.precision, strategy.device.type)
     parts = Assembly(config, Known(num_classes), strategy, precision)
     every = [parts.model, *parts.task.own_modules().values()]
@@ -141,8 +149,11 @@ def build_evaluator(config: Config, num_classes: int | None, strategy: Strategy)
         [],
         strategy=strategy,
         precision=precision,
-        callbacks={n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
+        callbacks={}
+        if answering
+        else {n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
+        compiled=answering,
     )
     trainer.setup()
     return trainer

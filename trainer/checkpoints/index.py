@@ -12,9 +12,10 @@ from typing import Any, Self
 
 import torch
 
-from trainer.files.atomic import write_json
+from trainer.checkpoints.journal import INDEX, Content, read_content, write_content
 
-INDEX = "index.json"
+__all__ = ["INDEX", "Entry", "Index", "finite", "layout_of"]
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,30 +39,32 @@ class Index:
     files: dict[str, Entry] = field(default_factory=dict)
     names: dict[str, Entry] = field(default_factory=dict)
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
+    stored: Content = field(default_factory=dict, repr=False, compare=False)  # as on disk
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
         try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            content = read_content(folder)
             files = {name: _entry(fields) for name, fields in content["files"].items()}
             names = {name: _entry(fields) for name, fields in content["names"].items()}
-            return cls(files, names, dict(content["layouts"]))
+            return cls(files, names, dict(content["layouts"]), content)
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             _log.warning("%s is damaged and is set up anew (%s)", folder / INDEX, error)
             return cls()
 
     def write(self, folder: Path) -> None:
-        """Replace the index of `folder` durably."""
+        """Bring the index of `folder` up to date, durably; only its changes where it is large."""
         used = {entry.layout for entry in (*self.files.values(), *self.names.values())}
-        content = {
+        content: Content = {
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
             "names": {name: asdict(entry) for name, entry in sorted(self.names.items())},
-            "layouts": {key: shapes for key, shapes in self.layouts.items() if key in used},
+            "layouts": {key: dict(shapes) for key, shapes in self.layouts.items() if key in used},
         }
-        write_json(folder / INDEX, content)
+        write_content(folder, content, self.stored)
+        self.stored = content
 
     def add(self, entry: Entry, layout: Mapping[str, str]) -> Entry:
         """Add an entry; names and shapes of the weights are stored once for equal files."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,10 @@ from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors, write_safetensors
 from trainer.errors import ModelError
 from trainer.export.card import model_card
-from trainer.export.formats import FORMATS, check_libraries
+from trainer.export.folder import FACTS, export_folder
+from trainer.export.formats import FORMATS, check_libraries, speed_of_package
 from trainer.export.network import Network, Preprocessing, build_network
-from trainer.files.atomic import sync_folder, write_json, write_text
-from trainer.files.storage import storage_error
+from trainer.files.atomic import write_json, write_text
 from trainer.inference.run import Run, find_checkpoint
 from trainer.runs import manifest
 from trainer.runs.status import read_status
@@ -34,9 +33,8 @@ from trainer.targets.instantiate import instantiate
 logger = logging.getLogger("regimen")
 
 WEIGHTS = "safetensors"
-FACTS = "export.json"
 _SAMPLES = 32
-_BATCHES = (1, 2, 3, _SAMPLES)
+BATCHES = (1, 2, 3, _SAMPLES)
 _TOLERANCE = 1e-4  # of the largest answer, at least of 1
 
 
@@ -68,34 +66,23 @@ def export_run(
     Raises ModelError for what cannot be exported or answers differently, CheckpointError,
     StorageError. Nothing half-written stays.
     """
-    folder = out or run.path / "exports" / name
-    if folder.exists() and not overwrite:
-        raise ModelError(f"out={folder} exists: overwrite=true replaces it")
-    if folder.exists() and not (folder / FACTS).is_file():
-        raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
     if name in FORMATS:
         check_libraries(name)
-    try:
-        folder.parent.mkdir(parents=out is None, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    try:
-        write = _write_weights if name == WEIGHTS else _write_graph
+    write = _write_weights if name == WEIGHTS else _write_graph
+    with export_folder(run, out, name, overwrite) as (made, folder):
         file, facts = write(run, name, made, preprocessing, checkpoint)
-        write_json(made / FACTS, facts)
-        write_text(made / "card.md", model_card(run, facts))
-        made.chmod(0o777 & ~_umask())
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(made, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        complete(run, made, facts)
     remark = FORMATS[name].remark if name in FORMATS else ""
+    for key, value in facts.get("speed", {}).items():
+        remark += f"; {key} {value:.3g}"
     return Exported(folder, folder / file, facts["verified"]["largest_difference"], remark)
+
+
+def complete(run: Run, made: Path, facts: dict[str, Any]) -> None:
+    """Write the facts and the card beside a model."""
+    facts["sha256"] = digest(made / facts["file"])
+    write_json(made / FACTS, facts)
+    write_text(made / "card.md", model_card(run, facts))
 
 
 def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
@@ -123,33 +110,54 @@ def _write_graph(
     pipeline = build_pipeline(run.config, "eval")
     network, outside = build_network(model, task, pipeline, preprocessing)
     network.eval()
-    samples, real = _samples(run, outside)
-    facts = {
+    samples, real = samples_of(run, outside)
+    facts = graph_facts(run, name, form.file, preprocessing, outside, samples, checkpoint)
+    form.write(network, samples[:2].clone(), folder / form.file, facts)
+    with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
+        difference = _verify(network, folder / form.file, samples, form.answer, Path(scratch))
+    facts["verified"] = verified = verification(real, difference)
+    if form.compiles:
+        facts["speed"] = speed_of_package(network, folder / form.file, samples)
+    if preprocessing == "inside" and real:
+        plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
+        with torch.inference_mode():
+            trained = plain(samples_of(run, list(pipeline.steps))[0])
+            moved = float((network(samples) - trained).abs().max())
+        verified["difference_of_preprocessing"] = moved
+    return form.file, facts
+
+
+def graph_facts(
+    run: Run,
+    name: str,
+    file: str,
+    preprocessing: Preprocessing,
+    outside: Sequence[str],
+    samples: Tensor,
+    checkpoint: str,
+) -> dict[str, Any]:
+    """Return what users of a graph must know of it, and where it comes from."""
+    return {
         "format": name,
-        "file": form.file,
+        "file": file,
         "preprocessing": preprocessing,
         "transforms_of_the_caller": {n: run.facts.transforms[n] for n in outside},
         "input": {"shape": ["batch", *samples.shape[1:]], "dtype": _dtype(samples)},
         "output": run.facts.outputs["kind"] if preprocessing == "inside" else "logits",
+        "outputs": run.facts.outputs,
+        "inputs": run.facts.inputs,
         "classes": run.facts.classes,
         "provenance": provenance(run, checkpoint),
     }
-    form.write(network, samples[:2].clone(), folder / form.file, facts)
-    with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
-        difference = _verify(network, folder / form.file, samples, form.answer, Path(scratch))
-    verified: dict[str, Any] = {
+
+
+def verification(real: bool, difference: float) -> dict[str, Any]:
+    """Return how a file was compared with its model."""
+    return {
         "samples": "of the run" if real else "random",
-        "batch_sizes": list(_BATCHES),
+        "batch_sizes": list(BATCHES),
+        "largest_difference": difference,
     }
-    verified["largest_difference"] = difference
-    facts["verified"] = verified
-    if preprocessing == "inside" and real:
-        plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
-        with torch.inference_mode():
-            trained = plain(_samples(run, list(pipeline.steps))[0])
-            moved = float((network(samples) - trained).abs().max())
-        verified["difference_of_preprocessing"] = moved
-    return form.file, facts
 
 
 def _verify(
@@ -160,7 +168,7 @@ def _verify(
     scratch: Path,
 ) -> float:
     """Return the largest difference to the model over several batch sizes. Raises ModelError."""
-    questions = [samples[:size].clone() for size in _BATCHES]
+    questions = [samples[:size].clone() for size in BATCHES]
     with torch.inference_mode():
         expected = [network(question) for question in questions]
     largest = 0.0
@@ -179,7 +187,7 @@ def _verify(
     return largest
 
 
-def _samples(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
+def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
     """Return inputs after the named transforms: the run's own, or random ones without its data."""
     kept = {name: run.config.transforms.eval[name] for name in names}
     transforms = replace(run.config.transforms, eval=kept)
@@ -262,9 +270,3 @@ def how_to_load(folder: Path) -> list[str]:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

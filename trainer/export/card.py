@@ -40,6 +40,7 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
         "",
         *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
         "",
+        *_quantization(facts),
         *_curve(run),
         "## Verified",
         "",
@@ -70,6 +71,18 @@ def _weights(average: str | None) -> str:
 def _data(run: Run) -> str:
     node = run.config.data.train or {}
     return str(node.get("_target_", "not named"))
+
+
+def _quantization(facts: Mapping[str, Any]) -> list[str]:
+    """Return what 8-bit integers cost and gain; nothing for a model in floats."""
+    told = facts.get("quantization")
+    if not told:
+        return []
+    words = ", ".join(f"{key} {value}" for key, value in told.items())
+    before, after = facts["before"], facts["after"]
+    rows = [f"| {name} | {value:.4g} | {after[name]:.4g} |" for name, value in before.items()]
+    head = ["| | in floats | quantized |", "|---|---|---|"]
+    return ["## Quantization", "", f"Quantized: {words}.", "", *head, *rows, ""]
 
 
 def _curve(run: Run) -> list[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shutil
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +28,9 @@ from trainer.export.network import Network
 _LOAD = {
     "torch_export": "torch.export.load(path).module()",
     "torchscript": "torch.jit.load(path)",
+    "aoti": "torch._inductor.aoti_load_package(path)",
 }
+_COMPILERS = ("g++", "clang++", "c++")
 _FRESH = """
 import sys, torch
 path, questions, answers = sys.argv[1:]
@@ -45,6 +50,7 @@ class Format:
     needs: tuple[str, ...] = ()  # libraries
     extra: str = ""  # that brings them
     remark: str = ""
+    compiles: bool = False  # with the machine's C++ compiler
 
 
 def check_libraries(name: str) -> None:
@@ -53,6 +59,11 @@ def check_libraries(name: str) -> None:
     for library in form.needs:
         if importlib.util.find_spec(library) is None:
             raise ModelError(f"format={name} needs {library}: pip install -e '.[{form.extra}]'")
+    if form.compiles and not any(map(shutil.which, _COMPILERS)):
+        raise ModelError(
+            f"format={name} needs a C++ compiler, and none of {', '.join(_COMPILERS)} is in PATH: "
+            "install one (apt install g++), or use format=torch_export"
+        )
 
 
 def exported_program(network: Network, example: Tensor) -> ExportedProgram:
@@ -79,7 +90,7 @@ def exported_program(network: Network, example: Tensor) -> ExportedProgram:
 def _write_program(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
-    with _silently():
+    with silently():
         save(
             exported_program(network, example),
             path,
@@ -89,7 +100,7 @@ def _write_program(
 
 def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]) -> None:
     onnx: Any = importlib.import_module("onnx")
-    with _silently():
+    with silently():
         program = torch.onnx.export(
             exported_program(network, example),
             input_names=["input"],
@@ -106,7 +117,7 @@ def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping
 
 
 @contextmanager
-def _silently() -> Iterator[None]:
+def silently() -> Iterator[None]:
     """Keep what exporters say of their own passes from the terminal."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
@@ -131,9 +142,24 @@ def _write_torchscript(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
     extra = {"regimen.json": json.dumps(metadata)}
-    with _silently():  # that it is deprecated is said once, by us
+    with silently():  # that it is deprecated is said once, by us
         traced = torch.jit.trace(network, (example,))  # type: ignore[no-untyped-call]
         torch.jit.save(traced, str(path), _extra_files=extra)
+
+
+def _write_package(
+    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
+) -> None:
+    inductor: Any = importlib.import_module("torch._inductor")
+    program = exported_program(network, example)
+    try:
+        with silently(), torch.inference_mode():
+            inductor.aoti_compile_and_package(program, package_path=str(path))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"the model cannot be compiled: {reason}; format=torch_export may do"
+        ) from error
 
 
 def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Tensor]]:
@@ -158,6 +184,29 @@ def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Te
     return answer
 
 
+def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
+    """Return how long a call takes: the median of 20, after three that warm up."""
+    times = []
+    with torch.inference_mode():
+        for _ in range(23):
+            begin = time.perf_counter()
+            answer(batch)
+            times.append(time.perf_counter() - begin)
+    return 1e3 * median(times[3:])
+
+
+def speed_of_package(network: Network, path: Path, samples: Tensor) -> dict[str, float]:
+    """Return what a compiled package and the model take, in milliseconds, for 1 and 32 samples."""
+    inductor: Any = importlib.import_module("torch._inductor")
+    package = inductor.aoti_load_package(str(path))  # written, loaded and compared just before
+    speed = {}
+    for size in (1, 32):
+        batch = samples[:size].clone()
+        speed[f"ms_of_{size}"] = milliseconds(package, batch)
+        speed[f"eager_ms_of_{size}"] = milliseconds(network, batch)
+    return speed
+
+
 FORMATS: Mapping[str, Format] = {
     "onnx": Format(
         "model.onnx",
@@ -172,5 +221,13 @@ FORMATS: Mapping[str, Format] = {
         _write_torchscript,
         _answer_fresh("torchscript"),
         remark="TorchScript is deprecated in torch; onnx and torch_export are its successors",
+    ),
+    "aoti": Format(
+        "model.pt2",
+        _write_package,
+        _answer_fresh("aoti"),
+        compiles=True,
+        remark="the package is machine code for this kind of CPU and this version of torch; C++ "
+        "programs set AOTI_RUNTIME_CHECK_INPUTS=1, or a wrong size reads out of bounds",
     ),
 }

@@ -23,7 +23,7 @@ class AppendLog:
         self._warned = False
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = _whole_lines(self._descriptor)
+            self._size = whole_lines(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
         except OSError as error:
             raise storage_error(path, error) from error
@@ -79,7 +79,7 @@ class AppendLog:
             _log.warning("%s; training continues without it", storage_error(self.path, error))
 
 
-def _whole_lines(descriptor: int) -> int:
+def whole_lines(descriptor: int) -> int:
     """Return the offset after the last newline."""
     end = os.fstat(descriptor).st_size
     while end > 0:

@@ -110,17 +110,20 @@ class RunDirectory:
         reason: str | None = None,
         resume: str | Sequence[str] | None = None,
         results: Mapping[str, float] | None = None,
+        best: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
     ) -> None:
         """Record the end in `status.json` and the manifest.
 
         `state` is finished, preempted or failed; `resume` is the command that continues the run;
+        `best` is metric, value and step of the best checkpoint;
         `seconds` is the time this process trained, which is added to that of those before it.
         """
         command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
-        self._write_status(**end, resume=command, results=_plain(results or {}))
+        found = {"results": _plain(results or {}), "best": best and dict(best)}
+        self._write_status(**end, resume=command, **found)
         self.update_manifest({"exit": {**end, "ended": manifest.now()}})
 
     def discard(self) -> None:
@@ -183,7 +186,7 @@ class RunDirectory:
             "updated": manifest.now(),
         }
         empty = {"state": None, "code": None, "reason": None, "resume": None}
-        facts = {**empty, **identity, "seconds": self._seconds, "results": {}}
+        facts = {**empty, **identity, "seconds": self._seconds, "results": {}, "best": None}
         write_json(self.path / STATUS, {**facts, **fields})
 
     def _seconds_before(self) -> float:

@@ -67,7 +67,8 @@ def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
         began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
     except ValueError:
         return seconds
-    files = (path / name for name in (LOG, METRICS, f"{CHECKPOINTS}/index.json"))
+    index = (f"{CHECKPOINTS}/{name}" for name in ("index.json", "index.jsonl"))
+    files = (path / name for name in (LOG, METRICS, *index))
     last = max((file.stat().st_mtime for file in files if file.exists()), default=began)
     return seconds + max(0.0, last - began)
 

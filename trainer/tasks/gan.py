@@ -59,7 +59,7 @@ class GAN(Task):
             GENERATOR: softplus(-fake_logits).mean(),
         }
         sums = {"accuracy_real": _positive(real_logits), "fooled": _positive(fake_logits)}
-        return StepOutput(losses, sums=sums)
+        return StepOutput(losses, sums=sums, output=fake)
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the images generated from noise."""

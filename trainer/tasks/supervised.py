@@ -71,6 +71,7 @@ class Supervised(Task):
         result = self._compute(output, target, inputs, model)
         for metric in self._metrics.values():
             metric.update(output, target)
+        result.output = output
         return result
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:

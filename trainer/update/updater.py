@@ -69,6 +69,7 @@ class Updater:
             clip(parts.options.clipping, parts.optimizers, parameters, norm)
             if parts.options.gradient_noise is not None:
                 add_noise(parts.options.gradient_noise, parameters, parts.state.updates, turn.name)
+            parts.hooks.emit("on_gradients", parts)
             for optimizer in turn.optimizers:
                 guard.step(optimizer)
             if turn.searching:

@@ -19,6 +19,7 @@ PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 OURS = """
 callbacks.checkpoint Checkpoint Saved
 callbacks.compression.pruning Pruning
+callbacks.compression.qat QuantizationAwareTraining
 callbacks.early_stopping EarlyStopping
 callbacks.ema EMA
 callbacks.histograms Histograms

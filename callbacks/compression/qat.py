@@ -1,0 +1,146 @@
+"""Train with the rounding of 8-bit integers: quantization-aware training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from callbacks.compression.masks import Schedule
+from callbacks.model_summary import example
+from callbacks.support.errors import CallbackError
+from conf.errors import Problem, problems_at, raise_problems
+from trainer.callback import Callback
+from trainer.distributed.group import Group
+from trainer.export.fake_quantization import LEARNT, Ranges, attach
+from trainer.export.places import LAYERS, find_places
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+_KINDS = ", ".join(kind.__name__ for kind in LAYERS)
+
+
+class QuantizationAwareTraining(Callback):
+    """Round weights and activations to 8 bits in every forward pass; gradients pass unchanged.
+
+    The weights themselves stay plain, and so do checkpoints. The ranges of the activations follow
+    the smallest and the largest value of each update's whole batch, on all processes, as running
+    averages with `momentum`; `regimen quantize` writes an integer network with these ranges.
+
+    Rounding begins at `start_step`, a number of updates or a share of the run (floats up to 1).
+    Validations during training are of the rounded network.
+
+    Jacob et al., Quantization and Training of Neural Networks, 2018.
+    """
+
+    takes_shards = False
+
+    def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
+        if start_step < 0 or (start_step > 1 and start_step != int(start_step)):
+            raise CallbackError(
+                f"start_step={start_step}: choose a number of updates, or a share of the run up to "
+                "1.0"
+            )
+        if not 0 <= momentum < 1:
+            raise CallbackError(f"momentum={momentum}: choose at least 0 and less than 1")
+        self._start_step = start_step
+        self._momentum = momentum
+        self._start = 0
+        self._ranges: Ranges | None = None
+        self._detach: Callable[[], None] = lambda: None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model without a layer that is quantized."""
+        if not any(type(module) in LAYERS for module in model.modules()):
+            raise_problems([Problem("", f"the model has no layer to quantize: {_KINDS}")])
+
+    def setup(self, trainer: Trainer) -> None:
+        """Find the places that are rounded, by a forward pass of two samples."""
+        with problems_at(f"callbacks.{self.name}"):
+            self.check(trainer.model)
+            self._start = Schedule.between(self._start_step, None, 1, trainer.total_steps).start
+        if trainer.strategy.name not in ("single", "ddp"):
+            raise CallbackError(
+                f"callbacks.{self.name} needs one whole model on each process, which "
+                f"strategy={trainer.strategy.name} does not have: use strategy=ddp"
+            )
+        batch = example(trainer)
+
+        def forward(model: nn.Module) -> Any:
+            with trainer.precision.autocast():
+                return trainer.task.prediction_step(model, batch)
+
+        places = find_places(trainer.model, forward)
+        if not places.layers:
+            raise CallbackError(
+                f"callbacks.{self.name}: no layer ({_KINDS}) is called once in a forward pass"
+            )
+        self._ranges = Ranges(places, trainer.strategy.device)
+
+    @property
+    def ranges(self) -> Ranges:
+        """The ranges of the activations. RuntimeError before `setup`."""
+        if self._ranges is None:
+            raise RuntimeError("the ranges are known after `setup`")
+        return self._ranges
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Begin to round."""
+        self._detach = attach(trainer.model, self.ranges)
+        self.ranges.rounds = trainer.state.global_step >= self._start
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Forget what others than the updates have shown the model."""
+        self.ranges.forget()
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Let the ranges follow the batch of the update."""
+        if not trainer.state.skipped_in_a_row:
+            seen = _over_processes(trainer.group, self.ranges.seen)
+            self.ranges.follow(seen, self._momentum)
+            self.ranges.rounds = trainer.state.global_step >= self._start
+        self.ranges.forget()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Say how to go on."""
+        count = len(self.ranges.places.layers)
+        _log.info(
+            "callbacks.%s: %d layers were trained for 8 bits; regimen quantize writes them",
+            self.name,
+            count,
+        )
+
+    def teardown(self, trainer: Trainer) -> None:
+        """Leave the model as it was."""
+        self._detach()
+        self._detach = lambda: None
+
+    def explain(self, trainer: Trainer) -> Iterator[str]:
+        """Say what will be rounded, and from when on."""
+        start = Schedule.between(self._start_step, None, 1, trainer.total_steps).start
+        count = sum(type(module) in LAYERS for module in trainer.model.modules())
+        yield f"callbacks.{self.name} rounds {count} layers to 8 bits from step {start} on"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ranges, which `regimen quantize` reads, too."""
+        return {LEARNT: self.ranges.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the ranges."""
+        self.ranges.load_state_dict(state[LEARNT])
+
+
+def _over_processes(group: Group, seen: Tensor) -> Tensor:
+    """Return the smallest and the largest values of all processes, [2, places]."""
+    if group.world_size == 1:
+        return seen
+    # The group adds up: each process has a place of its own in the sum.
+    own = torch.zeros(group.world_size, *seen.shape, device=seen.device)
+    own[group.rank] = seen
+    every = group.reduce(own)
+    return torch.stack([every[:, 0].amin(0), every[:, 1].amax(0)])

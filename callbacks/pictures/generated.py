@@ -1,0 +1,118 @@
+"""What a model makes by itself: images, and text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from callbacks.support.drawing import is_picture, pixels, sheet
+from callbacks.support.errors import CallbackError
+from callbacks.support.watching import ValidationPicture, class_names, code_block
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class GeneratedImages(ValidationPicture):
+    """Show the images that a model answers with, as a GAN's generator does, as `generated/val`.
+
+    They are made from the first inputs (the noise) of the validation, so that they are comparable
+    from one validation to the next.
+    """
+
+    def __init__(self, count: int = 32, every_n_validations: int | None = None) -> None:
+        super().__init__(every_n_validations)
+        if count < 1:
+            raise CallbackError(f"count={count}: choose at least 1")
+        self._wanted = count
+        self._kept: Tensor | None = None
+
+    def fits(self, trainer: Trainer) -> bool:
+        """Tell whether the task's answers may be images."""
+        return trainer.is_main and trainer.task.output_kind == "array"
+
+    def start(self, trainer: Trainer) -> None:
+        """Forget the images."""
+        self._kept = None
+
+    def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Keep the first images."""
+        if self._kept is None and is_picture(output):
+            self._kept = output[: self._wanted].clone()
+
+    def show(self, trainer: Trainer) -> None:
+        """Log the images."""
+        if self._kept is not None:
+            trainer.log_image("generated/val", sheet(pixels(self._kept)))
+
+
+class GeneratedText(ValidationPicture):
+    """Log text that a language model writes, as `generated/text`.
+
+    The first `prompt` tokens of the first samples of the validation are continued by `length`
+    tokens, drawn at `temperature` with random numbers of their own: training draws what it would
+    draw without them. Each token costs a forward pass. The names of the classes are their letters.
+    """
+
+    def __init__(
+        self,
+        count: int = 2,
+        prompt: int = 16,
+        length: int = 100,
+        temperature: float = 0.8,
+        every_n_validations: int | None = None,
+    ) -> None:
+        super().__init__(every_n_validations)
+        if min(count, prompt, length) < 1 or not temperature > 0:
+            raise CallbackError(
+                f"count={count}, prompt={prompt}, length={length}, temperature={temperature}: "
+                "choose at least 1, and a temperature above 0"
+            )
+        self._wanted, self._prompt, self._length = count, prompt, length
+        self._temperature = temperature
+        self._kept: Tensor | None = None
+        self._context = 0
+
+    def fits(self, trainer: Trainer) -> bool:
+        """Tell whether the task predicts tokens, as far as is known before a batch is seen."""
+        return trainer.task.output_kind in ("text", "array")
+
+    def start(self, trainer: Trainer) -> None:
+        """Forget the prompts."""
+        self._kept = None
+
+    def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Keep the first prompts."""
+        if self._kept is None and _is_tokens(batch, output):
+            self._context = batch[0].shape[1]
+            self._kept = batch[0][: self._wanted, : self._prompt].clone()
+
+    def show(self, trainer: Trainer) -> None:
+        """Write the text, on all processes: a sharded model needs them."""
+        kept = None if self._kept is None else (self._kept.cpu(), self._context)
+        asked = trainer.group.broadcast(kept)
+        if asked is None:
+            return
+        prompt, context = asked
+        with trainer.evaluating(), trainer.precision.autocast():
+            tokens = self._continued(trainer, prompt.to(trainer.strategy.device), context)
+        names = class_names(trainer, trainer.task.num_classes)  # type: ignore[attr-defined]
+        between = "" if all(len(name) == 1 for name in names) else " "
+        texts = [between.join(names[i] for i in row) for row in tokens.tolist()]
+        trainer.log_text("generated/text", "\n\n---\n\n".join(map(code_block, texts)))
+
+    def _continued(self, trainer: Trainer, tokens: Tensor, context: int) -> Tensor:
+        for _ in range(self._length):
+            logits = trainer.task.prediction_step(trainer.model, tokens[:, -context:])
+            likely = (logits[:, :, -1].float() / self._temperature).softmax(1)
+            tokens = torch.cat([tokens, torch.multinomial(likely, 1)], 1)
+        return tokens
+
+
+def _is_tokens(batch: Any, output: Any) -> bool:
+    """Tell whether a batch has tokens [n, length], and the answer [n, vocabulary, length]."""
+    tokens = batch[0] if isinstance(batch, (tuple, list)) else batch
+    whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
+    return whole and isinstance(output, Tensor) and output.ndim == 3

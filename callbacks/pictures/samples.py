@@ -1,0 +1,169 @@
+"""Samples as the network sees them, and what it makes of those of the validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from callbacks.support.drawing import BLACK, RIGHT, WRONG, is_picture, pixels, sheet
+from callbacks.support.errors import CallbackError
+from callbacks.support.watching import ValidationPicture, check_every, class_names, is_due
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from data.batch import MicroBatch
+    from trainer.trainer import Trainer
+
+
+class TrainingSamples(Callback):
+    """Show the first images of an epoch, augmented, as `samples/train`.
+
+    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The values are spread over the range of
+    grey, from the smallest to the largest. Inputs that are no images are not shown.
+    """
+
+    def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
+        self._count = _positive(count)
+        self._every = check_every(every_n_epochs, "every_n_epochs")
+        self._kept: tuple[Tensor, Any] | None = None
+
+    def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
+        """Keep a copy of the first images, on their device."""
+        state = trainer.state
+        if state.position or not trainer.is_main or not is_due(state.epoch + 1, self._every):
+            return
+        batch = micro_batches[0].batch
+        inputs, target = (
+            batch[:2]
+            if isinstance(batch, (tuple, list)) and len(batch) > 1
+            else (
+                batch[0] if isinstance(batch, (tuple, list)) else batch,
+                None,
+            )
+        )
+        if is_picture(inputs):
+            is_label = isinstance(target, Tensor) and target.ndim == 1
+            self._kept = inputs[: self._count].clone(), target if is_label else None
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Show them at the next log line, where the device may be waited for."""
+        if self._kept is None:
+            return
+        (images, labels), self._kept = self._kept, None
+        captions = [] if labels is None else _labels(trainer, labels[: self._count])
+        trainer.log_image("samples/train", sheet(pixels(images), captions))
+
+
+class ValidationSamples(ValidationPicture):
+    """Show the first images of the validation with label and prediction, as `samples/val`."""
+
+    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
+        super().__init__(every_n_validations)
+        self._wanted = _positive(count)
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def fits(self, trainer: Trainer) -> bool:
+        """Tell whether the task predicts a class of each sample."""
+        return trainer.is_main and trainer.task.output_kind == "classes"
+
+    def start(self, trainer: Trainer) -> None:
+        """Forget the images."""
+        self._kept = None
+
+    def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Keep the first images."""
+        if self._kept is None and is_picture(batch[0]):
+            wanted = self._wanted
+            probabilities = trainer.task.interpret(output[:wanted])
+            self._kept = batch[0][:wanted].clone(), _classes(batch[1])[:wanted], probabilities
+
+    def show(self, trainer: Trainer) -> None:
+        """Log the images."""
+        if self._kept is not None:
+            trainer.log_image("samples/val", _judged(trainer, *self._kept))
+
+
+class Misclassified(ValidationPicture):
+    """Show the images of the validation that are most surely wrong, as `samples/misclassified`."""
+
+    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
+        super().__init__(every_n_validations)
+        self._wanted = _positive(count)
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def fits(self, trainer: Trainer) -> bool:
+        """Tell whether the task predicts a class of each sample."""
+        return trainer.task.output_kind == "classes"
+
+    def start(self, trainer: Trainer) -> None:
+        """Forget the images."""
+        self._kept = None
+
+    def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
+        """Keep the worst images so far, without asking the device how many there are."""
+        if not is_picture(batch[0]):
+            return
+        probabilities, labels = trainer.task.interpret(output), _classes(batch[1])
+        worst = _wrongness(probabilities, labels).topk(min(self._wanted, len(labels))).indices
+        found = batch[0][worst], labels[worst], probabilities[worst]
+        if self._kept is not None:
+            pairs = zip(self._kept, found, strict=True)
+            images, labels, probabilities = (torch.cat(pair) for pair in pairs)
+            size = min(self._wanted, len(labels))
+            worst = _wrongness(probabilities, labels).topk(size).indices
+            found = images[worst], labels[worst], probabilities[worst]
+        self._kept = found
+
+    def show(self, trainer: Trainer) -> None:
+        """Log the worst images of all processes."""
+        own = None if self._kept is None else tuple(part.cpu() for part in self._kept)
+        gathered = [kept for kept in trainer.group.gather(own) if kept is not None]
+        if not gathered or not trainer.is_main:
+            return
+        images, labels, probabilities = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+        wrongness = _wrongness(probabilities, labels)
+        order = wrongness.argsort(descending=True)[: self._wanted]
+        order = order[wrongness[order] > 0]
+        if len(order):
+            picture = _judged(trainer, images[order], labels[order], probabilities[order])
+            trainer.log_image("samples/misclassified", picture)
+
+
+def _wrongness(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Return how sure each wrong prediction is; 0 for right ones and samples without a label."""
+    sure, predicted = probabilities.max(1)
+    return sure * ((predicted != labels) & (labels >= 0))
+
+
+def _classes(target: Tensor) -> Tensor:
+    return target.argmax(1) if target.is_floating_point() else target
+
+
+def _judged(trainer: Trainer, images: Tensor, labels: Tensor, probabilities: Tensor) -> Any:
+    names = class_names(trainer, probabilities.shape[1])
+    sure, predicted = (part.tolist() for part in probabilities.max(1))
+    captions, colors = [], []
+    for label, answer, share in zip(labels.tolist(), predicted, sure, strict=True):
+        known = 0 <= label < len(names)
+        wrong = known and label != answer
+        truth = f"\nis {names[label]}" if wrong else ""
+        captions.append(f"{names[answer]} {share:.0%}{truth}")
+        colors.append(WRONG if wrong else RIGHT if known else BLACK)
+    return sheet(pixels(images), captions, colors)
+
+
+def _labels(trainer: Trainer, labels: Tensor) -> list[str]:
+    if labels.is_floating_point():  # values to predict
+        return [f"{value:.3g}" for value in labels.tolist()]
+    count = getattr(trainer.task, "num_classes", None) or 0
+    names = class_names(trainer, count)
+    return [names[i] if 0 <= i < len(names) else str(i) for i in labels.tolist()]
+
+
+def _positive(count: int) -> int:
+    if count < 1:
+        raise CallbackError(f"count={count}: choose at least 1")
+    return count
