@@ -10,12 +10,15 @@ import yaml
 from conf.check import parse
 from conf.errors import ConfigError
 from scripts.composition.compose import compose
+from scripts.cp import cp
+from scripts.new import new
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 # The other pages' commands are composed by the tests of what they describe.
 PAGES = [
     "index",
+    "tutorial",
     "concepts",
     "troubleshooting",
     *(f"coming_from/{p.stem}" for p in DOCS.glob("coming_from/*.md")),
@@ -36,13 +39,18 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, id=c) for c in commands()])
-def test_a_command_composes(command: str) -> None:
+def test_a_command_composes(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "--config-dir conf" in command:  # what the pages have made before
+        new([str(tmp_path / "flowers")])
+        monkeypatch.chdir(tmp_path / "flowers")
+        cp(["experiment/resnet18", "conf/experiment/pets.yaml"])
     words = [word for word in shlex.split(command) if word not in ("-m", "...", "--cfg", "job")]
     if "accumulate_grad_batches=4" in words:  # shown as a mistake
         with pytest.raises(ConfigError, match=r"trainer\.gradient_accumulation_steps"):
             compose(["experiment=resnet18", *words])
         return
-    parse(compose(["experiment=resnet18", *words]).config)
+    base = [] if "experiment=" in command else ["experiment=resnet18"]
+    parse(compose([*base, *words]).config)
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in DOCS.rglob("*.md")])
