@@ -60,18 +60,53 @@ class LrSchedulerWords:
 
 
 @dataclass(kw_only=True, slots=True)
-class SweepConfig:
-    """What `train -m` does with its jobs; the last three are of a search (`sweep=optuna`)."""
+class TrialConfig:
+    """The trial of a study that a job is; a search tells each of its jobs."""
 
+    storage: str = option(REQUIRED, "where the study is stored")
+    study: str = option(REQUIRED, "its name")
+    number: int = option(REQUIRED, "of the trial", at_least=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """What `train -m` does with its jobs; from `n_trials` on, a search (`sweep=optuna`)."""
+
+    jobs: int | None = option(
+        None, "how many run at a time; null = 1 here, all on a cluster", at_least=1, at_most=1024
+    )
+    jobs_per_device: int = option(1, "how many of them share a GPU", at_least=1)
     fail_fast: bool = option(False, "start no further job once one has failed")
+    retries: int = option(
+        0, "further starts of a job lost to a signal or to a lack of memory", at_least=0
+    )
+    launcher: Literal["local", "submitit", "ray"] = option(
+        "local", "where jobs run: here, on a SLURM cluster, on a Ray cluster"
+    )
+    launcher_options: dict[str, Any] = option(
+        {}, "what submitit's executor, or a Ray task, is asked for"
+    )
     group_by: str | list[str] | None = option(
         None, "swept keys, such as seed, over which mean and deviation are taken"
     )
-    n_trials: int = option(20, "jobs", at_least=1)
-    sampler: Literal["tpe", "random"] = option("tpe", "how the next values are chosen")
-    params: dict[str, str] = option(
-        {}, "what each key may be, as on a command line: interval(0.01,0.1), choice(a,b)"
+    report: bool = option(True, "end with pictures and a page, `report.html`")
+    n_trials: int = option(20, "jobs of the study, by whoever runs them", at_least=1)
+    sampler: Literal["tpe", "random", "cmaes", "grid", "qmc"] = option(
+        "tpe", "how the next values are chosen"
     )
+    sampler_options: dict[str, Any] = option({}, "arguments of Optuna's sampler")
+    pruner: Literal["median", "asha", "hyperband"] | None = option(
+        None, "which jobs end early, by their validations; null: none"
+    )
+    pruner_options: dict[str, Any] = option({}, "arguments of Optuna's pruner")
+    params: dict[str, str | dict[str, Any]] = option(
+        {}, "what each key may be, as on a command line, or {values, step, when}"
+    )
+    enqueue: list[dict[str, Any]] = option([], "values to begin with: a job for each entry")
+    storage: str | None = option(
+        None, "the study: a database's URL, an SQLite file (.db) or a journal", check=plain_path
+    )
+    trial: TrialConfig | None = option(None, "set by a search for each of its jobs")
 
 
 @dataclass(kw_only=True, slots=True)

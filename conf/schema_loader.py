@@ -27,6 +27,10 @@ class DataConfig:
     val: Node | None = option(None, "validation set; null = none", node=True)
     test: Node | None = option(None, "test set; null = none", node=True)
     predict: Node | None = option(None, "samples without labels; null = none", node=True)
+    fold: int | None = option(
+        None, "which part of train and val together is validated on, from 0", at_least=0
+    )
+    folds: int | None = option(None, "parts for k-fold cross-validation", at_least=2)
     cache: Literal["none", "ram", "disk"] = option(
         "none", "where images of files are kept once they are decoded"
     )
@@ -39,6 +43,18 @@ class DataConfig:
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = option(100, "unreadable samples that `skip` puts up with", at_least=0)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Say where a fold and the number of folds do not go together."""
+        if self.fold is None and self.folds is not None:
+            yield Problem(
+                "fold", f"missing: data.folds={self.folds} has folds 0 to {self.folds - 1}"
+            )
+        if self.folds is None and self.fold is not None:
+            yield Problem("folds", "missing: how many folds there are", "such as data.folds=5")
+        if self.fold is not None and self.folds is not None and self.fold >= self.folds:
+            message = f"is {self.fold}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
+            yield Problem("fold", message)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,9 +2,11 @@
 
 `draw(draws, height, width)` returns one value (or row) for each image, on the CPU. Calling the
 transform applies them, without waiting for the device. The result for an image is bit-equal in any
-batch. The distributions are those of torchvision's transforms of the same names.
+batch. The distributions are those of torchvision's transforms of the same names. Draws are new in
+each epoch, unless a transform says `lasting = True`.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -39,6 +41,22 @@ class RandomHorizontalFlip:
         return flipped(images, flip, self.axis)
 
     on_masks = __call__
+
+
+class AlternatingFlip(RandomHorizontalFlip):
+    """Mirror a random half of the images in even epochs and the other half in odd ones.
+
+    So each image is seen both ways in any two epochs (Jordan 2024).
+    """
+
+    lasting = True
+
+    def __init__(self, masks: bool = False) -> None:
+        super().__init__(0.5, masks)
+
+    def draw(self, draws: Draws, height: int, width: int) -> Values:
+        """Decide for each image, once and for all, and turn it over in odd epochs."""
+        return ((draws.uniform() < self.p) ^ bool(draws.epoch % 2),)
 
 
 class RandomVerticalFlip(RandomHorizontalFlip):
@@ -105,6 +123,8 @@ class RandomErasing:
     value: a number, or one for each channel, on the scale of the images at this point.
     """
 
+    overwrites = False
+
     def __init__(
         self,
         p: float = 0.5,
@@ -119,13 +139,27 @@ class RandomErasing:
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
+        erased = draws.later(2 * _TRIES) < self.p
+        rows = torch.zeros(4, len(draws), dtype=torch.int64)
+        rows[:, erased] = torch.stack(self._drawn(draws.of(erased), height, width))
+        return tuple(rows)
+
+    def _drawn(self, draws: Draws, height: int, width: int) -> Values:
+        """Draw boxes of images that are erased: most are not, and need none."""
         tall, wide = _boxes(draws, height * width, self.scale, self.ratio)
         which, found = _first((tall < height) & (wide < width))
-        tall, wide = tall.gather(1, which)[:, 0], wide.gather(1, which)[:, 0]
-        tall = torch.where(found & (draws.uniform() < self.p), tall, 0)
-        top = draws.integers((height - tall + 1).clamp(min=1))
-        left = draws.integers((width - wide + 1).clamp(min=1))
+        tall, wide = torch.stack([tall, wide]).gather(2, which.expand(2, -1, -1))[:, :, 0]
+        draws.uniform()  # which decided that they are
+        tall = tall * found
+        top = draws.integers((height - tall + 1).clamp_(min=1))
+        left = draws.integers((width - wide + 1).clamp_(min=1))
         return top, left, tall, wide
+
+    def overwriting(self) -> "RandomErasing":
+        """Return this transform for images that nobody else holds: on a CPU they are changed."""
+        other = copy.copy(self)
+        other.overwrites = True
+        return other
 
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
@@ -136,7 +170,7 @@ class RandomErasing:
 
     def _erased_here(self, images: Tensor, *boxes: Tensor) -> Tensor:
         """Write only the boxes; for the CPU, since slicing by tensors waits for a GPU."""
-        result = images.clone()
+        result = images if self.overwrites else images.clone()
         pixels, fill = result.numpy(), self.value
         written = fill.beside(images, images.dtype).numpy() if isinstance(fill, Constants) else fill
         numbers = zip(*(side.tolist() for side in boxes), strict=True)

@@ -4,6 +4,7 @@ import logging
 import os
 import unicodedata
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,9 @@ from data.decode import read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
-from data.splits import cut
+from data.splits import train_and_val
 from data.transforms import acts_on_batches
+from data.updates import Indices
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class ImageFolder:
         images = self._batch(indices)
         if images is None:
             return None
-        return images, self.targets.index_select(0, torch.tensor(indices))
+        return images, self.targets.index_select(0, torch.from_numpy(np.array(indices)))
 
     def _image(self, index: int) -> Any:
         image = None if self.cache is None else self.cache.image(index)
@@ -120,17 +122,23 @@ def image_folder(
     split_seed: int = 0,
     channels: int = 3,
     transform: Transform | None = None,
+    fold: int | None = None,
+    folds: int | None = None,
 ) -> ImageFolder | None:
     """Open one split of a folder tree; None where there is no such split, which is logged.
 
     A missing `val` is cut from `train`: `val_fraction` of it, stratified by class, drawn with
-    `split_seed`. Hidden files and folders are ignored. Classes are the sorted names of train's
-    folders; the other splits must have the same.
+    `split_seed`. With `folds` it is fold number `fold` of `train`; a folder `val` is left aside.
+    Hidden files and folders are ignored. Classes are the sorted names of train's folders; the other
+    splits must have the same.
     """
     tree = _existing(root)
     classes = _class_names(tree / "train")
-    if split == "train" or not (tree / split).is_dir():
-        return _from_train(tree, split, classes, val_fraction, split_seed, channels, transform)
+    in_folds = folds is not None and split != "test"
+    if split == "train" or in_folds or not (tree / split).is_dir():
+        cuts = in_folds or (not (tree / "val").is_dir() and val_fraction > 0)
+        shares = partial(train_and_val, seed=split_seed, fold=fold, folds=folds) if cuts else None
+        return _from_train(tree, split, classes, val_fraction, shares, channels, transform)
     _check_same_classes(tree, split, classes)
     paths, targets = _scan(tree / split, classes)
     return ImageFolder(tree / split, paths, targets, classes, channels, transform)
@@ -154,19 +162,18 @@ def _from_train(
     split: Split,
     classes: list[str],
     val_fraction: float,
-    split_seed: int,
+    shares: Callable[[list[int], int], tuple[Indices, Indices]] | None,
     channels: int,
     transform: Transform | None,
 ) -> ImageFolder | None:
-    """Return train, less what a missing val split takes; or that part; or None for no test."""
-    cuts = not (tree / "val").is_dir() and val_fraction > 0
-    if split == "test" or (split == "val" and not cuts):
+    """Return train, less what is shared out to val; or that part; or None for no test."""
+    if split == "test" or (split == "val" and shares is None):
         logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
         return None
     paths, targets = _scan(tree / "train", classes)
     rows = np.arange(len(paths))
-    if cuts:
-        train, val = cut(targets, max(1, round(val_fraction * len(paths))), split_seed)
+    if shares is not None:
+        train, val = shares(targets, max(1, round(val_fraction * len(paths))))
         rows = train if split == "train" else val
     if len(rows) == 0:
         raise DataError(

@@ -7,6 +7,7 @@ products may round differently in a batch of another size.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,7 +57,7 @@ class ImageTensors:
         """Return a whole batch at once, or None if the transform takes single images."""
         if self.transform is not None and not acts_on_batches(self.transform):
             return None
-        rows = torch.tensor(indices)
+        rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
         images = self.images.index_select(0, rows)  # of bytes, many times as fast as images[rows]
         if self.transform is not None:
             images = self.transform(images)

@@ -27,6 +27,7 @@ MICRO_BATCH = 3
 REPLACEMENT = 5
 SPLIT = 6
 LOADER = 7
+LASTING = 8
 
 
 def mix(value: int) -> int:
@@ -74,10 +75,12 @@ class Draws:
     """Draw for n samples: the k-th number of a sample is a function of its key and k alone.
 
     The generator is splitmix64 (Steele et al. 2014), a counter-based one: the numbers of a batch
-    are computed as one array, and a sample's do not depend on its batch.
+    are computed as one array, and a sample's do not depend on its batch. `epoch` is that of the
+    batch, for draws that do not depend on it otherwise.
     """
 
-    def __init__(self, keys: Words) -> None:
+    def __init__(self, keys: Words, epoch: int = 0) -> None:
+        self.epoch = epoch
         self._keys = keys
         self._ready = counted(keys, 0, 0)  # (numbers, n), not used yet
         self._drawn = 0
@@ -90,13 +93,22 @@ class Draws:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def of(self, which: Tensor) -> "Draws":
+        """Return the draws of those samples that `which` (n,) says, from their first number on."""
+        return Draws(self._keys[which.numpy()], self.epoch)
+
+    def later(self, skipped: int) -> Tensor:
+        """Return what `uniform` gives after so many more numbers, without drawing it."""
+        words = counted(self._keys, self._drawn - len(self._ready) + skipped, 1)[0]
+        return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+
     def uniform(self, low: float = 0.0, high: float = 1.0, each: int | None = None) -> Tensor:
         """Return float32 numbers (n,), or (n, each), in [low, high).
 
         They are multiples of 2**-24 of the range, as those of `torch.rand`.
         """
         unit = (self._words(each or 1) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-        numbers = torch.from_numpy(unit) * (high - low) + low
+        numbers = torch.from_numpy(unit * np.float32(high - low) + np.float32(low))
         return numbers[0] if each is None else numbers.T
 
     def integers(self, bounds: int | Tensor) -> Tensor:
@@ -105,7 +117,8 @@ class Draws:
         The relative error of a value's probability is below bound / 2**53.
         """
         unit = (self._words(1)[0] >> np.uint64(11)).astype(np.float64) * 2**-53
-        return (torch.from_numpy(unit) * bounds).long()
+        most = bounds if isinstance(bounds, int) else bounds.numpy()
+        return torch.from_numpy((unit * most).astype(np.int64))
 
     def order(self, numbers: int) -> Tensor:
         """Return a random order of 0, 1, ... numbers - 1 for each sample (n, numbers)."""

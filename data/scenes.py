@@ -34,12 +34,14 @@ class DigitScenes:
         most: int = 3,
         split_seed: int = 0,
         transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         if image_size % 2 or not 1 <= most <= 4:
             raise DataError(f"scenes of {image_size} pixels and {most} digits: even, and 1 to 4")
         if target not in ("mask", "present"):
             raise DataError(f"target is {target!r}, neither mask nor present")
-        digits = Digits(split, image_size // 2, split_seed)
+        digits = Digits(split, image_size // 2, split_seed, fold=fold, folds=folds)
         self.transform = transform
         self.images = torch.zeros(len(digits), 1, image_size, image_size, dtype=torch.uint8)
         self._masks = torch.zeros(len(digits), image_size, image_size, dtype=torch.long)

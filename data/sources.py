@@ -1,8 +1,9 @@
 """Image data sets by name: embedded, and downloaded through torchvision."""
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +15,18 @@ from torch import Tensor
 
 from data.errors import DataError, reason
 from data.images import ImageTensors, Transform, resized
-from data.splits import cut
+from data.splits import cut, train_and_val
+from data.updates import Indices
 
 Split = Literal["train", "val", "test"]
+Shares = Callable[[npt.ArrayLike], tuple[Indices, Indices]]  # from targets to train and val
 
 
 class Digits(ImageTensors):
     """scikit-learn's 1,797 handwritten digits (8 x 8, 10 classes), in the package: no download.
 
-    The split is stratified and fixed by `split_seed`: 1,257 train, 270 val, 270 test.
+    The split is stratified and fixed by `split_seed`: 1,257 train, 270 val, 270 test. With `folds`
+    val is fold number `fold` of the 1,527 that are not test.
     """
 
     concurrent = True  # nothing is prepared: processes may open it at once
@@ -33,10 +37,12 @@ class Digits(ImageTensors):
         image_size: int = 16,
         split_seed: int = 0,
         transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         images, targets = _digits()
         rest, test = cut(targets, 270, split_seed)
-        train, val = cut(targets[rest], 270, split_seed)
+        train, val = train_and_val(targets[rest], 270, split_seed, fold, folds)
         rows = {"train": rest[train], "val": rest[val], "test": test}[_known(split)]
         pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)
         super().__init__(
@@ -67,7 +73,8 @@ def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
 class Cifar10(ImageTensors):
     """CIFAR-10 through torchvision: 60,000 colour images of 32 x 32, 10 classes.
 
-    `val` is cut from the 50,000 training images, `val_size` of them, stratified by `split_seed`.
+    `val` is cut from the 50,000 training images, `val_size` of them, stratified by `split_seed`;
+    or it is fold number `fold` of `folds`.
     """
 
     concurrent = True  # a lock lets one process of a machine download
@@ -81,12 +88,13 @@ class Cifar10(ImageTensors):
         split_seed: int = 0,
         download: bool = True,
         transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         from torchvision.datasets import CIFAR10
 
-        images, targets, classes = _torchvision(
-            CIFAR10, root, split, val_size, split_seed, download
-        )
+        shares = partial(train_and_val, val_size=val_size, seed=split_seed, fold=fold, folds=folds)
+        images, targets, classes = _torchvision(CIFAR10, root, split, shares, download)
         super().__init__(
             resized(images.permute(0, 3, 1, 2).contiguous(), image_size),
             targets,
@@ -98,7 +106,8 @@ class Cifar10(ImageTensors):
 class FashionMnist(ImageTensors):
     """Fashion-MNIST through torchvision: 70,000 grey images of 28 x 28, 10 classes.
 
-    `val` is cut from the 60,000 training images, `val_size` of them, stratified by `split_seed`.
+    `val` is cut from the 60,000 training images, `val_size` of them, stratified by `split_seed`;
+    or it is fold number `fold` of `folds`.
     """
 
     concurrent = True  # a lock lets one process of a machine download
@@ -112,12 +121,13 @@ class FashionMnist(ImageTensors):
         split_seed: int = 0,
         download: bool = True,
         transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         from torchvision.datasets import FashionMNIST
 
-        images, targets, classes = _torchvision(
-            FashionMNIST, root, split, val_size, split_seed, download
-        )
+        shares = partial(train_and_val, val_size=val_size, seed=split_seed, fold=fold, folds=folds)
+        images, targets, classes = _torchvision(FashionMNIST, root, split, shares, download)
         super().__init__(resized(images[:, None], image_size), targets, classes, transform)
 
 
@@ -128,7 +138,7 @@ def _known(split: str) -> str:
 
 
 def _torchvision(
-    kind: Any, root: str, split: Split, val_size: int, split_seed: int, download: bool
+    kind: Any, root: str, split: Split, shares: Shares, download: bool
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Return images as torchvision keeps them, targets and class names of one split."""
     _known(split)
@@ -138,13 +148,13 @@ def _torchvision(
     images = torch.as_tensor(source.data)
     targets = torch.as_tensor(source.targets).long()
     if split != "test":
-        rows = _train_or_val(targets, split, val_size, split_seed)
+        rows = _train_or_val(targets, split, shares)
         images, targets = images[rows], targets[rows]
     return images, targets, [str(name) for name in source.classes]
 
 
-def _train_or_val(targets: Tensor, split: Split, val_size: int, split_seed: int) -> Tensor:
-    train, val = cut(targets.numpy(), val_size, split_seed)
+def _train_or_val(targets: Tensor, split: Split, shares: Shares) -> Tensor:
+    train, val = shares(targets.numpy())
     if split == "val" and len(val) == 0:
         raise DataError("val_size=0 leaves no validation images: raise it or set data.val=null")
     return torch.from_numpy(train if split == "train" else val)

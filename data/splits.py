@@ -1,8 +1,11 @@
 """Split data sets: stratified and seeded, the same in every version."""
 
+import warnings
+
 import numpy as np
 import numpy.typing as npt
 
+from data.errors import DataError
 from data.keys import SPLIT, random_state
 from data.updates import Indices
 
@@ -34,3 +37,38 @@ def cut(targets: npt.ArrayLike, wanted: int, seed: int) -> tuple[Indices, Indice
         chosen = random_state(seed, SPLIT, label).permutation(len(members))[: counts[label]]
         part[members[chosen]] = True
     return np.flatnonzero(~part), np.flatnonzero(part)
+
+
+def fold_of(
+    samples: int, fold: int, folds: int, seed: int, targets: npt.ArrayLike | None = None
+) -> tuple[Indices, Indices]:
+    """Return (rest, part): sorted indices of fold number `fold` of `folds`, and of all others.
+
+    The folds of a seed have no sample in common, and all samples together; stratified by target
+    where there are targets. Raises DataError for too few samples.
+    """
+    from sklearn.model_selection import KFold, StratifiedKFold
+
+    if folds > samples:
+        raise DataError(f"data.folds={folds} is more than the {samples} samples to be shared out")
+    kind = KFold if targets is None else StratifiedKFold
+    # Not the key of `cut`: the folds of what it leaves are drawn anew.
+    shared = kind(folds, shuffle=True, random_state=random_state(seed, SPLIT, 4))
+    labels = np.zeros(samples) if targets is None else np.asarray(targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a class may have fewer samples than there are folds
+        try:
+            rest, part = list(shared.split(np.zeros(samples), labels))[fold]
+        except ValueError as error:
+            raise DataError(f"data.folds={folds}: no class has so many samples") from error
+    return np.sort(rest), np.sort(part)
+
+
+def train_and_val(
+    targets: npt.ArrayLike, val_size: int, seed: int, fold: int | None, folds: int | None
+) -> tuple[Indices, Indices]:
+    """Return the sorted indices of train and val: a cut of `val_size`, or a fold and the rest."""
+    if fold is None or folds is None:
+        return cut(targets, val_size, seed)
+    labels = np.asarray(targets)
+    return fold_of(len(labels), fold, folds, seed, labels)

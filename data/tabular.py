@@ -7,6 +7,7 @@ from data.errors import DataError
 from data.images import Transform
 from data.keys import SPLIT, random_state
 from data.sources import Split
+from data.splits import fold_of
 
 _PART = 66  # samples of val and of test
 
@@ -15,22 +16,29 @@ class Diabetes:
     """scikit-learn's 442 diabetes patients: 10 measurements, and the disease a year later.
 
     In the package: no download. Features and value are standardised with the training set's mean
-    and deviation. The split is fixed by `split_seed`: 310 train, 66 val, 66 test.
+    and deviation. The split is fixed by `split_seed`: 310 train, 66 val, 66 test. With `folds` val
+    is fold number `fold` of the 376 that are not test.
     """
 
     def __init__(
-        self, split: Split, split_seed: int = 0, transform: Transform | None = None
+        self,
+        split: Split,
+        split_seed: int = 0,
+        transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         from sklearn.datasets import load_diabetes
 
         features, values = load_diabetes(return_X_y=True)
         table = torch.from_numpy(features).float(), torch.from_numpy(values).float()
         order = torch.from_numpy(random_state(split_seed, SPLIT, 2).permutation(len(values)))
-        parts = {
-            "val": order[:_PART],
-            "test": order[_PART : 2 * _PART],
-            "train": order[2 * _PART :],
-        }
+        val, test, train = order[:_PART], order[_PART : 2 * _PART], order[2 * _PART :]
+        if fold is not None and folds is not None:
+            pool = torch.cat([val, train]).sort().values
+            rest, part = fold_of(len(pool), fold, folds, split_seed)
+            train, val = pool[rest], pool[part]
+        parts = {"val": val, "test": test, "train": train}
         if split not in parts:
             raise DataError(f"split is {split!r}, not one of train, val, test")
         rows = parts[split].sort().values

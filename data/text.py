@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from data.errors import DataError, UnreadableError, reason
 from data.images import Transform
 from data.keys import SPLIT, random_state
 from data.sources import Split
+from data.splits import fold_of
 
 ALPHABET = ["\n", *map(chr, range(32, 127))]
 # Modules with long docstrings, in every Python from 3.11 on.
@@ -50,7 +52,8 @@ class StandardLibraryText:
 
     Samples are `(tokens, following)`, both [context]. Every documentation string belongs to one
     split, by `split_seed`. With `shift` each window begins at a random place in its stretch, one
-    of its own for each epoch. Characters that are not ASCII are left out.
+    of its own for each epoch. Characters that are not ASCII are left out. With `folds` val is fold
+    number `fold` of the strings that are not test.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class StandardLibraryText:
         split_seed: int = 0,
         modules: Sequence[str] = MODULES,
         transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         texts = [text for module in modules for text in docstrings(module)]
-        text = "\n\n".join(_part(texts, split, split_seed))
+        text = "\n\n".join(_part(texts, split, split_seed, fold, folds))
         self.tokens = torch.tensor([_NUMBERS[c] for c in text if c in _NUMBERS], dtype=torch.long)
         self.classes = ALPHABET
         self.context = context
@@ -165,14 +170,17 @@ def docstrings(module: str) -> tuple[str, ...]:
     return tuple(text for text in texts if text)
 
 
-def _part(texts: Sequence[str], split: str, seed: int) -> list[str]:
+def _part(
+    texts: Sequence[str], split: str, seed: int, fold: int | None, folds: int | None
+) -> list[str]:
     order = random_state(seed, SPLIT, 3).permutation(len(texts))
     held_out = int(len(texts) * _HELD_OUT)
-    parts = {
-        "val": order[:held_out],
-        "test": order[held_out : 2 * held_out],
-        "train": order[2 * held_out :],
-    }
+    val, test, train = order[:held_out], order[held_out : 2 * held_out], order[2 * held_out :]
+    if fold is not None and folds is not None:
+        pool = np.sort(np.concatenate([val, train]))
+        rest, part = fold_of(len(pool), fold, folds, seed)
+        train, val = pool[rest], pool[part]
+    parts = {"val": val, "test": test, "train": train}
     if split not in parts:
         raise DataError(f"split is {split!r}, not one of train, val, test")
     return [texts[i] for i in sorted(parts[split])]

@@ -117,11 +117,43 @@ class StackViews:
 
 
 class Mirrored:
-    """Return an image and its mirror image as two views (2, C, H, W); of views, twice as many."""
+    """Return an image and its mirror image as two views (2, C, H, W); of views, twice as many.
+
+    `of_batch` returns those of each image of a batch: (n, 2, C, H, W).
+    """
 
     def __call__(self, image: Tensor) -> Tensor:
-        views = image if image.ndim == 4 else image[None]
-        return torch.cat([views, views.flip(-1)])
+        return self._more(image if image.ndim == 4 else image[None])
+
+    def of_batch(self, images: Tensor) -> Tensor:
+        """Return the views of a batch of images or of views."""
+        return self._more(images if images.ndim == 5 else images[:, None])
+
+    def _more(self, views: Tensor) -> Tensor:
+        return torch.cat([views, views.flip(-1)], -4)
+
+
+class Shifted(Mirrored):
+    """Return an image, and it moved by some pixels down and right and up and left, as three views.
+
+    What comes into view is reflected. Of views, three times as many.
+    """
+
+    def __init__(self, pixels: int = 1) -> None:
+        self.pixels = pixels
+
+    def _more(self, views: Tensor) -> Tensor:
+        moved = [_moved(views, -self.pixels), _moved(views, self.pixels)]
+        return torch.cat([views, *moved], -4)
+
+
+def _moved(images: Tensor, pixels: int) -> Tensor:
+    """Read images (..., H, W) from so many pixels further down and right, reflected at the edge."""
+    for axis in (-2, -1):
+        last = images.shape[axis] - 1
+        places = (torch.arange(last + 1, device=images.device) + pixels).abs()
+        images = images.index_select(axis, last - (last - places).abs())
+    return images
 
 
 def average_views(model: Callable[[Tensor], Tensor], views: Tensor) -> Tensor:

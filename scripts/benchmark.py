@@ -21,15 +21,22 @@ BENCHMARKS = {
     "growth": "cost of an update and memory as data set and run grow",
     "checkpoint": "how long a save keeps the training waiting, against a durable one by hand",
     "ddp": "throughput of one and two processes, and their start, against the same by hand",
+    "cifar10_fast": "CIFAR-10 on a CPU, against a loop by hand: data.root=DIR --rounds 1",
+    "gpu": "training on a GPU, against the same by hand: data.root=DIR --rounds 3",
 }
+TAKE_OVERRIDES = ("cifar10_fast", "gpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that is named and return the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
+        parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
     benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
-    report = benchmark.measure(arguments.rounds)
+    given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
+    report = benchmark.measure(arguments.rounds, *given)
     print(report.text())
     print(f"written to {report.write(arguments.output)}")
     return 0
@@ -39,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
     listed = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("name", choices=BENCHMARKS, help=listed)
+    parser.add_argument("overrides", nargs="*", help=f"of {', '.join(TAKE_OVERRIDES)}: key=value")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder")
     return parser

@@ -20,10 +20,12 @@ GIVEN = {
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],
     "data=tokens": ["data.root=book.txt"],
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
+    "data=cifar10_folder": ["data.root=images"],
+    "experiment=cifar10_fast": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "callbacks=whitening": "airbench94"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
     "model=timm": "timm",
@@ -66,7 +68,7 @@ def test_the_groups_that_experiments_are_varied_by_exist() -> None:
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.as_posix()) for path in FILES])
 def test_a_file_opens_with_the_command_that_uses_it(path: Path) -> None:
     first = (CONF / path).read_text(encoding="utf-8").partition("\n")[0]
-    assert re.match(r"# (pip install \S+ && )?(train|evaluate|python -m) ", first)
+    assert re.match(r"# ((uv )?pip install \S+ && )?(train|evaluate|python -m) ", first)
 
 
 @pytest.mark.parametrize(("group", "option"), in_groups())

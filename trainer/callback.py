@@ -25,7 +25,8 @@ UPDATE_PARTS = ("batch", "outputs")  # what `on_update_end` is given if it has s
 class Results:
     """How a run ended, after its test.
 
-    `state`: finished, stopped (by its time limit), preempted (by a signal) or failed.
+    `state`: finished, pruned (by its search), stopped (by its time limit), preempted (by a signal)
+    or failed.
     """
 
     state: str

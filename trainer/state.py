@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 MAX_TIME = "max_time"  # the reason of a run that stopped at its time limit
+PRUNED = "pruning"  # the reason of a run that its search ended early
 _STOP = ("stop_reason", "stop_code", "requested", "signal")
 
 
@@ -56,6 +57,11 @@ class TrainState:
     def interrupted(self) -> bool:
         """Whether a signal or the time limit ended the run, so that another run continues it."""
         return bool(self.stop_code) or self.stop_reason == MAX_TIME
+
+    @property
+    def pruned(self) -> bool:
+        """Whether the search that the run belongs to ended it early."""
+        return self.stop_reason == PRUNED
 
     def request_stop(self, reason: str, code: int = 0) -> None:
         """Ask to end the run after this update; the first reason stays, unless a signal follows."""

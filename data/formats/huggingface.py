@@ -13,7 +13,7 @@ from data.errors import DataError, one_line, reason
 from data.formats.columns import in_order
 from data.images import Transform
 from data.sources import Split
-from data.splits import cut
+from data.splits import train_and_val
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
@@ -107,12 +107,14 @@ def huggingface(
     split_seed: int = 0,
     channels: int = 3,
     transform: Transform | None = None,
+    fold: int | None = None,
+    folds: int | None = None,
 ) -> Rows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
 
     columns: `input` and, for training, `target`. name: a configuration of the data set. A missing
-    val split is cut from train, stratified by class. None if there is no such split; raises
-    DataError.
+    val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
+    train. None if there is no such split; raises DataError.
     """
     tables = _tables(path, name)
     train = _of(tables, "train")
@@ -121,11 +123,13 @@ def huggingface(
     _check_columns(path, train, columns)
     classes = _classes(train, columns) if classification and "target" in columns else None
     table = _of(tables, split)
-    if _of(tables, "val") is None and val_fraction > 0 and split != "test":
+    cuts = folds is not None or (_of(tables, "val") is None and val_fraction > 0)
+    if cuts and split != "test":
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
             labels = np.unique(train[columns["target"]], return_inverse=True)[1]
-        rest, part = cut(labels, max(1, round(val_fraction * len(train))), split_seed)
+        wanted = max(1, round(val_fraction * len(train)))
+        rest, part = train_and_val(labels, wanted, split_seed, fold, folds)
         table = train.select(rest if split == "train" else part)
     if table is None:
         return None

@@ -23,7 +23,7 @@ from data.formats.columns import in_order
 from data.image_folder import EXTENSIONS
 from data.images import Transform
 from data.sources import Split
-from data.splits import cut
+from data.splits import train_and_val
 
 logger = logging.getLogger(__name__)
 _LAYOUT = 1  # version of the index files
@@ -127,13 +127,16 @@ def tar_shards(
     channels: int = 3,
     cache_dir: str | None = None,
     transform: Transform | None = None,
+    fold: int | None = None,
+    folds: int | None = None,
 ) -> TarShards | None:
     """Open one split of `root`: the shards `<split>*.tar` or `<split>/*.tar`.
 
     A sample is the files of one name up to its first dot: an image, and its class (a number or a
     name) in `.cls`, or in the field FIELD of `.json` with `label=json.FIELD`. The index of each
     shard is kept in `cache_dir` (default: `.index` in a local root). Without shards for `val`,
-    `val_fraction` of train is taken, stratified; None if there is no such split. Raises DataError.
+    `val_fraction` of train is taken, stratified; with `folds`, fold number `fold` of train. None if
+    there is no such split. Raises DataError.
     """
     root = root if "://" in root else str(Path(root).expanduser())
     train = _shards(root, "train")
@@ -144,16 +147,18 @@ def tar_shards(
         place = Path(root) / ".index"
     index = _indexed(root, train, label, place)
     classes = _classes(index)
-    own = train if split == "train" else _shards(root, split)
-    cuts = split != "test" and val_fraction > 0 and not _shards(root, "val")
+    in_folds = folds is not None and split != "test"
+    own = train if split == "train" or in_folds else _shards(root, split)
+    cuts = in_folds or (split != "test" and val_fraction > 0 and not _shards(root, "val"))
     if not own and not cuts:
         logger.warning("data.root=%s has no shards for %s: the run goes without it", root, split)
         return None
-    if own and split != "train":
+    if own and split != "train" and not in_folds:
         index = _indexed(root, own, label, place)
     elif cuts:
         numbers = np.unique(index.labels, return_inverse=True)[1]
-        rest, part = cut(numbers, max(1, round(val_fraction * len(numbers))), split_seed)
+        wanted = max(1, round(val_fraction * len(numbers)))
+        rest, part = train_and_val(numbers, wanted, split_seed, fold, folds)
         index = index[rest if split == "train" else part]
     return TarShards(root, own or train, index, classes, channels, transform)
 

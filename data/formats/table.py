@@ -1,8 +1,9 @@
 """Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from data.formats.columns import (
 )
 from data.images import Transform
 from data.sources import Split
-from data.splits import cut
+from data.splits import cut, train_and_val
 
 Missing = Literal["error", "mean"]
 Kind = Literal["number", "class"]
@@ -112,10 +113,13 @@ def table(
     test_fraction: float = 0.1,
     split_seed: int = 0,
     transform: Transform | None = None,
+    fold: int | None = None,
+    folds: int | None = None,
 ) -> Table | None:
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
 
-    What has no file of its own is cut from train by its fraction, stratified by class. Columns are
+    What has no file of its own is cut from train by its fraction, stratified by class; with `folds`
+    val is fold number `fold` of what test leaves of train. Columns are
     encoded and targets standardised by the statistics of the training rows. `channels`: how many
     inputs the configuration expects. Raises DataError.
     """
@@ -126,7 +130,10 @@ def table(
     train = read_columns(files["train"])
     names = [n for n in train.cells if n != target] if features is None else list(features)
     classes = _classes(train, target) if target_kind == "class" else None
-    parts = _parts(train, target, classes, files, val_fraction, test_fraction, split_seed)
+    if folds is not None:
+        files["val"] = None
+    shares = partial(train_and_val, seed=split_seed, fold=fold, folds=folds)
+    parts = _parts(train, target, classes, files, val_fraction, test_fraction, split_seed, shares)
     encoding = fitted(train, parts["train"], names, categorical)
     _check_width(train, encoding, channels)
     scale = _scale(train, target, parts["train"]) if standardize_target and not classes else None
@@ -166,6 +173,7 @@ def _parts(
     val_fraction: float,
     test_fraction: float,
     seed: int,
+    shares: Callable[[Rows, int], tuple[Rows, Rows]],
 ) -> dict[str, Rows]:
     """Return the rows of the train file that each split takes."""
     labels = np.zeros(len(train), dtype=np.int64)
@@ -175,7 +183,8 @@ def _parts(
     parts: dict[str, Rows] = {}
     for split, fraction in (("test", test_fraction), ("val", val_fraction)):
         wanted = 0 if files[split] is not None else round(fraction * len(train))
-        kept, taken = cut(labels[rest], wanted, seed)
+        of_rest = labels[rest]
+        kept, taken = shares(of_rest, wanted) if split == "val" else cut(of_rest, wanted, seed)
         rest, parts[split] = rest[kept], rest[taken]
     if not len(rest):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")

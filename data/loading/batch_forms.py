@@ -72,6 +72,8 @@ def batch_form(step: Any) -> Any:
     """Return a step for batches with the distribution of `step` for images, or None."""
     if hasattr(step, "draw") or acts_on_batches(step):
         return step
+    if callable(of_batch := getattr(step, "of_batch", None)):
+        return of_batch
     form = _FORMS.get(type(step))
     return None if form is None else form(step)
 

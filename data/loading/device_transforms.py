@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from data.batch import Piece, rebuild
+from data.batch_transforms import RandomErasing
 from data.errors import DataError, reason
 from data.keys import (
     DRAWS_VERSION,
+    LASTING,
     MICRO_BATCH,
     SAMPLE,
     Draws,
@@ -50,6 +52,11 @@ class _Place:
     def keys(self) -> Words:
         return keys(self.piece.indices, self.seed, SAMPLE, self.piece.epoch)
 
+    @functools.cached_property
+    def lasting(self) -> Words:
+        """The keys of draws that are the same in all epochs."""
+        return keys(self.piece.indices, self.seed, LASTING)
+
 
 Step = Callable[[Any, Any, _Place], tuple[Any, Any]]
 
@@ -58,7 +65,8 @@ class DeviceTransforms:
     """Apply named steps to the inputs of a batch, in order; null steps are dropped.
 
     A step is one of:
-    - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name);
+    - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name), or, with
+      `lasting = True`, by (seed, sample, name);
     - torchvision's MixUp or CutMix, or a step with `mixes_samples = True`: called with inputs and
       targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples;
     - any deterministic function of the inputs.
@@ -103,12 +111,17 @@ class DeviceTransforms:
 
 
 def _fused(steps: dict[str, Any]) -> dict[str, Any]:
-    """Fuse each conversion to floats with the standardization that follows it."""
+    """Fuse each conversion to floats with the standardization that follows it.
+
+    A standardization returns a new tensor, so that boxes are erased in place after it.
+    """
     result: dict[str, Any] = {}
-    for name, step in steps.items():
+    for (name, step), before in zip(steps.items(), [None, *steps.values()], strict=False):
         last = next(reversed(result), None)
         if type(step) is Standardize and last is not None and type(result[last]) is ToFloat:
             step = step.after(result.pop(last))
+        elif type(step) is RandomErasing and type(before) is Standardize:
+            step = step.overwriting()
         result[name] = step
     return result
 
@@ -138,24 +151,25 @@ def mixes_samples(step: Any) -> bool:
 
 
 def _drawn(transform: Any, name: int) -> Step:
-    masks = getattr(transform, "masks", False)
+    masks, lasting = getattr(transform, "masks", False), getattr(transform, "lasting", False)
 
-    def one_size(images: Tensor, targets: Any, own: Words) -> tuple[Tensor, Any]:
-        draws = transform.draw(Draws(own), *images.shape[-2:])
+    def one_size(images: Tensor, targets: Any, own: Words, epoch: int) -> tuple[Tensor, Any]:
+        draws = transform.draw(Draws(own, epoch), *images.shape[-2:])
         rows = [_sent(draw, images.device) for draw in draws]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(images, *rows), targets
 
     def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
-        own = place.keys ^ np.uint64(name)
+        own = (place.lasting if lasting else place.keys) ^ np.uint64(name)
+        epoch = place.piece.epoch
         if not isinstance(inputs, Ragged):
-            return one_size(inputs, targets, own)
+            return one_size(inputs, targets, own, epoch)
         if masks:
             raise DataError(f"images differ in size ({_sizes(inputs)}), and have masks")
         each = enumerate(inputs.images)
         return _joined(
-            [one_size(image[None], None, own[i : i + 1])[0] for i, image in each]
+            [one_size(image[None], None, own[i : i + 1], epoch)[0] for i, image in each]
         ), targets
 
     return apply
@@ -197,6 +211,8 @@ def _fixed(transform: Callable[[Any], Any]) -> Step:
 
 def _sent(rows: Tensor, device: torch.device) -> Tensor:
     """Copy draws to the device, from pinned memory so that the host does not wait."""
+    if device.type == rows.device.type:
+        return rows
     if device.type != "cuda":
         return rows.to(device)
     return rows.contiguous().pin_memory().to(device, non_blocking=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import conv2d, layer_norm, linear
 
 from scripts.checkup.finding import Check, Finding
+from trainer.update import precision
 
 _DRIVER_SECONDS = 20.0
-_CPU_FORMATS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
 
 
 def device_checks() -> dict[str, Check]:
@@ -86,8 +86,7 @@ def devices() -> Finding:
 
 def cpu_formats(cpuinfo: Path) -> Finding:
     """Name the number formats that the CPU computes in without emulation."""
-    words = cpuinfo.read_text(errors="replace").split() if cpuinfo.exists() else []
-    fast = sorted({name for flag, name in _CPU_FORMATS.items() if flag in words})
+    fast = sorted(precision.cpu_formats(cpuinfo) or ())
     level = torch.backends.cpu.get_cpu_capability()
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
     return Finding("CPU formats", f"{', '.join(['fp32', *fast])} ({level}){emulated}")

@@ -29,8 +29,11 @@ class Request:
         return shlex.join(["train", *kept, run_dir_override(run_dir), "resume=auto"])
 
     def config_text(self) -> str:
-        """Return the configuration as YAML; keys that belong to a single start are null."""
-        stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None}
+        """Return the configuration as YAML; keys that belong to a single start are null.
+
+        What a sweep does with the run is not part of it.
+        """
+        stored = {**self.config, "run_dir": None, "resume": None, "dry_run": None, "sweep": None}
         return dump(stored)
 
 

@@ -61,6 +61,13 @@ class Dimension:
     high: float = 0.0
     integers: bool = False  # both ends are integers
     log: bool = False
+    step: float | None = None  # between the numbers
+    when: tuple[tuple[str, tuple[str, ...]], ...] = ()  # keys, and which values each must have
+
+    @property
+    def name(self) -> str:
+        """The key without signs."""
+        return self.key.lstrip("+")
 
 
 @dataclass(slots=True)
@@ -124,7 +131,13 @@ class Overrides:
             return None
         key = override.get_key_element()
         if not override.is_interval_sweep():
-            return Dimension(key, choices=tuple(swept.value for swept in self.values_of(override)))
+            choices = tuple(swept.value for swept in self.values_of(override))
+            if not override.is_range_sweep() or len(choices) < 2:
+                return Dimension(key, choices=choices)
+            numbers = sorted(map(float, choices))
+            whole = all(re.fullmatch(r"-?\d+", choice) for choice in choices)
+            step = abs(float(override.value().step))
+            return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
         sweep = override.value()
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
         if not low < high or (log and low <= 0):

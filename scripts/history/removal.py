@@ -11,7 +11,7 @@ from trainer.files.storage import storage_error
 from trainer.runs.lock import RunLock
 from trainer.runs.status import MANIFEST
 
-_GOOD = ("finished", "stopped", "running")
+_GOOD = ("finished", "pruned", "stopped", "running")
 
 
 def removable(runs: Sequence[Run], keep: int | None = None) -> list[Run]:

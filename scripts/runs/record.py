@@ -26,6 +26,7 @@ from trainer.runs.directory import (
     reserve,
     timestamp,
 )
+from trainer.runs.status import ENDED_WELL
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -131,12 +132,14 @@ def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
 
 
 def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
-    """Return how a run ended that no exception ended: `stopped` if its time limit did."""
+    """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
     trainer, metrics = experiment.trainer, results_of(experiment, tested)
     state = trainer.state
+    where = f"epoch {state.epoch}, step {state.global_step}"
+    if state.pruned:
+        return Results("pruned", metrics, reason=f"pruned at {where}")
     if trainer.done or not state.interrupted:
         return Results("finished", metrics)
-    where = f"epoch {state.epoch}, step {state.global_step}"
     return Results("stopped", metrics, reason=f"trainer.{state.stop_reason} ended it at {where}")
 
 
@@ -144,7 +147,7 @@ def record_end(
     request: Request, experiment: Experiment, directory: RunDirectory, results: Results
 ) -> None:
     """Record the end of a run."""
-    finished = results.state == "finished"
+    finished = results.state in ENDED_WELL
     directory.finish(
         results.state,
         reason=results.reason,

@@ -71,10 +71,9 @@ def final_block(
     if average is not None and average.begun:
         lines.append(("weights", f"val and test use the average of callbacks.{average.name}"))
     which = "best" if best else "last"
+    untested = "not tested: the run was pruned" if state.pruned else "no test split: see val"
     tested = _values(results, "test")
-    lines.append(
-        ("test", f"{tested}  (checkpoint {which})" if tested else "no test split: see val")
-    )
+    lines.append(("test", f"{tested}  (checkpoint {which})" if tested else untested))
     if (run_dir / FOLDER).is_dir():
         lines.append(("look", command(run_dir)))
     if (split := _held_out(experiment)) is not None:

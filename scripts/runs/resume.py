@@ -19,7 +19,13 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import write_text
 from trainer.runs.directory import name_folder
-from trainer.runs.status import RunDirectoryError, find_unfinished, holds_run, read_status
+from trainer.runs.status import (
+    ENDED_WELL,
+    RunDirectoryError,
+    find_unfinished,
+    holds_run,
+    read_status,
+)
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -68,6 +74,7 @@ _HARMLESS = (
     "callbacks.profiler",
 )
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
+_OF_A_START = ("run_dir", "resume", "dry_run", "sweep")
 _ABSENT = object()
 
 
@@ -173,19 +180,21 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     for reason in passed:
         logger.warning("warning: passed over %s", reason)
     resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
-    if _is_finished(folder) and not passed and not _horizon_moved(payload, raw):
+    ended = _ended(folder)
+    if ended in ENDED_WELL and not passed and not _horizon_moved(payload, raw):
         counters = payload["state"]["counters"]
         where = f"epoch {counters['epoch']}, step {counters['global_step']}"
-        resume.finished = f"{folder}: already finished at {where}"
+        resume.finished = f"{folder}: already {ended} at {where}"
     return resume
 
 
-def _is_finished(folder: Path) -> bool:
+def _ended(folder: Path) -> str | None:
+    """Return the state of a run."""
     try:
-        return bool(read_status(folder).get("state") == "finished")
+        return read_status(folder).get("state")
     except RunDirectoryError as error:
         logger.warning("warning: %s: the run is resumed from its checkpoint", error)
-        return False
+        return None
 
 
 def _mend_config(folder: Path, text: str) -> None:
@@ -205,7 +214,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = differences(saved, raw)
+    changes = differences({**saved, "sweep": None}, {**raw, "sweep": None})
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
     resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
@@ -244,6 +253,8 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
+    if old is _ABSENT and new is None:  # a key that came with a later version, and is not used
+        return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)
@@ -268,8 +279,7 @@ def _with_harmless(
             node.pop(last, None)
         else:
             node[last] = new
-    kept: dict[str, Any] = result | {k: raw[k] for k in ("run_dir", "resume", "dry_run")}
-    return kept
+    return dict(result | {k: raw.get(k) for k in _OF_A_START})
 
 
 def _shown(key: str, old: Any, new: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from callbacks.metrics_log import MetricsLog
+from callbacks.trial import Trial
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
@@ -36,6 +37,7 @@ from trainer import snapshot
 from trainer.build.check import check_targets
 from trainer.build.experiment import Experiment, build
 from trainer.build.strategy import build_strategy
+from trainer.callback import Callback
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed.attempts import attempt
@@ -45,6 +47,7 @@ from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
+from trainer.update.precision import emulation_remark
 
 logger = logging.getLogger("regimen")
 
@@ -116,7 +119,7 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
         with suppress(EvaluationAbandoned):
             trainer.fit()
             account = Account(dict(trainer.timer.spent))
-            if not trainer.state.stop_code:
+            if not trainer.state.stop_code and not trainer.state.pruned:
                 tested = _test(experiment)
         if directory is not None:
             record_skipped(directory, trainer)
@@ -158,17 +161,28 @@ def _prepared(request: Request, strategy: Strategy) -> _Prepared | None:
     payload = None if resume is None else resume.payload
     with backlog() as earlier, nullcontext() if payload is None else no_initial_weights():
         _remark_on_format(config, strategy)
-        experiment = build(config, strategy, {"metrics_log": MetricsLog()}, request.config_text())
+        experiment = build(config, strategy, _own_callbacks(config), request.config_text())
     if resume is not None and payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return _Prepared(request, experiment, resume, earlier)
 
 
+def _own_callbacks(config: Config) -> dict[str, Callback]:
+    """Return what every run has beside the configuration's callbacks."""
+    own: dict[str, Callback] = {"metrics_log": MetricsLog()}
+    trial = None if config.sweep is None else config.sweep.trial
+    return own | ({"trial": Trial(trial.storage, trial.study, trial.number)} if trial else {})
+
+
 def _remark_on_format(config: Config, strategy: Strategy) -> None:
     options = config.trainer
-    remark = tf32_remark(options.precision, options.tf32, strategy.device)
-    if remark is not None and strategy.group.is_main:
-        logger.info("%s", remark)
+    remarks = (
+        tf32_remark(options.precision, options.tf32, strategy.device),
+        emulation_remark(options.precision, strategy.device),
+    )
+    for remark in remarks:
+        if remark is not None and strategy.group.is_main:
+            logger.info("%s", remark)
 
 
 def _dry_run(request: Request, config: Config, strategy: Strategy) -> None:

@@ -1,19 +1,20 @@
-"""Hold configurations against torch and their targets: the process that `check` starts.
+"""Hold configurations against torch and their targets: what `check` has done in a process.
 
-It reads a JSON list of overrides for each job, and prints one of the mistakes, each once.
+It reads a JSON list of overrides for each job, and writes the mistakes, each once, and the metric
+of the first job's task.
 """
 
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import astuple, replace
+from pathlib import Path
 
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import Arguments, parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.check import check_targets
+from trainer.build.check import check_targets, stand_ins
 
 
 def problems_of(arguments: Arguments, overrides: Sequence[str]) -> list[Problem]:
@@ -29,13 +30,22 @@ def problems_of(arguments: Arguments, overrides: Sequence[str]) -> list[Problem]
     return []
 
 
+def monitor_of(arguments: Arguments, overrides: Sequence[str]) -> str | None:
+    """Return the metric of a job's task; None if there is none, or it cannot be told."""
+    try:
+        composed = compose(replace(arguments, overrides=tuple(overrides)))
+        return stand_ins(parse(composed.config)).task.monitor()
+    except Exception:
+        return None
+
+
 def main() -> None:
-    """Check every job of the list on stdin."""
-    arguments = parse_arguments(sys.argv[1:])
-    with redirect_stdout(sys.stderr):  # of the user's modules
-        found = [p for job in json.load(sys.stdin) for p in problems_of(arguments, job)]
-    print(json.dumps([astuple(problem) for problem in dict.fromkeys(found)]))
-
-
-if __name__ == "__main__":
-    main()
+    """Check every job of the list in one file, and write what is found into another."""
+    *given, asked, answer = sys.argv[1:]
+    arguments = parse_arguments(given)
+    jobs = json.loads(Path(asked).read_text(encoding="utf-8"))
+    found = [problem for job in jobs for problem in problems_of(arguments, job)]
+    problems = [astuple(problem) for problem in dict.fromkeys(found)]
+    monitor = monitor_of(arguments, jobs[0]) if jobs else None
+    text = json.dumps({"problems": problems, "monitor": monitor})
+    Path(answer).write_text(text, encoding="utf-8")

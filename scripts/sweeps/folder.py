@@ -11,10 +11,15 @@ from scripts.composition.identity import belongs_outside, identity
 from scripts.sweeps.leaderboard import FILE
 from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
 from trainer.runs.lock import RunLock, is_held
-from trainer.runs.status import RunDirectoryError, check_run_dir, holds_run, read_status
+from trainer.runs.status import (
+    ENDED_WELL,
+    RunDirectoryError,
+    check_run_dir,
+    holds_run,
+    read_status,
+)
 
 RUNS = Path("runs")
-_FINISHED = "finished"
 _STAMP = len(timestamp())  # behind it stands the number of a sweep that began in the same second
 
 
@@ -51,7 +56,7 @@ def _all_finished(board: Path) -> bool:
             _, *rows = csv.reader(file)
     except (OSError, ValueError):  # unreadable: its jobs tell
         return False
-    return all(row[1:2] == [_FINISHED] for row in rows)
+    return all(row[1] in ENDED_WELL for row in rows if len(row) > 1)
 
 
 def hold_folder(config: dict[str, Any], found: Path | None) -> tuple[Path, RunLock]:
@@ -100,7 +105,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
 def has_finished(job: Path, config: dict[str, Any]) -> bool:
     """Return whether a job has finished, with just this configuration."""
     try:
-        if read_status(job).get("state") != _FINISHED:
+        if read_status(job).get("state") not in ENDED_WELL:
             return False
         saved = yaml.safe_load((job / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):

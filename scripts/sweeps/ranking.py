@@ -11,9 +11,14 @@ _BEST = "best/"
 
 
 class Ranking:
-    """Compare jobs by the metric that their checkpoints are chosen by."""
+    """Compare jobs by the metric that their checkpoints are chosen by.
 
-    def __init__(self, config: dict[str, Any], jobs: Sequence[Outcome]) -> None:
+    `metric`: that of the task, if it is known before a job has run.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], jobs: Sequence[Outcome], metric: str | None = None
+    ) -> None:
         nodes = [node for node in config["callbacks"].values() if node]
         modes = {
             epoch_metric(node["monitor"]): node.get("mode", AUTO)
@@ -21,7 +26,8 @@ class Ranking:
             if node.get("monitor") not in (None, AUTO)  # there the task decides
         }
         best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
-        name = next(best, None) or next(reversed(modes), "val/loss")
+        known = next(reversed(modes), metric or "val/loss")
+        name = known if metric else next(best, None) or known
         self._monitor = Monitor(name, modes.get(name, AUTO))
         self.name = str(self._monitor.name)
 
@@ -40,11 +46,14 @@ class Ranking:
         return self._monitor.rank(value)
 
     def ranked(self, jobs: Sequence[Outcome]) -> list[Outcome]:
-        """Return jobs from the best to the worst; then those that failed, then the rest."""
+        """Return jobs from the best to the worst; then those that failed, then the rest.
 
-        def place(job: Outcome) -> tuple[bool, bool, bool, float, int]:
+        The pruned, which were trained less, come behind those that ran to their end.
+        """
+
+        def place(job: Outcome) -> tuple[bool, bool, bool, bool, float, int]:
             rank = self.rank(job)
-            waits = job.state == NOT_STARTED
-            return waits, job.failed, rank is None, rank or 0.0, job.number
+            waits, short = job.state == NOT_STARTED, job.state == "pruned"
+            return waits, job.failed, rank is None, short, rank or 0.0, job.number
 
         return sorted(jobs, key=place)

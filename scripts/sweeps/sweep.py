@@ -1,7 +1,9 @@
-"""The jobs of a sweep, one after the other, in one folder."""
+"""The jobs of a sweep and how they ended, in one folder."""
 
 import itertools
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,15 +13,21 @@ from typing import Any
 from conf.check import parse
 from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments
+from scripts.cli.console import logger
 from scripts.cli.request import run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
 from scripts.sweeps import dashboard
 from scripts.sweeps.folder import find_sweep, has_finished, hold_folder, job_folders
 from scripts.sweeps.groups import Groups, group_keys
+from scripts.sweeps.launchers.choice import launcher_for
+from scripts.sweeps.launchers.launcher import Launcher
+from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.leaderboard import show, write_csv
-from scripts.sweeps.process import Outcome, Stop, command, note_outcome, run_job
+from scripts.sweeps.process import Outcome, Stop, note_outcome, words
 from scripts.sweeps.ranking import Ranking
+from trainer.errors import StorageError
+from trainer.files.log_format import on_one_line
 from trainer.runs.dashboard import sweep_command
 from trainer.runs.status import holds_run
 
@@ -37,17 +45,22 @@ class Sweep:
     config: dict[str, Any]  # of the first job: the metric that all are compared by
     varied: Sequence[str]  # keys
     count: int  # jobs, those included that are not known yet
+    metric: str | None = None  # of the task, where it was asked for
     settings: SweepConfig = field(init=False)
     group_by: Sequence[str] = field(init=False)
     found: Path | None = field(init=False)  # the sweep to go on with
     folder: Path = field(init=False)
     known: dict[tuple[str, ...], Path] = field(init=False)
-    free: Iterator[int] = field(init=False)  # numbers of new folders
+    taken: set[str] = field(init=False)  # names of folders
     planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
+    complaints: set[str] = field(default_factory=set)  # about the leaderboard's file
+    server: Server = field(default_factory=Server)
+    launcher: Launcher = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = parse(self.config).sweep or SweepConfig()
+        self.launcher = launcher_for(self.settings, self.server)
         self.group_by = group_keys(self.settings.group_by, self.varied)
         self.found = find_sweep(self.config)
         self.known = job_folders(self.found) if self.found else {}
@@ -61,8 +74,9 @@ class Sweep:
     def held(self) -> Iterator[None]:
         """Hold the sweep's folder, and note signals instead of ending at once."""
         self.folder, lock = hold_folder(self.config, self.found)
-        taken = {path.name for path in self.folder.iterdir()}
-        self.free = (number for number in itertools.count() if str(number) not in taken)
+        self.taken = {path.name for path in self.folder.iterdir()}
+        if self.settings.launcher != "local":
+            self.server.close()  # it was there to check
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         dashboard.begin(self.folder, self.varied)
@@ -71,44 +85,42 @@ class Sweep:
             with self.stop.listening():
                 yield
         finally:
+            self.launcher.close()
             lock.release()
 
-    def plan(self, job: Job, config: dict[str, Any]) -> Outcome:
-        """Give a job its folder, a new one the next free number; a finished job is read."""
+    def plan(self, job: Job, config: dict[str, Any], number: int | None = None) -> Outcome:
+        """Give a job its folder, that of `number` or the next free one; a finished job is read."""
         name = _identity(job)
         if name in self.planned:
             self.count -= 1
             return self.planned[name]
-        done = self.is_done(job, config)
-        folder = self.known.get(name) or self.folder / str(next(self.free))
+        folder = self.known.get(name) if number is None else self.folder / str(number)
+        folder = folder or self.folder / self._free_name()
+        self.taken.add(folder.name)
         values = {o.key: o.value for o in job if not belongs_outside(o.key)}
-        outcome = self.planned[name] = Outcome(int(folder.name), folder, values)
-        if done:
+        outcome = self.planned[name] = Outcome(int(folder.name), folder, values, config=config)
+        if has_finished(folder, config):
             note_outcome(outcome, 0)
         return outcome
+
+    def _free_name(self) -> str:
+        names = map(str, itertools.count())
+        return next(name for name in names if name not in self.taken)
 
     @property
     def outcomes(self) -> list[Outcome]:
         """Return all jobs that are known so far, in the order of the grid."""
         return list(self.planned.values())
 
-    def run(self, outcome: Outcome, job: Job) -> None:
-        """Run a job to its end, and write the leaderboard as it stands then."""
-        varied = " ".join(override.text for override in job if override.varies)
-        place = self.outcomes.index(outcome) + 1
-        print(f"\n[{place}/{self.count}] {varied}  ->  {outcome.run_dir}", flush=True)
-        dashboard.link_started(self.folder, self.outcomes, outcome, self.varied)
-        run_job(outcome, self._command(outcome, job), self.stop)
-        self.write()
-
-    def _command(self, outcome: Outcome, job: Job) -> list[str]:
-        texts = [override.text for override in job if not _placed(override.key)]
+    def words(self, outcome: Outcome, job: Job) -> list[str]:
+        """Return the words behind `train` on a job's command line."""
+        texts = [override.text for override in job if not _placed(override.key)] + outcome.more
         started = holds_run(outcome.run_dir)
         if started:
             texts.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):  # a checkpoint that all jobs begin from
             texts += [override.text for override in job if override.key == "resume"]
-        return command(flags(self.arguments), texts, outcome.run_dir)
+        return words(flags(self.arguments), texts, outcome.run_dir)
 
     @property
     def ended(self) -> bool:
@@ -119,7 +131,12 @@ class Sweep:
     def write(self) -> None:
         """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
         dashboard.arrange(self.folder, self.outcomes, self.varied)
-        write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+        try:
+            write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+        except StorageError as error:  # the jobs that run are none the worse for it
+            if str(error) not in self.complaints:
+                logger.warning("warning: %s", error)
+            self.complaints.add(str(error))
 
     @property
     def groups(self) -> Groups:
@@ -129,12 +146,14 @@ class Sweep:
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.outcomes)
+        return Ranking(self.config, self.outcomes, self.metric)
 
     def close(self) -> int:
         """Print the table and return the exit code."""
         self.write()
         show(self.folder, self.outcomes, self.ranking, self.groups, self.varied)
+        if self.settings.report and self.stop.number is None:
+            report(self.folder)
         if self.ended:
             why = "sweep.fail_fast ended it" if self.stop.number is None else "interrupted"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
@@ -148,6 +167,16 @@ class Sweep:
             kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
         words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
         return shlex.join(["train", "-m", *words])
+
+
+def report(folder: Path) -> None:
+    """Write pictures and page in a process of its own: drawing takes memory, and may fail."""
+    argv = [sys.executable, "-P", "-m", "scripts.sweeps.report", str(folder)]
+    done = subprocess.run([*argv, "--quiet"], capture_output=True, text=True, errors="replace")
+    print(done.stdout, end="")
+    if done.returncode:
+        why = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
+        print(on_one_line(f"no report ({why}); try again: regimen report {folder}"))
 
 
 def flags(arguments: Arguments) -> list[str]:

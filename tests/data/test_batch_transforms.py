@@ -56,6 +56,27 @@ def test_flip_mirrors_the_drawn_images_and_masks(name: str, function: Any) -> No
     assert torch.equal(flip.on_masks(images[:, 0], drawn), expected[:, 0])
 
 
+def test_an_alternating_flip_shows_each_image_both_ways_in_two_epochs() -> None:
+    flip, images = batched.AlternatingFlip(), _pictures(40)
+    seen = [
+        flip(images, *flip.draw(Draws(Draws.seeded(40, 1)._keys, epoch), HEIGHT, WIDTH))
+        for epoch in range(3)
+    ]
+    assert torch.equal(seen[0], seen[1].flip(-1))
+    assert torch.equal(seen[0], seen[2])
+    turned = [bool((a != b).any()) for a, b in zip(seen[0], images, strict=True)]
+    assert 8 < sum(turned) < 32
+
+
+def test_boxes_are_erased_from_the_images_themselves_where_nobody_else_has_them() -> None:
+    images = _pictures(40, dtype=torch.float32)
+    erasing = batched.RandomErasing(p=0.7)
+    draws, own = _draw(erasing, 40), images.clone()
+    before = images.clone()
+    assert torch.equal(erasing(images, *draws), erasing.overwriting()(own, *draws))
+    assert torch.equal(images, before)
+
+
 def test_crop_treats_masks_alike_with_their_own_fill() -> None:
     crop = batched.RandomCrop(10, padding=3, fill=7, masks=True, mask_fill=99)
     draws = _draw(crop, 30)

@@ -27,6 +27,17 @@ def test_a_samples_numbers_do_not_depend_on_the_others() -> None:
         assert all(torch.equal(a[row], b[0]) for a, b in zip(whole, alone, strict=True))
 
 
+def test_some_samples_numbers_and_later_ones_are_those_that_all_draw() -> None:
+    draws, which = Draws.seeded(50, 3), torch.arange(50) % 3 == 0
+    later = draws.later(12)
+    first, twelve = draws.uniform(), draws.uniform(each=11)
+    assert torch.equal(draws.later(0), later)
+    assert torch.equal(draws.uniform(), later)
+    some = draws.of(which)
+    assert torch.equal(some.uniform(), first[which])
+    assert torch.equal(some.uniform(each=11), twelve[which])
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_numbers_are_uniform(which: int) -> None:
     draws = Draws.seeded(N, which)

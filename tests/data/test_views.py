@@ -2,9 +2,18 @@
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torchvision.transforms import v2
 
-from data.transforms import Mirrored, Pipeline, StackViews, Standardize, ToFloat, average_views
+from data.transforms import (
+    Mirrored,
+    Pipeline,
+    Shifted,
+    StackViews,
+    Standardize,
+    ToFloat,
+    average_views,
+)
 
 
 def _model() -> nn.Module:
@@ -43,3 +52,18 @@ def test_single_views_pass_through() -> None:
     images = torch.rand(4, 3, 8, 8)
     model = _model()
     assert torch.equal(average_views(model, images), model(images))
+
+
+def test_shifted_views_are_reflected_at_the_edge() -> None:
+    image = torch.rand(3, 8, 6)
+    padded = pad(image[None], [2, 2, 2, 2], mode="reflect")[0]
+    views = Shifted(2)(image)
+    assert torch.equal(views, torch.stack([image, padded[:, :8, :6], padded[:, 4:, 4:]]))
+    assert Mirrored()(views).shape == (6, 3, 8, 6)
+
+
+def test_the_views_of_a_batch_are_those_of_each_image() -> None:
+    images = torch.randint(0, 256, (5, 3, 8, 6), dtype=torch.uint8)
+    shift, mirror = Shifted(), Mirrored()
+    each = torch.stack([mirror(shift(image)) for image in images])
+    assert torch.equal(mirror.of_batch(shift.of_batch(images)), each)

@@ -10,7 +10,17 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from scripts import benchmark
-from scripts.benchmarks import checkpoint, evaluate, growth, predict, step, train
+from scripts.benchmarks import (
+    checkpoint,
+    cifar10_fast,
+    cifar10_plain,
+    evaluate,
+    gpu,
+    growth,
+    predict,
+    step,
+    train,
+)
 from scripts.benchmarks.report import Report, Row
 
 
@@ -80,6 +90,37 @@ def test_a_report_reads_well() -> None:
     assert lines[0] == "Cost of x"
     assert any(line.split()[:2] == ["ours", "12.3"] and "1.050" in line for line in lines)
     assert lines[-1] == "ratio: 1.050"
+
+
+def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
+    small = cifar10_plain.Settings(epochs=6, batch=20, widths=(16, 16, 16), lr=0.1)
+    assert cifar10_plain.train(digit_photographs, small) >= 0.2  # by chance 0.1
+
+
+def test_cifar10_fast_says_what_data_it_needs() -> None:
+    with pytest.raises(SystemExit, match=r"give data\.root=DIR"):
+        cifar10_fast.measure(1, ["data.root=/nowhere"])
+
+
+def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
+    words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
+    report = gpu.measure(1, words)
+    assert len(report.rows) == 12
+    assert all(row.value >= 0 for row in report.rows)
+    assert report.headlines["airbench94_ratio_to_handwritten"] > 0
+    assert report.headlines["resnet50_kernels_ratio_to_handwritten"] < 1.5
+
+
+def test_without_a_gpu_its_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU, and torch finds none here"):
+        benchmark.main(["gpu"])
+
+
+def test_only_some_benchmarks_take_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["step", "data.root=somewhere"])
+    assert "step takes no overrides" in capsys.readouterr().err
 
 
 def linear() -> nn.Module:

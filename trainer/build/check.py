@@ -13,6 +13,7 @@ from conf.reserved import fill
 from conf.schema import Config
 from trainer.build.assembly import Assembly, Known
 from trainer.build.data import build_transforms
+from trainer.build.folds import fold_problems
 from trainer.build.loss_check import loss_problems
 from trainer.build.node_kinds import misfit
 from trainer.build.nodes import optimizer_nodes, with_classes
@@ -45,7 +46,7 @@ def check_targets(config: Config) -> None:
     Checked in stages, each only if the one before found nothing: whether the targets may be used,
     their arguments against signatures, and their construction on placeholders.
     """
-    parts = _stand_ins(config)
+    parts = stand_ins(config)
     nodes = dict(_nodes(config, parts.known))
     raise_problems(_compile_problems(config.trainer.compile))
     raise_problems(p for key, (node, _) in nodes.items() for p in refused_targets(node, key))
@@ -57,10 +58,11 @@ def check_targets(config: Config) -> None:
     first = [*_task_problems(parts), *_sharding_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
     others = [*_search_problems(config, parts.known), *_part_problems(parts)]
+    others += fold_problems(config)
     raise_problems([*first, *(p for p in others if p.key not in about)])
 
 
-def _stand_ins(config: Config) -> Assembly:
+def stand_ins(config: Config) -> Assembly:
     """Return the parts of a run without data, device or storage."""
     options = config.trainer
     endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None

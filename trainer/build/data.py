@@ -26,6 +26,7 @@ from data.samplers import as_order, as_updates, default_order
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
+from trainer.build.folds import in_folds
 from trainer.build.node_kinds import misfit_of
 from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
@@ -92,7 +93,7 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     # A data set of the user's own may have no parameter for transforms.
     takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
     given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
-    dataset = instantiate(node, _key_=f"data.{split}", **given)
+    dataset = instantiate(in_folds(config, split, node), _key_=f"data.{split}", **given)
     if dataset is None:
         return None
     own_collate = config.loader.collate_fn or (stage == "eval" and config.loader.eval.collate_fn)

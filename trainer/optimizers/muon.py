@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+import math
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,15 @@ from torch import Tensor, nn
 class Muon(torch.optim.Muon):
     """Train matrices as torch's Muon does, and a kernel (out, in, ...) as the matrix (out, -1).
 
-    Takes the arguments of `torch.optim.Muon`, which accepts matrices only. The state has the shape
-    of the parameter. Raises ValueError for vectors and scalars.
+    Takes the arguments of `torch.optim.Muon`, which accepts matrices only, and `normalized`: before
+    each step a matrix (rows, columns) is scaled to the norm sqrt(rows), for layers whose scale has
+    no effect, such as those before BatchNorm. The state has the shape of the parameter. Raises
+    ValueError for vectors and scalars.
+
+    A step can be left out by the device, as by torch's fused kernels: `found_inf` = 1.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -27,6 +34,7 @@ class Muon(torch.optim.Muon):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
+        normalized: bool = False,
     ) -> None:
         # torch checks the shapes in the constructor, not when a group is added.
         super().__init__(
@@ -41,6 +49,7 @@ class Muon(torch.optim.Muon):
             adjust_lr_fn,
         )
         self.param_groups.clear()
+        self.defaults["normalized"] = normalized
         params = list(params)
         for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
             self.add_param_group(group)
@@ -50,6 +59,33 @@ class Muon(torch.optim.Muon):
                     raise ValueError(
                         f"Muon trains matrices and kernels, not shape {tuple(p.shape)}"
                     )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, or, where the device holds a `found_inf` of 1, leave everything as it is."""
+        found_inf = getattr(self, "found_inf", None)
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if found_inf is None:
+            self._normalize()
+            return super().step(closure)  # type: ignore[no-untyped-call]
+        for p in trained:
+            self._lay_out(p)
+        changed = [t for p in trained for t in (p, self.state[p]["momentum_buffer"])]
+        before = [t.clone() for t in changed]
+        self._normalize()
+        loss = super().step(closure)  # type: ignore[no-untyped-call]
+        for now, old in zip(changed, before, strict=True):
+            torch.where(found_inf > 0, old, now, out=now)
+        return loss
+
+    def _normalize(self) -> None:
+        groups = [group["params"] for group in self.param_groups if group["normalized"]]
+        matrices = [p for group in groups for p in group if p.grad is not None]
+        if matrices:
+            roots = [math.sqrt(len(p)) for p in matrices]
+            norms = torch._foreach_norm(matrices)
+            torch._foreach_div_(matrices, norms)
+            torch._foreach_mul_(matrices, roots)
 
     def _init_group(
         self,

@@ -115,9 +115,9 @@ class RunDirectory:
     ) -> None:
         """Record the end in `status.json` and the manifest.
 
-        `state` is finished, preempted or failed; `resume` is the command that continues the run;
-        `best` is metric, value and step of the best checkpoint;
-        `seconds` is the time this process trained, which is added to that of those before it.
+        `state` is finished, pruned, stopped, preempted or failed; `resume` is the command that
+        continues the run; `best` is metric, value and step of the best checkpoint; `seconds` is the
+        time this process trained, which is added to that of those before it.
         """
         command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}

@@ -14,6 +14,7 @@ from trainer.runs.lock import is_held
 MANIFEST = "manifest.json"
 INFERENCE = "inference.json"
 STATUS = "status.json"
+ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
 LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 
 
@@ -97,7 +98,7 @@ def find_unfinished(folder: Path) -> Path | None:
 
 def _is_finished(path: Path) -> bool:
     try:
-        return bool(read_status(path).get("state") == "finished")
+        return read_status(path).get("state") in ENDED_WELL
     except RunDirectoryError:  # damaged status: the checkpoint decides when it is resumed
         return False
 

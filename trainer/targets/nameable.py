@@ -171,7 +171,9 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.swa"),
         _ours("callbacks.tensorboard"),
         _ours("callbacks.throughput"),
+        _ours("callbacks.trial"),
         _ours("callbacks.unfreeze"),
+        _ours("callbacks.whitening"),
         _ours("data.batch_transforms"),
         _ours("data.formats.huggingface", "huggingface", classes=False),
         _ours("data.formats.shards", "tar_shards", classes=False),
@@ -188,8 +190,12 @@ OURS: Mapping[str, Offer] = dict(
         _ours("data.text"),
         (
             "data.transforms",
-            Offer("data.transforms", only=("Mirrored", "StackViews", "Standardize", "ToFloat")),
+            Offer(
+                "data.transforms",
+                only=("Mirrored", "Shifted", "StackViews", "Standardize", "ToFloat"),
+            ),
         ),
+        _ours("models.airbench"),
         _ours("models.gan"),
         _ours("models.gpt"),
         _ours("models.mlp"),

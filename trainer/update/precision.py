@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from trainer.nested import in_format
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
 _AS_IT_IS = nullcontext()
+# Flags of a CPU, and the format whose products it computes by itself.
+_CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
+_CPU_INFO = Path("/proc/cpuinfo")
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
 
 
@@ -96,6 +100,25 @@ class Precision:
         """Take over a scaler's state; a run that scales starts afresh if there is none."""
         if self.scales and state:
             self.scaler.load_state_dict(dict(state))
+
+
+def cpu_formats(cpuinfo: Path = _CPU_INFO) -> set[str] | None:
+    """Return which of bf16 and fp16 the CPU computes in without emulation; None if unknown."""
+    if not cpuinfo.exists():
+        return None
+    words = set(cpuinfo.read_text(errors="replace").split())
+    return {name for flag, name in _CPU_FLAGS.items() if flag in words}
+
+
+def emulation_remark(precision: str, device: torch.device, cpuinfo: Path = _CPU_INFO) -> str | None:
+    """Return a remark if a run on the CPU has to emulate its number format; else None."""
+    fast, wanted = cpu_formats(cpuinfo), precision.removesuffix("_true")
+    if device.type != "cpu" or fast is None or wanted not in ("bf16", "fp16") or wanted in fast:
+        return None
+    return (
+        f"trainer.precision={precision} is emulated on this CPU, which has no instructions for it: "
+        "trainer.precision=fp32 is probably faster here, with almost the same results"
+    )
 
 
 def _backward(loss: Tensor) -> None:

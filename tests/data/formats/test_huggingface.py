@@ -84,3 +84,10 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
         opened(folder, columns={"inputs": "image"})
     with pytest.raises(DataError, match=r"data\.path="):
         opened(tmp_path / "absent" / "really" / "not")
+
+
+def test_folds_are_shared_out_of_train(folder: Path) -> None:
+    folds = [opened(folder, "val", fold=k, folds=5) for k in range(5)]
+    assert [one.targets.bincount().tolist() for one in folds] == [[1, 1]] * 5
+    assert len(opened(folder, "train", fold=0, folds=5)) == 8
+    assert len(opened(folder, "test", fold=0, folds=5)) == 2

@@ -170,3 +170,10 @@ def test_a_broken_image_is_named(folder: Path) -> None:
     data = opened(folder)
     with pytest.raises(DataError, match=r"train-000\.tar:a\.jpg"):
         data[0]
+
+
+def test_folds_are_shared_out_of_train(folder: Path) -> None:
+    folds = [opened(folder, "val", fold=k, folds=4) for k in range(4)]
+    assert sum(map(len, folds)) == len(opened(folder)) == 20
+    assert all(set(one.targets.tolist()) == {0, 1, 2} for one in folds)
+    assert len(opened(folder, "train", fold=1, folds=4)) == 20 - len(folds[1])

@@ -136,3 +136,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "t.xlsx")
     with pytest.raises(DataError, match="no such file"):
         opened(tmp_path / "absent.csv")
+
+
+def test_folds_are_shared_out_of_what_test_leaves(file: Path) -> None:
+    folds = [opened(file, "val", fold=k, folds=3).rows for k in range(3)]
+    left = {row for split in ("train", "val") for row in opened(file, split).rows}
+    assert sorted(np.concatenate(folds)) == sorted(left)
+    assert sorted([*opened(file, "train", fold=1, folds=3).rows, *folds[1]]) == sorted(left)
+    assert (opened(file, "test", fold=1, folds=3).rows == opened(file, "test").rows).all()

@@ -14,7 +14,7 @@ from data import batch_transforms as batched
 from data.errors import DataError
 from data.keys import Draws
 from data.loading.batch_forms import batch_form, check_per_sample, defer, quick_form
-from data.transforms import Mirrored, Pipeline, Standardize, ToFloat
+from data.transforms import Mirrored, Pipeline, Shifted, Standardize, ToFloat
 from scripts.composition.compose import compose
 from trainer.build.data import build_data, eval_loader, train_loader
 
@@ -28,7 +28,7 @@ SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
         pytest.param([v2.RandomAffine(5, (0.1, 0.1)), SCALED], 0, id="affine"),
         pytest.param([v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), SCALED], 1, id="part"),
         pytest.param([v2.RandomCrop(8), v2.RandAugment(), SCALED], 2, id="needs-single-images"),
-        pytest.param([SCALED, PLAIN, Mirrored()], 3, id="views"),
+        pytest.param([SCALED, PLAIN, Shifted(), Mirrored()], 0, id="views"),
         pytest.param([SCALED, batched.ColorJitter(0.1)], 0, id="named-as-such"),
         pytest.param([], 0, id="none"),
     ],
@@ -80,6 +80,7 @@ def _pictures(dtype: torch.dtype, side: int = 24) -> Tensor:
     [
         batched.RandomHorizontalFlip(),
         batched.RandomVerticalFlip(),
+        batched.AlternatingFlip(),
         batched.RandomCrop(20, padding=3),
         batched.RandomCrop(20, padding=3, padding_mode="reflect"),
         batched.RandomErasing(0.5, value=[1.0, 2.0, 3.0]),

@@ -53,6 +53,20 @@ def test_jobs_that_have_not_started_come_last() -> None:
     assert [job.number for job in ranked] == [2, 1, 0]
 
 
+def test_the_pruned_come_behind_those_that_ran_to_their_end() -> None:
+    jobs = [outcome(0, "pruned", results={"val/loss": 0.5})]
+    jobs += [outcome(1, "failed"), outcome(2, results={"val/loss": 1.0})]
+    ranking = Ranking(CONFIG, jobs, "val/loss")
+    assert [job.number for job in ranking.ranked(jobs)] == [2, 0, 1]
+    assert not jobs[0].failed
+
+
+def test_a_metric_that_is_known_stays_the_one_that_decides() -> None:
+    jobs = [outcome(0, results={"best/val/accuracy": 0.9, "val/loss": 0.5})]
+    assert Ranking(CONFIG, jobs, "val/loss").value(jobs[0]) == 0.5
+    assert Ranking(CONFIG, jobs).value(jobs[0]) == 0.9
+
+
 def test_the_best_are_shown_and_reasons_stay_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,53 +15,11 @@ from conf.errors import ConfigError
 from conf.yaml_dump import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.request import quoted
-from scripts.composition.compose import compose, split_jobs, split_search
-from scripts.composition.overrides import Dimension
-from scripts.sweeps import grid, search
-from scripts.sweeps import sweep as sweep_jobs
+from scripts.composition.compose import compose, split_jobs
 from scripts.sweeps.folder import newest_unfinished
 from scripts.sweeps.grid import sweep
-from scripts.sweeps.process import command
+from scripts.sweeps.process import words
 from trainer.runs.lock import RunLock
-
-# Stands for `train`: does what optimizer.lr tells it, and leaves a status as a run does.
-JOB = """
-import json, os, pathlib, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-*overrides, target = sys.argv[1:]
-folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
-folder.mkdir(parents=True, exist_ok=True)
-folder.joinpath("manifest.json").write_text("{}")
-folder.joinpath("overrides.yaml").write_text(json.dumps(sys.argv[1:]))
-lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
-print("job output", lr)
-if lr == 0.4 and not folder.joinpath("started").exists():
-    folder.joinpath("started").touch()
-    folder.joinpath("status.json").write_text('{"state": "running", "resume": "train it"}')
-    os.kill(os.getpid(), signal.SIGKILL)
-if lr == 0.5:
-    folder.joinpath("started").touch()
-    time.sleep(60)
-if lr > 1:
-    print("error: it diverged", file=sys.stderr)
-    status = {"state": "failed", "code": 5, "reason": "it diverged"}
-else:
-    status = {"state": "finished", "results": {"best/val/accuracy": 1 - lr, "val/accuracy": 0.0}}
-    status["seconds"] = 1.5
-if lr < 3:
-    folder.joinpath("status.json").write_text(json.dumps(status))
-sys.exit(5 if lr > 1 else 0)
-"""
-
-
-# A small configuration composes quickly.
-PRIMARY = """
-name: train
-data: {}
-model: {_target_: torch.nn.Identity}
-task: {_target_: torch.nn.Identity}
-optimizer: {lr: 0.1}
-"""
 
 
 def jobs(*argv: str) -> list[list[str]]:
@@ -70,26 +27,13 @@ def jobs(*argv: str) -> list[list[str]]:
     return [[override.text for override in job] for job in found]
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the job by a small script, and work in an empty folder."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
-
-    def fake(flags: Sequence[str], overrides: Sequence[str], run_dir: Path) -> list[str]:
-        return [sys.executable, str(script), *command([], overrides, run_dir)[4:]]
-
-    monkeypatch.setattr(sweep_jobs, "command", fake)
-    monkeypatch.setattr(grid, "check_built", lambda arguments, jobs: None)
-    monkeypatch.setattr(search, "check_built", lambda arguments, jobs: None)
-    monkeypatch.chdir(tmp_path)
-    return script
-
-
 def run(*argv: str) -> int:
     return sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
+
+
+def board(folder: Path) -> list[dict[str, str]]:
+    with (folder / "leaderboard.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def keep_configs(folder: Path) -> None:
@@ -98,11 +42,6 @@ def keep_configs(folder: Path) -> None:
         overrides = yaml.safe_load(path.read_text())
         config = compose(["--config-path", "conf", *overrides]).config
         (path.parent / "config.yaml").write_text(dump({**config, "run_dir": None}))
-
-
-def board(folder: Path) -> list[dict[str, str]]:
-    with (folder / "leaderboard.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +146,8 @@ def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
 ) -> None:
     assert run("run_dir=there", "optimizer.lr=0.1") == 0
     keep_configs(Path("there"))
-    (Path("conf") / "train.yaml").write_text(PRIMARY + "seed: 3\n")
+    with (Path("conf") / "train.yaml").open("a") as file:
+        file.write("seed: 3\n")
     run("optimizer.lr=0.1", "resume=auto", "run_dir=there")
     assert capfd.readouterr().out.count("job output 0.1") == 2
 
@@ -267,11 +207,13 @@ def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
 
 
 def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
-    driver = "import sys; from scripts.sweeps import grid, sweep\n"
+    driver = "import sys; from scripts.sweeps import grid\n"
+    driver += "from scripts.sweeps.launchers import local, server\n"
     driver += "grid.check_built = lambda *_: None\n"
+    driver += "from scripts.sweeps import sweep; sweep.report = lambda folder: None\n"
     driver += "from scripts.cli.arguments import parse_arguments\n"
-    driver += "real = sweep.command\n"
-    driver += f"sweep.command = lambda *a: [sys.executable, {str(job)!r}, *real([], *a[1:])[4:]]\n"
+    driver += f"sys.path.append({str(job.parent)!r})\n"
+    driver += "local.TRAIN, server.WARM_UP = 'small_job', None\n"
     driver += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
     argv = [sys.executable, "-c", driver, "-m", "--config-path", "conf", "run_dir=there"]
     argv.append("optimizer.lr=0.1,0.5,0.2")
@@ -293,77 +235,9 @@ def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     assert out.endswith(f"interrupted; go on with the sweep: {way_out}\n")
 
 
-def test_a_search_needs_its_package_and_something_to_search(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("conf/sweep").mkdir()
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\n")
-    with pytest.raises(ConfigError, match="nothing to search"):
-        run("+sweep=optuna")
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match="pip install optuna"):
-        run("+sweep=optuna", "optimizer.lr=interval(0.1,0.2)")
-    assert not Path("runs").exists()
-
-
-def test_every_choice_of_a_search_is_checked_first(job: Path) -> None:
-    Path("conf/sweep").mkdir()
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 3\nsampler: tpe\n")
-    with pytest.raises(ConfigError) as caught:
-        run("+sweep=optuna", "optimizer.lr=choice(0.1,abc)", "seed=choice(1,-2)")
-    assert {p.key for p in caught.value.problems} == {"seed", "optimizer.lr"}
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("model.hidden=interval(16,64)", ["16", "64"], id="integers"),
-        pytest.param("model.hidden=interval(16.0,64.0)", ["16.0", "64.0"], id="written-as-floats"),
-        pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
-        pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
-        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
-    ],
-)
-def test_the_values_that_a_search_is_checked_with(text: str, expected: list[str]) -> None:
-    _, (dimension,) = split_search(parse_arguments(["-m", text]))
-    config = {"model": {"hidden": 32}, "optimizer": {"lr": 0.1}}
-    found = search.samples([search.with_integers(dimension, config)])
-    assert [swept.value for (swept,) in found] == expected
-
-
-def test_a_large_space_is_checked_with_each_choice_once() -> None:
-    space = [Dimension(key, choices=tuple(map(str, range(n)))) for key, n in (("a", 90), ("b", 7))]
-    found = search.samples(space)
-    assert len(found) == 90
-    assert {b.value for _, b in found} == set(space[1].choices)
-
-
-def test_a_search_finds_good_values(job: Path) -> None:
-    pytest.importorskip("optuna")
-    Path("conf/sweep").mkdir()
-    params = "params: {seed: 'choice(1,2)', optimizer.weight_decay: 'interval(0,1)'}\n"
-    Path("conf/sweep/optuna.yaml").write_text("n_trials: 12\nsampler: tpe\n" + params)
-    argv = ["+sweep=optuna", "optimizer.lr=tag(log,interval(0.01,3.0))", "name=mine"]
-    assert run(*argv) in (0, 5)
-    (folder,) = Path("runs/mine/sweeps").iterdir()
-    rows = board(folder)
-    assert len(rows) == 12
-    assert {row["seed"] for row in rows} == {"1", "2"}
-    finished = [float(row["val/accuracy"]) for row in rows if row["status"] == "finished"]
-    assert finished == sorted(finished, reverse=True)
-    assert finished[0] > 0.9
-    before = {row["job"]: row["optimizer.lr"] for row in rows}
-    run(*argv, f"run_dir={folder}", "resume=auto")
-    assert {row["job"]: row["optimizer.lr"] for row in board(folder)} == before
-
-
-def test_a_job_is_a_command_line_of_its_own() -> None:
-    argv = command(["--config-dir", "x"], ["seed=1"], Path("it's here"))
-    assert argv == [
-        sys.executable, "-P", "-m", "scripts.train", "--config-dir", "x", "seed=1",
-        r"run_dir='it\'s here'",
-    ]  # fmt: skip
+def test_the_words_of_a_job() -> None:
+    argv = words(["--config-dir", "x"], ["seed=1"], Path("it's here"))
+    assert argv == ["--config-dir", "x", "seed=1", r"run_dir='it\'s here'"]
 
 
 @pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])

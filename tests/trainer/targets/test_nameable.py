@@ -33,6 +33,7 @@ callbacks.state_dump StateDump
 callbacks.swa SWA
 callbacks.tensorboard TensorBoard
 callbacks.throughput Throughput
+callbacks.trial Trial
 callbacks.unfreeze Unfreeze
 data.batch_transforms ColorJitter RandomAffine RandomCrop RandomErasing RandomHorizontalFlip
 data.batch_transforms RandomResizedCrop RandomVerticalFlip

@@ -1,6 +1,7 @@
 """Number formats: what is autocast, what is stored, and when a scaled loss overflows."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trainer.errors import DivergedError
 from trainer.options import Clipping, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update.precision import Precision
+from trainer.update.precision import Precision, emulation_remark
 
 
 def network() -> nn.Module:
@@ -137,6 +138,27 @@ def test_the_scaler_survives_a_checkpoint() -> None:
     second.load_state_dict(first.state_dict())
     assert second.scale == first.scale
     assert second.state_dict()["_growth_tracker"] == first.state_dict()["_growth_tracker"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "told"),
+    [
+        pytest.param("sse avx512_bf16", "bf16", False, id="has-bf16"),
+        pytest.param("sse avx512f", "bf16", True, id="has-none"),
+        pytest.param("sse avx512f", "bf16_true", True, id="weights-too"),
+        pytest.param("sse", "fp32", False, id="not-asked-for"),
+        pytest.param("asimd bf16", "fp16", True, id="another-format"),
+    ],
+)
+def test_a_run_says_where_its_number_format_is_emulated(
+    tmp_path: Path, flags: str, precision: str, told: bool
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags : {flags}\n")
+    remark = emulation_remark(precision, torch.device("cpu"), cpuinfo)
+    assert (remark is not None and f"precision={precision} is emulated" in remark) is told
+    assert emulation_remark(precision, torch.device("cuda"), cpuinfo) is None
+    assert emulation_remark(precision, torch.device("cpu"), tmp_path / "none") is None
 
 
 def test_gradients_of_single_elements_share_no_memory() -> None:

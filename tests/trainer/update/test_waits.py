@@ -31,14 +31,17 @@ from trainer.update.precision import Precision
 CONF = Path(__file__).resolve().parents[3] / "conf"
 CUDA = torch.device("cuda", 0)
 BATCH = 4
-NAMES = sorted(
-    p.stem for p in (CONF / "optimizer").glob("*.yaml") if p.stem not in ("gan", "lbfgs")
-)
+# Of networks with parts of certain names, and one that searches.
+NOT_HERE = ("airbench", "airbench_small", "gan", "lbfgs")
+NAMES = sorted(p.stem for p in (CONF / "optimizer").glob("*.yaml") if p.stem not in NOT_HERE)
 NODES = {name: compose([f"optimizer={name}"]).config["optimizer"] for name in NAMES} | {
+    "muon_normalized": compose(
+        ["optimizer=airbench", "optimizer.optimizers.sgd.param_groups.head=null"]
+    ).config["optimizer"],
     "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
 }
-ON_DEVICE = {"adam", "adamw", "sgd", "sgd_nesterov", "sgd_plain"}
+ON_DEVICE = {"adam", "adamw", "muon", "muon_normalized", "sgd", "sgd_nesterov", "sgd_plain"}
 if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
     ON_DEVICE.add("adagrad")  # later than torch 2.11
 # What a number's way to the host is called, whatever the number is for.

@@ -1,0 +1,178 @@
+"""A process that imports torch once and forks for each job: `python -m ... DESCRIPTOR`.
+
+It starts no thread and computes nothing, so that a fork has all that it needs. It takes requests
+from the sweep through a socket (`channel`), and tells when jobs end. When the socket is closed,
+which the death of the sweep does as well, it ends its jobs, which save, and leaves.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from scripts.sweeps.launchers.channel import Channel
+from trainer.errors import EXIT_CODES
+
+_PR_SET_PDEATHSIG = 1
+_PATIENCE = 1.0  # seconds
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(slots=True)
+class _Server:
+    channel: Channel
+    before: dict[int, Any]  # how signals were handled where the sweep was started
+    jobs: dict[int, BaseProcess] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        """Answer requests until there is nobody to answer."""
+        while True:
+            waited: list[Any] = [self.channel.socket, *(j.sentinel for j in self.jobs.values())]
+            # A worker that outlives its job holds the sentinel: then the exit code tells.
+            ready = wait(waited, _PATIENCE if self.jobs else None)
+            for number, job in list(self.jobs.items()):
+                if job.sentinel in ready or job.exitcode is not None:
+                    self._tell_end(number, job)
+            if self.channel.socket in ready and not self._answer_all():
+                return self._send(signal.SIGTERM)
+
+    def _answer_all(self) -> bool:
+        """Answer what has come; false where nobody is there any more."""
+        while True:
+            request = self.channel.receive()
+            if request is None:
+                return False
+            self._answer(request)
+            if not self.channel.waiting:
+                return True
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        if "signal" in request:
+            self._send(request["signal"])
+            return
+        job = _fork.Process(target=_work, args=(request, self.before, self.channel))
+        job.start()
+        assert job.pid is not None
+        with contextlib.suppress(OSError):  # the job does it, too: one of both is the first
+            os.setpgid(job.pid, job.pid)
+        self.jobs[request["number"]] = job
+        self.channel.send({"started": request["number"], "pid": job.pid})
+
+    def _tell_end(self, number: int, job: BaseProcess) -> None:
+        job.join()
+        del self.jobs[number]
+        self.channel.send({"ended": number, "code": job.exitcode})
+        job.close()
+
+    def _send(self, number: int) -> None:
+        for job in self.jobs.values():
+            assert job.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                # As a terminal does it, all processes of a job hear a Ctrl-C.
+                if number == signal.SIGINT:
+                    os.killpg(job.pid, number)
+                else:
+                    os.kill(job.pid, number)
+
+
+def _work(request: dict[str, Any], before: dict[int, Any], channel: Channel) -> None:
+    """Be the process of a job; its end is that of the process."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    end_with_parent(signal.SIGTERM)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    channel.close()
+    if request.get("output"):
+        _print_to(request["output"])
+    os.environ.update(request["environment"])
+    sys.argv = [request["call"], *request["argv"]]
+    try:
+        _function(request["call"])()
+    except KeyboardInterrupt:  # before the command heard signals
+        sys.exit(EXIT_CODES[signal.SIGINT])
+
+
+def _print_to(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # a full disk: the job finds out what it means for its own files
+        return
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def end_with_parent(number: int) -> None:
+    """Ask Linux for a signal when the parent dies; elsewhere nothing tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _devices() -> int:
+    """Count the accelerators in a process of its own: a driver that was asked survives no fork."""
+    receiver, sender = _fork.Pipe(duplex=False)
+    job = _fork.Process(target=_count, args=(sender,))
+    job.start()
+    sender.close()
+    try:
+        return int(receiver.recv())
+    except EOFError:
+        return 0
+    finally:
+        job.join()
+
+
+def _count(sender: Any) -> None:
+    torch = importlib.import_module("torch")
+    sender.send(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def _function(name: str) -> Callable[[], None]:
+    module, _, function = name.partition(":")
+    found: Callable[[], None] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _warm_up(name: str) -> None:
+    gc.disable()
+    _function(name)()
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # a collection in a job would copy the pages of all that was imported
+
+
+def main() -> None:
+    """Import what jobs need, and serve."""
+    end_with_parent(signal.SIGTERM)  # while nobody answers, a closed socket is not seen
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    before: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in EXIT_CODES}
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+    hello = channel.receive()
+    if hello is None:
+        return
+    sys.path[:] = hello["path"]
+    if hello["warm_up"]:
+        _warm_up(hello["warm_up"])
+    channel.send({"devices": _devices() if "torch" in sys.modules else 0})
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = _Server(channel, before)
+    server.serve()
+    for job in server.jobs.values():
+        job.join()
+    os._exit(0)  # what was frozen cannot be taken apart in order
+
+
+if __name__ == "__main__":
+    main()

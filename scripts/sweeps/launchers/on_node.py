@@ -1,0 +1,86 @@
+"""What a cluster does for a job on the machine that it has chosen: run `train`, pass signals on.
+
+The folder of the sweep, on a file system that all machines see, is all that is shared.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from scripts.sweeps.launchers.fork_server import end_with_parent
+from scripts.sweeps.launchers.launcher import TRAIN, Launch
+from trainer.runs.status import holds_run
+
+_PATIENCE = 0.1  # seconds between two looks at the job; a signal is heard in between
+
+
+@dataclass(slots=True)
+class NodeJob:
+    """A job as it travels; called, it returns the exit code of `train`."""
+
+    argv: Sequence[str]
+    run_dir: str
+    output: str
+    folder: str  # where the sweep was started
+    module: str = TRAIN
+    process: "subprocess.Popen[bytes] | None" = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, launch: Launch) -> "NodeJob":
+        """Return a job to be sent to another machine."""
+        run_dir, output = os.path.abspath(launch.run_dir), os.path.abspath(launch.output)
+        return cls(list(launch.argv), run_dir, output, os.getcwd(), TRAIN)
+
+    def __call__(self) -> int:
+        """Run the job; one that has begun goes on, wherever it was before."""
+        output = Path(self.output)
+        output.parent.mkdir(exist_ok=True)
+        with output.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.module, *self.words()],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=_prepare,
+            )
+        try:
+            while self.process.poll() is None:
+                time.sleep(_PATIENCE)
+        except KeyboardInterrupt:  # as Ray cancels a task
+            self.stop(signal.SIGTERM)
+        return self.process.wait()
+
+    def words(self) -> list[str]:
+        """Return the words behind `train`."""
+        if not holds_run(Path(self.run_dir)):
+            return list(self.argv)
+        return [*(w for w in self.argv if not w.startswith("resume=")), "resume=auto"]
+
+    def stop(self, number: int) -> None:
+        """Have the job save and end, and wait until it has."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.send_signal(number)
+        # Popen.wait() takes a lock, which what a signal handler interrupts may hold.
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def checkpoint(self) -> Any:
+        """Save before a preemption or the time limit; submitit puts the rest into the queue."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop(signal.SIGUSR1)
+        return DelayedSubmission(replace(self, process=None))
+
+
+def _prepare() -> None:
+    end_with_parent(signal.SIGTERM)
+    # SLURM sends submitit's signal to every process of a job; we pass one on that `train` knows.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -1,0 +1,88 @@
+"""Jobs as tasks of a Ray cluster."""
+
+import importlib
+import signal
+from typing import Any
+
+from conf.errors import ConfigError, Problem
+from scripts.sweeps.launchers.launcher import Ended, Launch, errors_of
+from scripts.sweeps.launchers.on_node import NodeJob
+from trainer.errors import ResourceError
+
+_OPTIONS = "sweep.launcher_options"
+
+
+class RayLauncher:
+    """Gives each job to Ray as a task; `address` names the cluster, none starts one here."""
+
+    quiet = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        self._address = given.pop("address", None)
+        self._ray = _ray()
+        self._options = {"num_cpus": 1, **given, "max_retries": 0}  # sweep.retries counts
+        try:
+            self._task = self._ray.remote(**self._options)(_run)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(Problem(_OPTIONS, str(error).splitlines()[0])) from error
+        self._jobs: dict[Any, Launch] = {}
+        self._own = False  # whether Ray was started here
+        self._cancelled = False
+
+    def describe(self) -> str:
+        """Say where jobs go."""
+        return f"jobs go to Ray{f' at {self._address}' if self._address else ''}"
+
+    def start(self, launch: Launch) -> bool:
+        """Give a job to Ray, which starts it where there is room."""
+        if not self._ray.is_initialized():
+            self._begin()
+        self._jobs[self._task.remote(NodeJob.of(launch))] = launch
+        return True
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Return the jobs that have ended, as soon as there are some, or after so many seconds."""
+        if not self._jobs:
+            return []
+        done, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=seconds)
+        return [self._note(reference) for reference in done]
+
+    def send(self, number: int) -> None:
+        """Cancel all tasks: jobs that run are told to end and save, the others never start."""
+        self._cancelled = True
+        for reference in self._jobs:
+            self._ray.cancel(reference)
+
+    def close(self) -> None:
+        """Leave Ray as it was found."""
+        if self._own:
+            self._ray.shutdown()
+
+    def _begin(self) -> None:
+        try:
+            self._ray.init(self._address, log_to_driver=False, include_dashboard=False)
+        except Exception as error:  # each of its parts has its own way of not starting
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
+        self._own = True
+
+    def _note(self, reference: Any) -> Ended:
+        launch = self._jobs.pop(reference)
+        try:
+            code = int(self._ray.get(reference))
+        except self._ray.exceptions.RayError:  # cancelled, out of memory, or lost with its machine
+            code = -(signal.SIGTERM if self._cancelled else signal.SIGKILL)
+        return Ended(launch.number, code, errors_of(launch.output))
+
+
+def _run(job: NodeJob) -> int:
+    return job()
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        message = "ray takes the package ray: pip install ray"
+        raise ConfigError(Problem("sweep.launcher", message)) from None

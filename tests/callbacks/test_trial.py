@@ -1,0 +1,263 @@
+"""A job of a search reports to its study, and ends where the pruner says so."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.support.study import PRUNED_AT, PRUNER, open_storage
+from callbacks.trial import Trial
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.distributed.group import Group
+from trainer.errors import CheckpointError
+from trainer.state import PRUNED
+from trainer.trainer import Trainer
+
+optuna = pytest.importorskip("optuna")
+MakeTrainer = Callable[..., Trainer]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+ALWAYS = {"name": "asha", "options": {"min_resource": 2, "bootstrap_count": 9}}  # prunes at 2
+NEVER: dict[str, Any] = {"name": None, "options": {}}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes a study with one open trial."""
+
+    def make(pruner: dict[str, Any], metric: str = "val/loss") -> Any:
+        storage = open_storage(str(tmp_path / "study.journal"))
+        found = optuna.create_study(study_name="s", storage=storage)
+        found.set_metric_names([metric])
+        found.set_user_attr(PRUNER, pruner)
+        found.ask()
+        return found
+
+    return make
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Callable[[], Trial]:
+    return lambda: Trial(str(tmp_path / "study.journal"), "s", 0)
+
+
+def reported(study: Any) -> dict[int, float]:
+    found: dict[int, float] = study.trials[0].intermediate_values
+    return found
+
+
+class Kept(Callback):
+    """Keeps the losses of the validations."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, metrics: Any) -> None:
+        self.values.append(metrics["val/loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        pytest.param({"max_epochs": 3}, [1, 2, 3], id="by-epochs"),
+        pytest.param({"validate_every_n_steps": 4, "validate_every_n_epochs": None},
+                     [4, 8, 10], id="by-steps"),
+    ],
+)  # fmt: skip
+def test_validations_are_reported(
+    study: Any, trial: Any, make_trainer: MakeTrainer, options: dict[str, Any], steps: list[int]
+) -> None:
+    it, kept = study(NEVER), Kept()
+    trainer = make_trainer({"trial": trial(), "kept": kept}, **options)
+    trainer.fit()
+    assert reported(it) == dict(zip(steps, kept.values, strict=True))
+    assert not trainer.state.pruned
+
+
+def test_a_metric_of_the_training_is_reported_by_the_epoch(
+    study: Any, trial: Any, make_trainer: MakeTrainer
+) -> None:
+    it = study(NEVER, "train/epoch_loss")
+    trainer = make_trainer({"trial": trial()}, validated=False, max_epochs=3)
+    trainer.fit()
+    assert list(reported(it)) == [1, 2, 3]
+    assert reported(it)[3] == trainer.metrics["train/epoch_loss"]
+
+
+def test_the_pruner_ends_a_run(study: Any, trial: Any, make_trainer: MakeTrainer) -> None:
+    it = study(ALWAYS)
+    trainer = make_trainer({"trial": trial()}, max_epochs=5)
+    trainer.fit()
+    assert trainer.state.stop_reason == PRUNED
+    assert (trainer.state.epoch, trainer.state.pruned, trainer.state.interrupted) == (
+        2,
+        True,
+        False,
+    )
+    assert it.trials[0].user_attrs[PRUNED_AT] == 10
+
+
+def test_a_run_that_is_done_is_not_pruned(
+    study: Any, trial: Any, make_trainer: MakeTrainer
+) -> None:
+    study(ALWAYS)
+    trainer = make_trainer({"trial": trial()}, max_epochs=2)
+    trainer.fit()
+    assert trainer.state.stop_reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "others", "expected"),
+    [
+        pytest.param("median", {"n_startup_trials": 1}, 0.0, 1, id="median-behind"),
+        pytest.param("median", {"n_startup_trials": 1}, 99.0, 4, id="median-ahead"),
+        pytest.param("asha", {"min_resource": 1, "reduction_factor": 2}, 0.0, 1, id="asha-behind"),
+        pytest.param("asha", {"min_resource": 1, "reduction_factor": 2}, 99.0, 4, id="asha-ahead"),
+        pytest.param("hyperband", {"max_resource": 2, "reduction_factor": 3}, 0.0, 1, id="hyperb"),
+    ],
+)
+def test_each_pruner_compares_with_the_other_jobs(
+    study: Any, trial: Any, make_trainer: MakeTrainer,
+    name: str, options: dict[str, Any], others: float, expected: int,
+) -> None:  # fmt: skip
+    it = study({"name": name, "options": options})
+    for _ in range(2):
+        other = it.ask()
+        for step in range(1, 5):
+            other.report(others, step)
+            other.storage.set_trial_system_attr(other._trial_id, "completed_rung_0", others)
+        it.tell(other, others)
+    trainer = make_trainer({"trial": trial()}, max_epochs=4)
+    trainer.fit()
+    assert trainer.state.epoch == expected
+
+
+def test_a_run_that_is_not_pruned_is_the_run_without_a_search(
+    study: Any, trial: Any, make_trainer: MakeTrainer
+) -> None:
+    study({"name": "median", "options": {}})
+    weights = []
+    for callbacks in ({}, {"trial": trial()}):
+        trainer = make_trainer(callbacks, max_epochs=3)
+        trainer.fit()
+        payload = snapshot.take(trainer)
+        payload["callbacks"].pop("trial", None)
+        weights.append(payload)
+    first, second = weights
+    assert first["state"] == second["state"]
+    assert str(first["rng"]) == str(second["rng"])
+    for name, tensor in first["model"].items():
+        assert torch.equal(tensor, second["model"][name])
+
+
+def test_a_resumed_run_reports_each_validation_once(
+    study: Any, trial: Any, make_trainer: MakeTrainer, stop_at: Any, carry_over: Any
+) -> None:
+    it = study(NEVER)
+    first = make_trainer({"trial": trial(), "stop": stop_at(7)}, max_epochs=3)
+    first.fit()
+    again = make_trainer({"trial": trial(), "stop": stop_at(99)}, max_epochs=3)
+    carry_over(first, again)
+    again.fit()
+    whole = make_trainer({"kept": (kept := Kept())}, max_epochs=3)
+    whole.fit()
+    assert list(reported(it).values()) == kept.values
+
+
+def test_an_end_that_a_signal_overtook_comes_with_the_resume(
+    study: Any, trial: Any, make_trainer: MakeTrainer, carry_over: Any
+) -> None:
+    class Signal(Callback):
+        def on_boundary(self, trainer: Trainer) -> None:
+            if trainer.state.stop_request is not None:
+                trainer.state.request_stop("SIGTERM", 143)
+
+    it = study(ALWAYS)
+    first = make_trainer({"trial": trial(), "stop": Signal()}, max_epochs=5)
+    first.fit()
+    assert first.state.stop_code == 143
+    assert it.trials[0].user_attrs[PRUNED_AT] == 10
+    again = make_trainer({"trial": trial(), "stop": Callback()}, max_epochs=5)
+    carry_over(first, again)
+    again.fit()
+    assert (again.state.epoch, again.state.pruned) == (2, True)
+
+
+def test_a_replayed_validation_does_not_decide_again(
+    study: Any, trial: Any, make_trainer: MakeTrainer
+) -> None:
+    it = study({"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}})
+    open_trial = it._storage.get_trial_id_from_study_id_trial_number(it._study_id, 0)
+    it._storage.set_trial_intermediate_value(open_trial, 3, 0.5)
+    trainer = make_trainer({"trial": trial()}, max_epochs=3)
+    trainer.fit()
+    assert not trainer.state.pruned
+    assert reported(it) == {3: 0.5}
+
+
+def test_a_study_that_is_gone_ends_the_run_at_its_start(
+    trial: Any, make_trainer: MakeTrainer
+) -> None:
+    with pytest.raises(CheckpointError, match="the study that the job belongs to is gone"):
+        make_trainer({"trial": trial()}).fit()
+
+
+def test_a_trial_that_the_study_lacks(
+    study: Any, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    study(NEVER)
+    with pytest.raises(CheckpointError, match="has no trial 7 of 's'"):
+        make_trainer({"trial": Trial(str(tmp_path / "study.journal"), "s", 7)}).fit()
+
+
+def test_a_study_that_does_not_name_its_metric(
+    trial: Any, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    storage = open_storage(str(tmp_path / "study.journal"))
+    optuna.create_study(study_name="s", storage=storage).ask()
+    with pytest.raises(CheckpointError, match="does not say which metric"):
+        make_trainer({"trial": trial()}).fit()
+
+
+def test_a_study_that_is_lost_on_the_way_is_a_warning(
+    study: Any, trial: Any, make_trainer: MakeTrainer, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    study(ALWAYS)
+
+    class Lose(Callback):
+        def on_epoch_start(self, trainer: Trainer) -> None:
+            (tmp_path / "study.journal").unlink(missing_ok=True)
+
+    trainer = make_trainer({"lose": Lose(), "trial": trial()}, max_epochs=3)
+    trainer.fit()
+    assert trainer.done
+    assert "this validation is not reported" in caplog.text
+
+
+def test_the_main_process_decides_for_all(study: Any, trial: Any) -> None:
+    study(ALWAYS)
+    told: list[Any] = []
+
+    class Other(Group):
+        rank, world_size = 1, 2
+
+        def broadcast(self, value: Any) -> Any:
+            told.append(value)
+            return {0: None, 1: "val/loss", 2: None}.get(len(told) - 1, True)
+
+    from types import SimpleNamespace
+
+    from trainer.state import TrainState
+
+    it: Any = SimpleNamespace(group=Other(), is_main=False, state=TrainState(), done=False)
+    it.metrics = {"val/loss": 1.0}
+    callback = trial()
+    callback.setup(it)
+    callback.on_fit_start(it)
+    assert it.state.stop_request is None
+    callback.on_validation_end(it, {})
+    assert it.state.stop_request == (PRUNED, 0)
+    assert callback._storage is None  # only the main process opens it

@@ -1,0 +1,106 @@
+"""A small configuration, and a job that does as it is told, for tests of whole sweeps."""
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.cli.arguments import parse_arguments
+from scripts.sweeps import grid
+from scripts.sweeps import sweep as sweep_module
+from scripts.sweeps.grid import sweep
+from scripts.sweeps.launchers import local, server
+
+# Stands for `scripts.train`: does what optimizer.lr tells it, and leaves a status as a run does.
+JOB = """
+import json, os, pathlib, signal, sys, time
+
+def main():
+    overrides = [word for word in sys.argv[1:] if "=" in word]
+    (target,) = [word for word in overrides if word.startswith("run_dir=")]
+    folder = pathlib.Path(target.removeprefix("run_dir='").removesuffix("'"))
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.joinpath("manifest.json").write_text("{}")
+    folder.joinpath("overrides.yaml").write_text(json.dumps(overrides))
+    lr = float(dict(o.split("=", 1) for o in overrides)["optimizer.lr"])
+    started = folder.joinpath("started")
+    print("job output", lr, flush=True)
+    if lr == 0.4 and not started.exists():
+        started.touch()
+        folder.joinpath("status.json").write_text('{"state": "running", "resume": "train it"}')
+        os.kill(os.getpid(), signal.SIGKILL)
+    if lr == 0.5:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: sys.exit(143))
+        folder.joinpath("pid").write_text(str(os.getpid()))
+        started.touch()
+        while True:
+            time.sleep(60)
+    if lr == 0.6:  # ends only once another has begun: they run side by side
+        other = folder.parent / str(1 - int(folder.name)) / "started"
+        started.touch()
+        while not other.exists():
+            time.sleep(0.01)
+    if lr == 0.7:
+        shown = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+        folder.joinpath("environment.json").write_text(json.dumps(shown))
+    if lr > 1:
+        print("error: it diverged", file=sys.stderr)
+        status = {"state": "failed", "code": 5, "reason": "it diverged"}
+    else:
+        results = {"best/val/accuracy": 1 - lr, "val/accuracy": 0.0}
+        status = {"state": "finished", "results": results}
+        status["seconds"] = 1.5
+    if lr < 3:
+        folder.joinpath("status.json").write_text(json.dumps(status))
+    sys.exit(5 if lr > 1 else 0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+# A small configuration composes quickly.
+PRIMARY = """
+name: train
+data: {}
+model: {_target_: torch.nn.Identity}
+task: {_target_: torch.nn.Identity}
+optimizer: {lr: 0.1}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the job by a small module, and work in an empty folder."""
+    script = tmp_path / "modules" / "small_job.py"
+    script.parent.mkdir()
+    script.write_text(JOB)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
+    # Not syspath_prepend, which forgets the caches of all packages.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(script.parent)])
+    monkeypatch.setattr(local, "TRAIN", "small_job")
+    monkeypatch.setattr(server, "WARM_UP", None)
+    monkeypatch.setattr(grid, "check_built", lambda *_: None)
+    monkeypatch.setattr(sweep_module, "report", lambda folder: None)
+    monkeypatch.chdir(tmp_path)
+    return script
+
+
+@pytest.fixture
+def sweep_of() -> Callable[..., int]:
+    """Run a sweep in this process."""
+    return lambda *argv: sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
+
+
+@pytest.fixture
+def rows_of() -> Callable[[Path], list[dict[str, str]]]:
+    """Read a leaderboard."""
+
+    def read(folder: Path) -> list[dict[str, str]]:
+        with (folder / "leaderboard.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    return read

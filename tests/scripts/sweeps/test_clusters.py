@@ -1,0 +1,130 @@
+"""Jobs on other machines: through submitit's local executor, and through a local Ray."""
+
+import importlib.util
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from scripts.sweeps.launchers import on_node
+from scripts.sweeps.launchers.launcher import Launch
+from scripts.sweeps.launchers.on_node import NodeJob
+
+Sweep = Callable[..., int]
+Rows = Callable[[Path], list[dict[str, str]]]
+SUBMITIT = ["sweep.launcher=submitit", "+sweep.launcher_options.cluster=local"]
+
+
+@pytest.fixture
+def remote(job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The small job, where processes elsewhere find it."""
+    monkeypatch.setenv("PYTHONPATH", str(job.parent))
+    monkeypatch.setattr(on_node, "TRAIN", "small_job")
+    return job
+
+
+def test_a_grid_goes_through_submitit(
+    remote: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("submitit")
+    argv = ["run_dir=there", "optimizer.lr=0.6,0.4,1.5", *SUBMITIT, "sweep.retries=1"]
+    # 0.6 waits until 0.4 has begun, which is killed once; 1.5 fails.
+    assert sweep_of(*argv) == 5
+    states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
+    assert states == {"0.6": "finished", "0.4": "finished", "1.5": "failed"}
+    out = capfd.readouterr().out
+    assert "job 1 starts again: killed by SIGKILL" in out
+    assert "job 2 failed (exit 5): it diverged" in out
+    assert "resume=auto" in json.loads(Path("there/1/overrides.yaml").read_text())
+    assert Path("there/output/0.txt").read_text() == "job output 0.6\n"
+
+
+def launched(lr: float, *more: str) -> NodeJob:
+    folder = Path("there/0")
+    argv = [f"optimizer.lr={lr}", *more, "run_dir='there/0'"]
+    folder.mkdir(parents=True)
+    return NodeJob.of(Launch(0, argv, folder, Path("there/output/0.txt")))
+
+
+def test_a_preempted_job_saves_and_goes_on_from_the_queue(remote: Path) -> None:
+    pytest.importorskip("submitit")
+    job, codes = launched(0.5, "resume=some.pt"), []
+    assert "resume=some.pt" in job.words()
+    thread = threading.Thread(target=lambda: codes.append(job()))
+    thread.start()
+    while not Path("there/0/started").exists():
+        assert thread.is_alive()
+    again = job.checkpoint().function
+    thread.join(60)
+    assert codes == [143]
+    assert again.process is None
+    assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
+
+
+def test_a_job_leaves_the_signal_of_submitit_alone(remote: Path) -> None:
+    job = launched(0.1)
+    assert job() == 0
+    status = "import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"
+    Path("modules/look.py").write_text(status)
+    job.module = "look"
+    assert job() == 0
+    assert Path("there/output/0.txt").read_text().endswith("True\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        pytest.param(
+            ["+sweep.launcher_options.bogus=1"], "sweep.launcher_options: .*bogus", id="x"
+        ),
+        pytest.param(
+            ["+sweep.launcher_options.tasks_per_node=2"], "one task on one node", id="tasks"
+        ),
+        pytest.param(["sweep.launcher_options.cluster=slurm"], "slurm", id="no-slurm-here"),
+    ],
+)
+def test_what_submitit_cannot_do_is_no_start(
+    job: Path, sweep_of: Sweep, options: list[str], text: str
+) -> None:
+    pytest.importorskip("submitit")
+    with pytest.raises(ConfigError, match=text):
+        sweep_of("run_dir=there", "optimizer.lr=0.1,0.2", *SUBMITIT, *options)
+    assert not Path("there").exists()
+
+
+@pytest.mark.parametrize("name", ["submitit", "ray"])
+def test_a_launcher_needs_its_package(
+    name: str, job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        sweep_of("optimizer.lr=0.1,0.2", f"sweep.launcher={name}")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_a_grid_goes_through_ray(
+    remote: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    argv = ["run_dir=there", "optimizer.lr=0.1,0.4,1.5", "sweep.launcher=ray", "sweep.retries=1"]
+    assert sweep_of(*argv) == 5
+    states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
+    assert states == {"0.1": "finished", "0.4": "finished", "1.5": "failed"}
+
+
+def test_cancelling_a_job_lets_it_save(remote: Path) -> None:
+    job, codes = launched(0.5), []
+    thread = threading.Thread(target=lambda: codes.append(job()))
+    thread.start()
+    while not Path("there/0/started").exists():
+        assert thread.is_alive()
+    job.stop(signal.SIGTERM)
+    thread.join(60)
+    assert codes == [143]

@@ -1,0 +1,429 @@
+"""A search: what it asks for, what it learns, and how it goes on."""
+
+import csv
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callbacks.support.study import PRUNED_AT, open_storage
+from conf.errors import ConfigError
+from conf.yaml_dump import dump
+from scripts.cli.arguments import parse_arguments
+from scripts.composition.compose import compose
+from scripts.composition.overrides import Dimension
+from scripts.sweeps import search as searches
+from scripts.sweeps import sweep as sweeps
+from scripts.sweeps.grid import sweep
+from scripts.sweeps.process import Outcome, note_outcome
+from scripts.sweeps.sweep import Sweep
+from trainer.errors import CheckpointError, StorageError
+
+optuna = pytest.importorskip("optuna")
+from scripts.sweeps.study import distribution  # noqa: E402
+
+PRIMARY = """
+defaults: [{sweep: null}, _self_]
+name: train
+data: {}
+model: {_target_: torch.nn.Identity}
+task: {_target_: torch.nn.Identity}
+optimizer: {lr: 0.1, weight_decay: 0.0}
+"""
+SPACE = ["optimizer.lr=interval(0.0,4.0)", "optimizer.weight_decay=interval(0.0,1.0)"]
+Run = Callable[..., int]
+
+
+def values_of(job: Outcome) -> dict[str, float]:
+    return {key: float(value) for key, value in job.overrides.items() if "." in key}
+
+
+class Jobs:
+    """Takes the place of processes: the accuracy is best where the learning rate is 3."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, float]] = []
+        self.more: list[str] = []
+        self.ends: dict[int, str] = {}  # the state that a job ends with, by its number
+        self.dies: int | None = None  # the job in which the sweep is killed
+
+    def run_all(self, it: Sweep, ask: Any, tell: Any) -> None:
+        while not it.ended and (asked := ask()) is not None:
+            self.run(it, *asked)
+            tell(asked[0])
+
+    def run(self, it: Sweep, outcome: Outcome, job: Sequence[Any]) -> None:
+        lr = values_of(outcome).get("optimizer.lr", 0.0)
+        self.ran.append((outcome.number, lr))
+        self.more += outcome.more
+        outcome.run_dir.mkdir(exist_ok=True)
+        overrides = [override.text for override in job]
+        (outcome.run_dir / "overrides.yaml").write_text(json.dumps(overrides))
+        if outcome.number == self.dies:
+            self.dies = None
+            raise KeyboardInterrupt
+        config = compose(["--config-path", "conf", *overrides]).config
+        (outcome.run_dir / "config.yaml").write_text(dump({**config, "run_dir": None}))
+        state = self.ends.get(outcome.number, "finished")
+        accuracy = None if lr > 3.9 else 1 - (lr - 3) ** 2
+        results = {"best/val/accuracy": accuracy, "val/loss": 1.0}
+        status = {"state": state, "results": results, "seconds": 1.0}
+        (outcome.run_dir / "status.json").write_text(json.dumps(status))
+        note_outcome(outcome, 5 if state == "failed" else 0)
+        it.write()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    (tmp_path / "conf" / "sweep").mkdir(parents=True)
+    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
+    (tmp_path / "conf" / "sweep" / "optuna.yaml").write_text("n_trials: 6\nsampler: random\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(searches, "check_built", lambda *_, alone: "accuracy")
+    monkeypatch.setattr(sweeps, "report", lambda folder: None)
+    found = Jobs()
+    monkeypatch.setattr(searches, "run_jobs", found.run_all)
+    return found
+
+
+def run(*argv: str) -> int:
+    return sweep(parse_arguments(["-m", "--config-path", "conf", "sweep=optuna", *argv]))
+
+
+def board(folder: str = "there") -> list[dict[str, str]]:
+    with Path(folder, "leaderboard.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def study_in(place: str = "there/study.journal") -> Any:
+    return optuna.load_study(study_name="train", storage=open_storage(place))
+
+
+def test_a_search_needs_something_to_search(jobs: Jobs) -> None:
+    with pytest.raises(ConfigError, match="nothing to search"):
+        run("run_dir=there")
+    assert not Path("there").exists()
+
+
+def test_a_search_needs_its_package(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match="pip install optuna"):
+        run(*SPACE, "run_dir=there")
+    assert not Path("there").exists()
+
+
+def test_every_choice_of_a_search_is_checked_first(jobs: Jobs) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("optimizer.lr=choice(0.1,abc)", "seed=choice(1,-2)", "run_dir=there")
+    assert {p.key for p in caught.value.problems} == {"seed", "optimizer.lr"}
+    assert not Path("there").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        pytest.param(["sweep.sampler=tpr"], "did you mean tpe", id="sampler"),
+        pytest.param(
+            ["sweep.sampler=tpe", "sweep.sampler_options={n_startup: 1}"],
+            r"sampler_options.n_startup: TPESampler has no such option; it has .*n_startup_trials",
+            id="option",
+        ),
+        pytest.param(["sweep.sampler_options={seed: 1}"], "has no such option", id="our-seed"),
+        pytest.param(["sweep.pruner=asha", "sweep.pruner_options={reduction_factor: 1}"],
+            "must be .*reduction_factor >= 2", id="value"),
+        pytest.param(["sweep.enqueue=[{optimizer.lr: 9}]"], "between 0.0 and 4.0", id="enqueue"),
+        pytest.param(["dry_run=true"], "a search has no plan", id="dry-run"),
+        pytest.param(["sweep.storage='nothing://x'"], "cannot be opened", id="storage"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_search(jobs: Jobs, argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run(*SPACE, *argv, "run_dir=there")
+    assert jobs.ran == []
+
+
+def test_a_missing_cmaes_is_named(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install cmaes"):
+        run(*SPACE, "sweep.sampler=cmaes", "run_dir=there")
+
+
+def test_a_search_finds_good_values(jobs: Jobs) -> None:
+    more = ["sweep.sampler=tpe", "sweep.n_trials=16", "sweep.sampler_options={n_startup_trials: 5}"]
+    assert run("optimizer.lr=interval(0.0,3.9)", *more, "run_dir=there") == 0
+    rows = board()
+    assert len(rows) == 16
+    best = [float(row["val/accuracy"]) for row in rows]
+    assert best == sorted(best, reverse=True)
+    assert best[0] > 0.9
+    assert study_in().best_value == best[0]
+    assert study_in().direction == optuna.study.StudyDirection.MAXIMIZE
+    assert study_in().metric_names == ["val/accuracy"]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        "tpe",
+        "grid",
+        pytest.param("cmaes", marks=pytest.mark.slow),  # imports of some seconds
+        pytest.param("qmc", marks=pytest.mark.slow),
+    ],
+)
+def test_a_search_that_was_killed_asks_for_the_same_values(jobs: Jobs, sampler: str) -> None:
+    if sampler == "cmaes":
+        pytest.importorskip("cmaes")
+    steps = ["optimizer.lr=range(0.5,3.6,0.5)", "optimizer.weight_decay=choice(0.0,0.1)"]
+    argv = [*(steps if sampler == "grid" else SPACE), f"sweep.sampler={sampler}", "seed=7"]
+    argv += ["sweep.n_trials=4"]
+    argv += ["sweep.sampler_options={n_startup_trials: 1}"] if sampler in ("tpe", "cmaes") else []
+    assert run(*argv, "run_dir=whole") == 0
+    whole, jobs.ran = jobs.ran, []
+    jobs.dies = 2
+    with pytest.raises(KeyboardInterrupt):
+        run(*argv, "run_dir=there", "resume=auto")
+    assert run(*argv, "run_dir=there", "resume=auto") == 0
+    assert jobs.ran == [whole[n] for n in (0, 1, 2, 2, 3)]
+    assert [row["optimizer.lr"] for row in board()] == [
+        row["optimizer.lr"] for row in board("whole")
+    ]
+    assert len({lr for _, lr in whole}) > 2
+
+
+def test_another_seed_searches_elsewhere(jobs: Jobs) -> None:
+    found = []
+    for seed in (1, 2):
+        run(*SPACE, f"seed={seed}", "sweep.n_trials=2", f"run_dir=s{seed}")
+        found.append([lr for _, lr in jobs.ran])
+        jobs.ran = []
+    assert not set(found[0]) & set(found[1])
+
+
+def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs: Jobs) -> None:
+    argv = [*SPACE, "run_dir=there", "resume=auto"]
+    run(*argv, "sweep.n_trials=3")
+    before = board()
+    run(*argv, "sweep.n_trials=3")
+    assert [n for n, _ in jobs.ran] == [0, 1, 2]
+    assert board() == before
+    run(*argv, "sweep.n_trials=5")
+    assert [n for n, _ in jobs.ran] == [0, 1, 2, 3, 4]
+    assert len(board()) == 5
+
+
+def test_what_jobs_end_with_is_what_the_study_learns(jobs: Jobs) -> None:
+    jobs.ends = {1: "failed", 2: "pruned", 3: "preempted"}
+    argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=5"]
+    assert run(*argv) == 5
+    State = optuna.trial.TrialState  # noqa: N806
+    states = [trial.state for trial in study_in().trials]
+    assert states == [State.COMPLETE, State.FAIL, State.PRUNED, State.RUNNING, State.COMPLETE]
+    jobs.ran, jobs.ends = [], {}
+    assert run(*argv) == 5  # the failed one stays so
+    assert [n for n, _ in jobs.ran] == [3]  # the preempted one goes on as the trial that it is
+    assert study_in().trials[3].state == State.COMPLETE
+    assert {row["job"]: row["status"] for row in board()} == {
+        "0": "finished", "1": "failed", "2": "pruned", "3": "finished", "4": "finished",
+    }  # fmt: skip
+
+
+def test_a_job_without_the_metric_is_told_of(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    run("optimizer.lr=choice(3.95,0.1)", "run_dir=there", "sweep.sampler=grid")
+    assert "it logged no val/accuracy" in caplog.text
+    assert len(board()) == 2
+
+
+def test_the_same_combination_is_run_once(jobs: Jobs) -> None:
+    run("optimizer.lr=choice(1.0,2.0)", "run_dir=there", "sweep.n_trials=9")
+    assert sorted(lr for _, lr in jobs.ran) == [1.0, 2.0]
+    trials = study_in().trials
+    assert len(trials) == 9
+    assert all(t.value == 1 - (float(t.params["optimizer.lr"]) - 3) ** 2 for t in trials)
+    assert len(board()) == 2
+
+
+def test_a_grid_ends_when_all_has_been_tried(jobs: Jobs) -> None:
+    argv = ["optimizer.lr=range(0.5,3.1,0.5)", "optimizer.weight_decay=choice(0.0,0.1)"]
+    run(*argv, "sweep.sampler=grid", "sweep.n_trials=99", "run_dir=there")
+    assert len({(row["optimizer.lr"], row["optimizer.weight_decay"]) for row in board()}) == 12
+    assert len(jobs.ran) == 12
+
+
+def test_a_search_begins_with_what_it_is_given(jobs: Jobs) -> None:
+    argv = [*SPACE, "sweep.enqueue=[{optimizer.lr: 2.5}, {optimizer.lr: 1}]", "run_dir=there"]
+    run(*argv, "resume=auto")
+    assert [lr for _, lr in jobs.ran][:2] == [2.5, 1.0]
+    run(*argv, "resume=auto", "sweep.n_trials=7")
+    assert [lr for _, lr in jobs.ran].count(2.5) == 1
+
+
+def test_conditions_and_steps_of_a_file(jobs: Jobs) -> None:
+    Path("conf/sweep/mine.yaml").write_text("""
+n_trials: 12
+sampler: random
+params:
+  seed: choice(1,2)
+  optimizer.lr: {values: "interval(0.0,2.0)", step: 0.5, when: {seed: 2}}
+""")
+    argv = ["-m", "--config-path", "conf", "sweep=mine", "run_dir=there"]
+    sweep(parse_arguments(argv))
+    rows = board()
+    assert {row["optimizer.lr"] == "" for row in rows if row["seed"] == "1"} == {True}
+    steps = {float(row["optimizer.lr"]) for row in rows if row["seed"] == "2"}
+    assert steps <= {0.0, 0.5, 1.0, 1.5, 2.0}
+    assert len(steps) > 1
+
+
+def test_several_jobs_may_be_under_way(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(it: Sweep, ask: Any, tell: Any) -> None:
+        while batch := [asked for _ in range(3) if (asked := ask()) is not None]:
+            assert len({outcome.number for outcome, _ in batch}) == len(batch)
+            for outcome, job in reversed(batch):
+                jobs.run(it, outcome, job)
+                tell(outcome)
+
+    monkeypatch.setattr(searches, "run_jobs", several)
+    run("optimizer.lr=choice(1.0,2.0,2.5,3.0,3.5)", "run_dir=there", "sweep.n_trials=20")
+    assert len(jobs.ran) == len({lr for _, lr in jobs.ran}) == len(board())
+    assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}
+
+
+def test_a_job_is_told_of_its_trial_only_where_it_may_be_pruned(jobs: Jobs) -> None:
+    run(*SPACE, "run_dir=without", "sweep.n_trials=1")
+    assert jobs.more == []
+    argv = ["sweep.pruner=median", "sweep.pruner_options={n_startup_trials: 2}"]
+    run(*SPACE, r"run_dir='it\'s'", "sweep.n_trials=2", *argv)
+    composed = compose(["--config-path", "conf", jobs.more[1]]).config["sweep"]
+    assert composed["trial"] == {"storage": "it's/study.journal", "study": "train", "number": 1}
+    pruner = study_in("it's/study.journal").user_attrs["pruner"]
+    assert pruner == {"name": "median", "options": {"n_startup_trials": 2}}
+
+
+@pytest.mark.parametrize("place", ["shared.journal", "sqlite:///shared.db"])
+def test_two_sweeps_share_a_study(jobs: Jobs, place: str) -> None:
+    argv = [*SPACE, f"sweep.storage='{place}'"]
+    run(*argv, "sweep.n_trials=2", "run_dir=a")
+    run(*argv, "sweep.n_trials=5", "run_dir=b")
+    assert len(study_in(place).trials) == 5
+    assert (len(board("a")), len(board("b"))) == (2, 3)
+    jobs.ran = []
+    run(*argv, "sweep.n_trials=5", "run_dir=a", "resume=auto")
+    assert jobs.ran == []
+    assert len(board("a")) == 2
+
+
+def test_a_study_of_another_metric_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=1"]
+    run(*argv)
+    monkeypatch.setattr(searches, "check_built", lambda *_, alone: "loss")
+    with pytest.raises(CheckpointError, match="is about val/accuracy, and this search about val/l"):
+        run(*argv)
+
+
+def test_other_choices_than_the_study_began_with_are_refused(jobs: Jobs) -> None:
+    argv = ["run_dir=there", "resume=auto", "sweep.n_trials=1"]
+    run("optimizer.lr=choice(1.0,2.0)", *argv)
+    with pytest.raises(ConfigError, match=r"^optimizer.lr: the study began with .*: 1.0, 2.0"):
+        run("optimizer.lr=choice(1.0,3.0)", *argv)
+
+
+def test_other_overrides_than_the_study_began_with_are_told(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=1"]
+    run(*argv)
+    run(*argv, "name=train", "seed=3")
+    assert "began with other overrides" in caplog.text
+    assert "seed=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        pytest.param(b"what is this\n{}\n", "study.journal", id="journal"),
+        pytest.param(b'{"op_code":5}\n{"op_code":5}\n', "study.journal", id="journal-of-nothing"),
+        pytest.param(b"SQLite format 3\0" + b"x" * 4096, "study.db", id="database"),
+        pytest.param(b"what is this" * 999, "study.db", id="no-database"),
+    ],
+)
+def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str) -> None:
+    Path(name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"^the study .*{name} is damaged .*move it away"):
+        run(*SPACE, f"sweep.storage={name}", "run_dir=there")
+    assert jobs.ran == []
+
+
+def test_a_locked_study_is_a_clear_error(jobs: Jobs) -> None:
+    place = "sqlite:///study.db?timeout=0.05"
+    argv = [*SPACE, f"sweep.storage='{place}'", "sweep.n_trials=2", "run_dir=there", "resume=auto"]
+    run(*argv)
+    other = sqlite3.connect("study.db")
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(StorageError, match="database is locked"):
+        run(*argv)
+    other.rollback()
+    assert len(board()) == 2  # as it was
+    run(*argv, "sweep.n_trials=3")
+    other.close()
+
+
+def test_a_study_that_cannot_be_written_is_a_clear_error(jobs: Jobs) -> None:
+    with pytest.raises(StorageError, match=r"cannot use the study nowhere/study.journal: No such"):
+        run(*SPACE, "sweep.storage=nowhere/study.journal", "run_dir=there")
+
+
+def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
+    argv = [*SPACE, "run_dir=there", "resume=auto"]
+    run(*argv, "sweep.n_trials=2")
+    with Path("there/study.journal").open("ab") as file:
+        file.write(b'{"op_code":4,"wor')
+    run(*argv, "sweep.n_trials=3")
+    assert len(study_in().trials) == 3
+
+
+@pytest.mark.parametrize(
+    ("dimension", "expected"),
+    [
+        pytest.param(
+            Dimension("a", choices=("x", "y")), "CategoricalDistribution(choices=('x', 'y'))"
+        ),
+        pytest.param(
+            Dimension("a", low=2, high=8, integers=True, step=3.0),
+            "IntDistribution(high=8, log=False, low=2, step=3)",
+        ),
+        pytest.param(
+            Dimension("a", low=1, high=8, log=True),
+            "FloatDistribution(high=8.0, log=True, low=1.0, step=None)",
+        ),
+    ],
+)
+def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
+    assert str(distribution(dimension)) == expected
+
+
+@pytest.mark.slow
+def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
+    argv += ["experiment=resnet18", "trainer.limit_train_batches=2", "trainer.max_epochs=2"]
+    argv += ["optimizer.lr=choice(0.1,1e-9)", "sweep.sampler=grid", "run_dir=there"]
+    argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner=median"]
+    argv += ["sweep.pruner_options={n_startup_trials: 1}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=400, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = board(str(tmp_path / "there"))
+    assert {row["optimizer.lr"]: row["status"] for row in rows} == {
+        "0.1": "finished", "1e-9": "pruned",
+    }  # fmt: skip
+    assert "report: there/report.html" in done.stdout
+    assert (tmp_path / "there" / "report.html").exists()
+
+
+def test_the_attribute_of_pruned_trials_is_a_word_of_ours() -> None:
+    assert PRUNED_AT == "pruned_at"  # in studies that exist: it stays

@@ -1,0 +1,171 @@
+"""What varies in a search, and when."""
+
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from scripts.cli.arguments import parse_arguments
+from scripts.composition.compose import split_search
+from scripts.composition.overrides import Dimension
+from scripts.sweeps.space import Space, given
+
+PRIMARY = """
+defaults: [{model: mlp}, _self_]
+name: train
+data: {}
+task: {_target_: torch.nn.Identity}
+optimizer: {lr: 0.1, weight_decay: 0.0}
+seed: 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
+    linear = "_target_: torch.nn.Linear\nin_features: 4\nout_features: 2\n"
+    (tmp_path / "conf" / "model" / "mlp.yaml").write_text(linear)
+    (tmp_path / "conf" / "model" / "none.yaml").write_text("_target_: torch.nn.Identity\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def space_of(*texts: str, **params: object) -> Space:
+    arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
+    fixed, varied = split_search(arguments)
+    params = {key.replace("__", "."): value for key, value in params.items()}
+    return Space(arguments, fixed, [*varied, *given(arguments, params, {d.name for d in varied})])
+
+
+def shown(space: Space) -> list[list[str]]:
+    return [[override.text for override in job] for job in space.samples()]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("model.in_features=interval(16,64)", ["16", "64"], id="integers"),
+        pytest.param("model.in_features=interval(16.0,64.0)", ["16.0", "64.0"], id="as-floats"),
+        pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
+        pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
+        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
+        pytest.param("seed=range(2,9,3)", ["2", "8"], id="a-range-has-steps"),
+        pytest.param("optimizer.lr=range(0.1,0.5,0.1)", ["0.1", "0.4"], id="a-range-of-floats"),
+        pytest.param("seed=range(9,2,-3)", ["3", "9"], id="backwards"),
+        pytest.param("seed=range(5,6)", ["5"], id="a-range-of-one"),
+    ],
+)
+def test_the_values_that_a_search_is_checked_with(text: str, expected: list[str]) -> None:
+    assert [job[0].partition("=")[2] for job in shown(space_of(text))] == expected
+
+
+def test_a_large_space_is_checked_with_each_choice_once() -> None:
+    more = ["optimizer.weight_decay=choice(0,1,2,3,4,5,6)"]
+    found = space_of(f"seed=choice({','.join(map(str, range(90)))})", *more).samples()
+    assert len(found) == 90
+    assert {decay.value for _, decay in found} == set("0123456")
+
+
+def test_steps_end_where_the_last_one_fits() -> None:
+    entry = {"values": "interval(16,100)", "step": 16}
+    (dimension,) = space_of(model__in_features=entry).dimensions
+    assert (dimension.low, dimension.high, dimension.integers) == (16, 96, True)
+    assert space_of(model__in_features=entry).grid()["model.in_features"] == [
+        16,
+        32,
+        48,
+        64,
+        80,
+        96,
+    ]
+
+
+def test_a_key_varies_only_under_its_condition() -> None:
+    entry = {"values": "interval(8,16)", "when": {"model": "mlp"}}
+    space = space_of("model=choice(mlp,none)", model__in_features=entry)
+    assert shown(space) == [
+        ["model=mlp", "model.in_features=8"],
+        ["model=mlp", "model.in_features=16"],
+        ["model=none"],
+    ]
+    assert space.dimensions[1].integers  # as where the model is that one
+
+
+def test_conditions_are_ordered_and_may_depend_on_conditions() -> None:
+    params = {
+        "optimizer.lr": {"values": "interval(1,2)", "when": {"seed": [1, 2]}},
+        "seed": {"values": "choice(1,2,9)", "when": {"model": "mlp"}},
+        "model": "choice(mlp,none)",
+    }
+    space = space_of(**params)
+    assert space.names == ["model", "seed", "optimizer.lr"]
+    assert ["model=none"] in shown(space)
+    assert ["model=mlp", "seed=9"] in shown(space)
+    assert ["model=mlp", "seed=2", "optimizer.lr=2.0"] in shown(space)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [pytest.param("mlp", 2, id="holds"), pytest.param("none", 1, id="not")]
+)
+def test_a_condition_may_ask_about_what_does_not_vary(model: str, expected: int) -> None:
+    entry = {"values": "interval(1,2)", "when": {"model": "mlp"}}
+    space = space_of(f"model={model}", "seed=choice(1)", optimizer__lr=entry)
+    assert len(shown(space)) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        pytest.param({"seed": "3"}, "gives one value only", id="one-value"),
+        pytest.param({"seed": {"step": 2}}, r"seed.values: missing", id="no-values"),
+        pytest.param({"seed": {"values": "choice(1,2)", "wen": 1}}, "did you mean when", id="word"),
+        pytest.param({"seed": {"values": "choice(1,2)", "step": 1}}, "no interval", id="choices"),
+        pytest.param({"seed": {"values": "interval(1,4)", "step": 9}}, "not fit", id="large-step"),
+        pytest.param(
+            {"seed": {"values": "interval(1,4)", "step": "a"}}, "a number", id="no-number"
+        ),
+        pytest.param(
+            {"optimizer.lr": {"values": "tag(log,interval(1,4))", "step": 1}}, "log", id="log-step"
+        ),
+        pytest.param({"seed": {"values": "choice(1,2)", "when": "mlp"}}, "a section", id="when"),
+        pytest.param(
+            {"seed": {"values": "choice(1,2)", "when": {"modle": "x"}}}, "no key 'modle'", id="key"
+        ),
+        pytest.param(
+            {
+                "seed": {"values": "choice(1,2)", "when": {"name": "a"}},
+                "name": {"values": "choice(a,b)", "when": {"seed": 1}},
+            },
+            "form a circle",
+            id="circle",
+        ),
+    ],
+)
+def test_params_that_are_no_space(params: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        space_of(**params)
+
+
+def test_a_grid_is_of_values_that_can_be_counted() -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
+        space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)").grid()
+    assert space_of("seed=interval(1,3)").grid() == {"seed": [1, 2, 3]}
+
+
+def test_values_to_begin_with() -> None:
+    space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
+    entries = space.entries([{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
+    assert entries == [{"seed": 3}, {"optimizer.lr": 1.0, "model": "mlp"}]
+    with pytest.raises(ConfigError) as caught:
+        space.entries([{"seed": 3.5}, {"lr": 1, "model": "cnn"}], whole=True)
+    assert [p.key for p in caught.value.problems] == [
+        "sweep.enqueue.0.seed",
+        "sweep.enqueue.0",
+        "sweep.enqueue.1.lr",
+        "sweep.enqueue.1.model",
+        "sweep.enqueue.1",
+    ]
+
+
+def test_a_dimension_is_named_without_its_sign() -> None:
+    assert Dimension("+model.x", low=0, high=1).name == "model.x"
