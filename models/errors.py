@@ -3,7 +3,7 @@
 from conf.errors import ConfigError
 
 
-class ModelError(ConfigError, ValueError):
+class NetworkError(ConfigError, ValueError):
     """A model cannot be built from its configuration."""
 
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 
 _GROUPS: Final = 8  # of channels, in the generator
 
@@ -38,7 +38,7 @@ class Generator(nn.Module):
     def forward(self, noise: Tensor) -> Tensor:
         """Map (N, latent_dim) to (N, channels, image_size, image_size)."""
         if noise.shape[1:] != (self.seed.in_features,):
-            raise ModelError(
+            raise NetworkError(
                 f"the noise has shape {list(noise.shape[1:])} per sample, but model.latent_dim "
                 f"is {self.seed.in_features}"
             )
@@ -89,9 +89,9 @@ class GAN(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % 4:
-            raise ModelError(f"model.image_size={image_size} is not a multiple of 4")
+            raise NetworkError(f"model.image_size={image_size} is not a multiple of 4")
         if norm not in ("group", "batch"):
-            raise ModelError(f"model.norm={norm!r} is neither group nor batch")
+            raise NetworkError(f"model.norm={norm!r} is neither group nor batch")
         self.latent_dim = latent_dim
         self.generator = Generator(latent_dim, in_channels, image_size, width, norm)
         self.discriminator = Discriminator(in_channels, image_size, width)

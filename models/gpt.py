@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.transformer import Block, initialise
 
 
@@ -44,7 +44,9 @@ class GPT(nn.Module):
         """Map token ids (N, T), T <= context, to logits (N, T, num_classes)."""
         length = tokens.shape[-1]
         if length > self.context:
-            raise ModelError(f"the input has {length} tokens, but model.context is {self.context}")
+            raise NetworkError(
+                f"the input has {length} tokens, but model.context is {self.context}"
+            )
         positions = torch.arange(length, device=tokens.device)
         x = self.dropout(self.token_embed(tokens) + self.pos_embed(positions))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]

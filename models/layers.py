@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -21,7 +21,7 @@ def make_activation(name: str) -> nn.Module:
     if name not in ACTIVATIONS:
         near = get_close_matches(name, ACTIVATIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ACTIVATIONS)}"
-        raise ModelError(f"unknown activation {name!r}: {hint}")
+        raise NetworkError(f"unknown activation {name!r}: {hint}")
     return ACTIVATIONS[name]()
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from models.resize import adapt_channels, find_head
 from models.weights import read_weights, weights_wanted
 
@@ -129,7 +129,7 @@ def _dropped(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
-            raise ModelError(
+            raise NetworkError(
                 f"model.drop: {pattern!r} matches no name among {_names(tuple(names))}"
             )
         dropped |= matches

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 
 Head = nn.Linear | nn.Conv2d
 
@@ -12,7 +12,7 @@ def find_head(model: nn.Module) -> str:
     """Return the name of the last linear or convolution layer: the classifier, in most networks."""
     heads: list[str] = [n for n, m in model.named_modules() if isinstance(m, Head)]
     if not heads:
-        raise ModelError(f"{type(model).__name__} has no linear or convolution layer for a head")
+        raise NetworkError(f"{type(model).__name__} has no linear or convolution layer for a head")
     return heads[-1]
 
 
@@ -41,7 +41,7 @@ def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
     """
     found = next(((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)), None)
     if found is None:
-        raise ModelError(f"{type(model).__name__} has no convolution for model.in_channels")
+        raise NetworkError(f"{type(model).__name__} has no convolution for model.in_channels")
     name, old = found
     if old.in_channels == in_channels:
         return
@@ -74,7 +74,7 @@ def _like(module: Head, inputs: int | None = None, outputs: int | None = None) -
     if isinstance(module, nn.Linear):
         return nn.Linear(inputs or module.in_features, outputs or module.out_features, bias)
     if module.groups != 1:
-        raise ModelError("a grouped convolution cannot be resized")
+        raise NetworkError("a grouped convolution cannot be resized")
     return nn.Conv2d(
         inputs or module.in_channels,
         outputs or module.out_channels,

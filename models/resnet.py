@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.layers import make_activation
 
 Stem = Literal["cifar", "imagenet", "auto"]
@@ -96,9 +96,9 @@ class ResNet(nn.Module):
             side = max(image_size) if isinstance(image_size, list) else image_size or 0
             stem = "imagenet" if side > LARGE else "cifar"
         if depth not in DEPTHS:
-            raise ModelError(f"model.depth must be one of {sorted(DEPTHS)}, not {depth}")
+            raise NetworkError(f"model.depth must be one of {sorted(DEPTHS)}, not {depth}")
         if stem not in ("cifar", "imagenet"):
-            raise ModelError(f"model.stem must be auto, cifar or imagenet, not {stem!r}")
+            raise NetworkError(f"model.stem must be auto, cifar or imagenet, not {stem!r}")
         block, counts = DEPTHS[depth]
         small = stem == "cifar"
         kernel, stride = (3, 1) if small else (7, 2)

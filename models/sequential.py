@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 
 
 def from_layers(
@@ -24,7 +24,7 @@ def from_layers(
         if layer is not None:
             model.add_module(str(name), layer)
     if not len(model):
-        raise ModelError("model.layers is empty")
+        raise NetworkError("model.layers is empty")
     if num_classes is not None:
         model.add_module("head", nn.LazyLinear(num_classes))
     trace(model, input_shape)
@@ -59,12 +59,12 @@ def _apply(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         path = " -> ".join(f"{given} {_text(shape)}" for given, shape in shapes)
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(
+        raise NetworkError(
             f"model.layers.{name} ({layer}) does not accept its input of shape "
             f"{_text(shapes[-1][1])}: {reason} [{path}]"
         ) from error
     if not isinstance(out, Tensor):
-        raise ModelError(
+        raise NetworkError(
             f"model.layers.{name} ({layer}) returns a {type(out).__name__}; "
             "layers in a list must return one tensor"
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from models.weights import weights_wanted
 
 
@@ -20,10 +20,10 @@ def build(
     try:
         timm = importlib.import_module("timm")
     except ImportError:
-        raise ModelError("model=timm needs the package timm: pip install timm") from None
+        raise NetworkError("model=timm needs the package timm: pip install timm") from None
     if name.split(".")[0] not in timm.list_models():
         near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
-        raise ModelError(f"model.name: timm has no model {name!r}; similar: {near}")
+        raise NetworkError(f"model.name: timm has no model {name!r}; similar: {near}")
     try:
         model: nn.Module = timm.create_model(
             name,

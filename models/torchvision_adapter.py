@@ -8,7 +8,7 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.resize import resize_head, resize_input
 from models.weights import fetch, weights_wanted
 
@@ -49,7 +49,7 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         near = (
             ", ".join(get_close_matches(name, known, n=3)) or "see torchvision.models.list_models()"
         )
-        raise ModelError(f"model.name: torchvision has no model {name!r}; nearest: {near}")
+        raise NetworkError(f"model.name: torchvision has no model {name!r}; nearest: {near}")
     return torchvision.models.get_model_builder(name)  # type: ignore[no-any-return]
 
 
@@ -72,11 +72,11 @@ def _trained(
     entries = torchvision.models.get_model_weights(name)
     if weights not in entries.__members__:
         known = ", ".join(entries.__members__) or "none"
-        raise ModelError(f"model.weights: {name} has no {weights!r}; it has: {known}")
+        raise NetworkError(f"model.weights: {name} has no {weights!r}; it has: {known}")
     entry = entries[weights]
     classes = len(entry.meta["categories"])
     if classes != num_classes and builder.__module__.startswith("torchvision.models.detection"):
-        raise ModelError(
+        raise NetworkError(
             f"model.num_classes={num_classes}: the trained head of {name} has {classes} classes "
             "and cannot be resized; remove model.weights"
         )

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.errors import ModelError
+from models.errors import NetworkError
 
 
 class Attention(nn.Module):
@@ -12,7 +12,7 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
         if dim % heads:
-            raise ModelError(f"model.dim={dim} is not a multiple of model.heads={heads}")
+            raise NetworkError(f"model.dim={dim} is not a multiple of model.heads={heads}")
         self.heads = heads
         self.causal = causal
         self.dropout = dropout

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from models.weights import weights_wanted
 
 
@@ -45,9 +45,11 @@ def build(
         transformers = importlib.import_module("transformers")
     except ImportError:
         hint = "pip install 'regimen[transformers]'"
-        raise ModelError(f"model=transformers needs the package transformers: {hint}") from None
+        raise NetworkError(f"model=transformers needs the package transformers: {hint}") from None
     if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
-        raise ModelError(f"model.auto: transformers has no {auto!r}; such as AutoModelForCausalLM")
+        raise NetworkError(
+            f"model.auto: transformers has no {auto!r}; such as AutoModelForCausalLM"
+        )
     kind = getattr(transformers, auto)
     size = {"vocab_size": num_classes} if auto == "AutoModelForCausalLM" else {}
     labels = {} if size else {"num_labels": num_classes}
@@ -59,7 +61,7 @@ def build(
                 name, trust_remote_code=False, **labels
             )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.name={name}: {_line(error)}") from error
+        raise NetworkError(f"model.name={name}: {_line(error)}") from error
     if config is not None or not pretrained or not weights_wanted():
         return Logits(kind.from_config(described, trust_remote_code=False))
     try:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.layers import height_width
 from models.transformer import Block, initialise
 
@@ -31,7 +31,7 @@ class ViT(nn.Module):
         super().__init__()
         height, width = height_width(image_size)
         if height % patch_size or width % patch_size:
-            raise ModelError(
+            raise NetworkError(
                 f"images of {height}x{width} cannot be divided into patches of "
                 f"model.patch_size={patch_size}"
             )
@@ -53,7 +53,7 @@ class ViT(nn.Module):
         if tuple(x.shape[-2:]) != self.image_size:
             given = "x".join(map(str, x.shape[-2:]))
             wanted = "x".join(map(str, self.image_size))
-            raise ModelError(f"the images have size {given}, but model.image_size is {wanted}")
+            raise NetworkError(f"the images have size {given}, but model.image_size is {wanted}")
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
         tokens = self.blocks(self.dropout(tokens + self.pos_embed))

@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from trainer.checkpoints.reader import read_weights as read_file
 from trainer.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def _from_torchvision(name: str) -> dict[str, Tensor]:
     try:
         entry = torchvision.models.get_weight(name)
     except (KeyError, ValueError) as error:
-        raise ModelError(
+        raise NetworkError(
             f"model.weights: torchvision has no weights named {name!r}; "
             "the form is torchvision:ResNet18_Weights.DEFAULT"
         ) from error
@@ -87,7 +87,7 @@ def _locate(path: Path, checkpoint: str) -> Path:
     if path.is_dir():
         path = path / "checkpoints" / f"{checkpoint}.pt"
     if not path.is_file():
-        raise ModelError(f"model.weights: no file {path}")
+        raise NetworkError(f"model.weights: no file {path}")
     return path
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.hub import get_dir
 
 from models import timm_adapter, torchvision_adapter
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from models.weights import no_initial_weights
 
 
@@ -100,7 +100,7 @@ def test_segmentation_gives_its_main_output_and_downloads_nothing() -> None:
     ],
 )
 def test_a_wrong_name_lists_what_there_is(arguments: dict[str, str], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(NetworkError, match=words):
         torchvision_adapter.build(num_classes=5, **arguments)
 
 
@@ -120,11 +120,11 @@ def test_timm_is_given_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == {
         "name": "vit_small", "num_classes": 7, "in_chans": 1, "pretrained": True, "img_size": 16
     }  # fmt: skip
-    with pytest.raises(ModelError, match="vit_smell"):
+    with pytest.raises(NetworkError, match="vit_smell"):
         timm_adapter.build("vit_smell", 7)
 
 
 def test_timm_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ModelError, match="pip install timm"):
+    with pytest.raises(NetworkError, match="pip install timm"):
         timm_adapter.build("resnet18", 7)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.gan import GAN
 from models.gpt import GPT
 from models.mlp import MLP
@@ -114,5 +114,5 @@ def test_gan_plays_both_parts_through_forward() -> None:
     ],
 )
 def test_what_does_not_fit_is_said(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(NetworkError, match=words):
         make()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import ModelError, WeightsError
+from models.errors import NetworkError, WeightsError
 from models.pretrained import fine_tune, load_weights
 from models.small_cnn import SmallCNN
 from models.weights import no_initial_weights, read_weights
@@ -68,7 +68,7 @@ def test_dropped_names_stay_as_initialised(saved: Path) -> None:
     model = fine_tune(net(), str(saved), drop=["features.1.*"])
     assert same(model.features[1], net().features[1])
     assert same(model.features[0], net(seed=1).features[0])
-    with pytest.raises(ModelError, match="'featuers"):
+    with pytest.raises(NetworkError, match="'featuers"):
         fine_tune(net(), str(saved), drop=["featuers.*"])
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_named(saved: Path) -> None:
     ],
 )
 def test_a_source_that_is_none(source: str, words: str, code: int) -> None:
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(NetworkError, match=words) as caught:
         read_weights(source)
     assert caught.value.exit_code == code
 

@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.resnet import ResNet
 
 
@@ -98,6 +98,6 @@ def test_each_activation_is_a_module_of_its_own() -> None:
     ],
 )
 def test_a_wrong_word_is_named(arguments: dict[str, object], word: str) -> None:
-    with pytest.raises(ModelError, match=word) as caught:
+    with pytest.raises(NetworkError, match=word) as caught:
         ResNet(num_classes=10, **arguments)
     assert caught.value.exit_code == 2

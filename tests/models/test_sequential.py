@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.sequential import from_layers, trace
 
 
@@ -48,7 +48,7 @@ def test_the_trace_leaves_statistics_modes_and_chance_alone() -> None:
 
 
 def test_a_misfit_names_the_layer_and_the_way_to_it() -> None:
-    with pytest.raises(ModelError, match=r"model\.layers\.6 \(Linear\(in_features=33") as caught:
+    with pytest.raises(NetworkError, match=r"model\.layers\.6 \(Linear\(in_features=33") as caught:
         from_layers(layers(33), [1, 4, 4])
     assert "1x4x4 -> 0 8x4x4" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -62,5 +62,5 @@ def test_a_misfit_names_the_layer_and_the_way_to_it() -> None:
     ],
 )
 def test_a_list_that_is_no_chain_is_refused(given: list[nn.Module], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(NetworkError, match=words):
         from_layers(given, [3, 4])

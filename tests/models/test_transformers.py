@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.errors import ModelError
+from models.errors import NetworkError
 from models.transformers_adapter import build
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
@@ -46,9 +46,9 @@ def test_a_folder_gives_its_weights_and_a_new_head(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.auto: transformers has no 'AutoModel'"):
+    with pytest.raises(NetworkError, match=r"model\.auto: transformers has no 'AutoModel'"):
         build("bert", 3, auto="AutoModel", config=TINY)
-    with pytest.raises(ModelError, match=r"model\.name=bertt"):
+    with pytest.raises(NetworkError, match=r"model\.name=bertt"):
         build("bertt", 3, config=TINY)
-    with pytest.raises(ModelError, match=r"model\.name="):
+    with pytest.raises(NetworkError, match=r"model\.name="):
         build(str(tmp_path / "absent" / "folder"), 3)

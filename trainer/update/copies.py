@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 _Owner = dict[str, Tensor | None]  # the buffers of one module
 
 
-class Memory:
+class Backup:
     """The buffers of modules, and optimizers that step early, as they were before an update.
 
     A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.optimizers.steps import can_leave_out, step_of
-from trainer.update.copies import Memory
+from trainer.update.copies import Backup
 from trainer.update.gradients import is_finite
 from trainer.update.parts import Parts
 
@@ -36,12 +36,12 @@ class Guard(Protocol):
 class HostGuard:
     """Ask for each norm at once; on a GPU the host waits for it."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, backup: Backup) -> None:
+        self._backup = backup
 
     def remember(self) -> None:
         """Keep what an update changes early."""
-        self._memory.take()
+        self._backup.take()
 
     def refuses(self, norm: Tensor) -> bool:
         """Return whether a norm is not finite; waits for the device."""
@@ -53,7 +53,7 @@ class HostGuard:
 
     def restore(self) -> None:
         """Put back what was remembered."""
-        self._memory.restore()
+        self._backup.restore()
 
     def confirm(self) -> int:
         """Return 0: whatever was left out was refused."""
@@ -67,15 +67,15 @@ class DeviceGuard:
     everything is as it was before that update. So this is for runs that end then.
     """
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
-        self._memory = memory
+    def __init__(self, backup: Backup, device: torch.device) -> None:
+        self._backup = backup
         self._bad = torch.zeros((), device=device)  # 1 from the first such update on
         self._left_out = torch.zeros((), device=device)  # of the updates before this one
 
     def remember(self) -> None:
         """Keep what an update changes early, unless one was left out: then that stays kept."""
         self._left_out += self._bad
-        self._memory.take(unless=self._bad)
+        self._backup.take(unless=self._bad)
 
     def refuses(self, norm: Tensor) -> bool:
         """Note on the device whether a norm is not finite; the host goes on."""
@@ -93,20 +93,20 @@ class DeviceGuard:
 
     def restore(self) -> None:
         """Put back what was remembered."""
-        self._memory.restore()
+        self._backup.restore()
 
     def confirm(self) -> int:
         """Return how many updates were left out, and undo the first one; waits for the device."""
         count = int((self._left_out + self._bad).item())
         if count:
-            self._memory.restore()
+            self._backup.restore()
             self._bad.zero_()
             self._left_out.zero_()
         return count
 
 
-def guard_of(parts: Parts, memory: Memory) -> Guard:
-    """Choose who decides; `memory` keeps what an update changes before that.
+def guard_of(parts: Parts, backup: Backup) -> Guard:
+    """Choose who decides; `backup` keeps what an update changes before that.
 
     The device does where such an update ends the run at the next log line, and where the kernels
     of the optimizers can leave a step out. Everywhere else the host asks: once an update, or once
@@ -120,7 +120,7 @@ def guard_of(parts: Parts, memory: Memory) -> Guard:
         and not parts.strategy.updates_on_host
         and all(can_leave_out(o) for o in parts.optimizers.optimizers.values())
     )
-    return DeviceGuard(memory, device) if by_device else HostGuard(memory)
+    return DeviceGuard(backup, device) if by_device else HostGuard(backup)
 
 
 def waits_for(device: torch.device) -> bool:

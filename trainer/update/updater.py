@@ -13,7 +13,7 @@ from data.batch import MicroBatch, joined
 from trainer.errors import DivergedError, ModelError, SampleError
 from trainer.optimizers.optimizers import needs_closure
 from trainer.task import StepOutput, as_output, unsound
-from trainer.update.copies import Memory
+from trainer.update.copies import Backup
 from trainer.update.gradients import add_noise, clip, largest, total_norm, without_effect
 from trainer.update.guard import Guard, guard_of
 from trainer.update.misfit import MISFITS, misfit
@@ -41,13 +41,13 @@ class Updater:
         # A turn that is refused takes those before it along; a search may end anywhere.
         early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
         optimizers = list({o: None for t in early for o in t.every})
-        self._memory = Memory([parts.model, *others], optimizers)
+        self._backup = Backup([parts.model, *others], optimizers)
         self._apart = [p for module in others for p in module.parameters()]
         _refuse_what_a_search_leaves_out(parts)
 
     @functools.cached_property
     def _guard(self) -> Guard:
-        return guard_of(self._parts, self._memory)
+        return guard_of(self._parts, self._backup)
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
@@ -79,7 +79,7 @@ class Updater:
             parts.precision.update_scale()
             parts.optimizers.zero_grad()
             taken.append((turn, outputs, norm))
-        self._memory.settle()
+        self._backup.settle()
         for turn, outputs, norm in taken:
             self._add_sums(turn, micro_batches, outputs, norm)
         parts.timer.lap("optimizer")

@@ -27,7 +27,7 @@ from trainer.options import Clipping, GradientNoise, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update import guard
-from trainer.update.copies import Memory
+from trainer.update.copies import Backup
 from trainer.update.guard import DeviceGuard, HostGuard, guard_of
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -165,11 +165,11 @@ def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> 
     gpu(True)
     stop = trainer_of(name, tmp_path / "stop")
     expected = DeviceGuard if name in ON_DEVICE else HostGuard
-    assert type(guard_of(stop, Memory([]))) is expected
+    assert type(guard_of(stop, Backup([]))) is expected
     skip = trainer_of(name, tmp_path / "skip", on_nonfinite="skip")
-    assert type(guard_of(skip, Memory([]))) is HostGuard
+    assert type(guard_of(skip, Backup([]))) is HostGuard
     gpu(False)
-    assert type(guard_of(stop, Memory([]))) is HostGuard
+    assert type(guard_of(stop, Backup([]))) is HostGuard
 
 
 def test_a_scaled_loss_is_checked_on_the_host(gpu: Callable[[bool], None]) -> None:
@@ -177,7 +177,7 @@ def test_a_scaled_loss_is_checked_on_the_host(gpu: Callable[[bool], None]) -> No
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer = Trainer(model, Classification(3), optimizer, batches(), precision="fp16")
-    assert type(guard_of(trainer, Memory([]))) is HostGuard
+    assert type(guard_of(trainer, Backup([]))) is HostGuard
 
 
 @EACH
