@@ -9,6 +9,7 @@ from pathlib import Path
 from conf.errors import ConfigError, Problem
 from scripts.catalog.copying import shown_use, write_new
 from scripts.catalog.groups import file_of, groups_in
+from scripts.catalog.json_schema import outside
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
 from scripts.composition.sources import CONF, check_folder
@@ -34,7 +35,10 @@ def cp(argv: Sequence[str]) -> int:
         target /= source.name
     if target.suffix != ".yaml":
         raise ConfigError(Problem("", f"{target}: the name of a config ends in .yaml"))
-    write_new(target, source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8")
+    if source.is_relative_to(CONF):
+        text = outside(text, source.parent.relative_to(CONF).as_posix())
+    write_new(target, text)
     print(f"written to {on_one_line(target)}")
     use = shown_use(target, arguments.source)
     if use:

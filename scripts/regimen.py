@@ -20,7 +20,8 @@ COMMANDS = {
     "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
     "report": ("scripts.sweeps.report.__main__", "what a sweep found: table, pictures, a page"),
     "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
-    "completion": ("scripts.completion", "what TAB completes, for bash"),
+    "schema": ("scripts.schema", "the JSON schema by which editors complete and check a config"),
+    "completion": ("scripts.completion", "what TAB completes, for bash, zsh and fish"),
     "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
     "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
 }

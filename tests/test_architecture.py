@@ -75,6 +75,7 @@ LIGHT = (
     "scripts.train",
     "scripts.ls",
     "scripts.cp",
+    "scripts.schema",
     "scripts.list_runs",
     "trainer.errors",
     "trainer.runs.directory",

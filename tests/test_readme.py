@@ -22,6 +22,14 @@ def test_the_python_snippet_trains(capsys) -> None:
     assert float(capsys.readouterr().out) > 0.9
 
 
+def test_the_dockerfile_has_the_steps_of_the_readme() -> None:
+    steps = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    shown = [step.replace(" --no-cache-dir", "").replace(" --no-cache", "") for step in steps]
+    assert len(shown) == 2
+    missing = [step for step in shown if step.replace("$TORCH_BACKEND", "cpu") not in README]
+    assert missing == []
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     missing = [link for link in links if not (ROOT / link).exists()]

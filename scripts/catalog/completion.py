@@ -21,6 +21,30 @@ _regimen_complete() {
 }
 complete -o default -F _regimen_complete regimen train evaluate predict
 """
+# -S '' and -U: the word is replaced as it stands, without a blank after "=".
+ZSH = """\
+_regimen_complete() {
+  local -a found whole partial
+  found=("${(@f)$(regimen completion zsh --line "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+  found=(${found:#})
+  partial=(${(M)found:#*=})
+  whole=(${found:#*=})
+  (( $#partial )) && compadd -U -S '' -- $partial
+  (( $#whole )) && compadd -U -- $whole
+  (( $#found )) || _files
+}
+compdef _regimen_complete regimen train evaluate predict
+"""
+FISH = """\
+function __regimen_complete
+  set -l words (commandline -opc) (commandline -ct)
+  regimen completion fish --line (string join ' ' -- $words) 2>/dev/null
+end
+for name in regimen train evaluate predict
+  complete -c $name -a '(__regimen_complete)'
+end
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 _CONF = Path(__file__).resolve().parents[2] / "conf"
 _OF_RUNS = ("run", "resume")
 _MOST_RUNS = 200
@@ -39,6 +63,12 @@ def completions(line: str, commands: Sequence[str]) -> list[str]:
         return [f"{name}=" for name in dict.fromkeys(names) if name.startswith(word)]
     known = _runs() if key in _OF_RUNS else groups.get(key.lstrip("+"), ())
     return [choice for choice in known if choice.startswith(value)]
+
+
+def key_of(line: str) -> str:
+    """Return what precedes the value in the last word of a command line, `=` included."""
+    key, equals, _ = line.split(" ")[-1].partition("=")
+    return key + equals if equals else ""
 
 
 def _config_dirs(words: Sequence[str]) -> list[str]:

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from conf.errors import ConfigError, Problem, did_you_mean
 
+# Comments that say nothing to a reader of a list: commands, and what is for Hydra and editors.
+_FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
+
 
 def groups_in(folders: Iterable[str | Path]) -> dict[str, dict[str, Path]]:
     """Return the choices of each group with their files; the first folder that has one wins."""
@@ -40,7 +43,7 @@ def file_of(groups: dict[str, dict[str, Path]], name: str) -> Path:
 
 
 def description(path: Path) -> str:
-    """Return the first comment of a file that is neither its command nor for Hydra."""
+    """Return the first comment of a file that is neither its command nor for Hydra or an editor."""
     return next(_remarks(path), "")
 
 
@@ -53,5 +56,5 @@ def _remarks(path: Path) -> Iterator[str]:
         if line.strip() and not line.startswith("#"):
             return
         text = line.lstrip("# ").strip()
-        if text and not text.startswith(("train ", "torchrun ", "python ", "@package")):
+        if text and not text.startswith(_FOR_PROGRAMS):
             yield text

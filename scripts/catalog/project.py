@@ -3,6 +3,8 @@
 import json
 import re
 
+from scripts.catalog.json_schema import outside
+
 MODULE = '''\
 """A model, a data set, a task and a callback: change what you need, delete the rest."""
 
@@ -192,7 +194,7 @@ def project_files(title: str, clone: str) -> dict[str, str]:
         name = "my-regimen"
     return {
         "mine.py": MODULE,
-        "conf/experiment/mine.yaml": EXPERIMENT,
+        "conf/experiment/mine.yaml": outside(EXPERIMENT, "experiment"),
         "tests/test_mine.py": TEST,
         "pyproject.toml": _PYPROJECT.format(name=_toml(name), clone=_toml(clone)),
         "README.md": README.format(title=title, clone=clone),

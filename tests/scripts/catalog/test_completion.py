@@ -1,5 +1,6 @@
 """What TAB completes."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,42 @@ def test_bash_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("resnet18 resnet34 resnet50\n", "")
+
+
+def completed(shell: str, line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    completion([shell, "--line", line])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_zsh_and_fish_get_whole_words(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert completed(shell, "train model=resnet5", capsys) == "model=resnet50\n"
+    assert completed(shell, "train trainer.max_ep", capsys) == "trainer.max_epochs=\n"
+    assert completed(shell, "regimen ru", capsys) == "runs\n"
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="there is no fish here")
+def test_fish_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completion(["fish"])
+    code = f"""
+    function regimen; '{sys.executable}' -P -m scripts.regimen $argv; end
+    {capsys.readouterr().out}
+    complete -C "train model=resnet"
+    """
+    done = subprocess.run(["fish", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["model=resnet18", "model=resnet34", "model=resnet50"]
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh here")
+def test_zsh_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    completion(["zsh"])
+    code = f"""
+    regimen() {{ '{sys.executable}' -P -m scripts.regimen "$@" }}
+    compdef() {{ :; }}
+    compadd() {{ print -r -- "${{@[$@[(i)--]+1,-1]}}" }}
+    {capsys.readouterr().out}
+    words=(train model=resnet) CURRENT=2
+    _regimen_complete
+    """
+    done = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["model=resnet18", "model=resnet34", "model=resnet50"]

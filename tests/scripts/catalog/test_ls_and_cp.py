@@ -84,7 +84,11 @@ def test_a_copy_is_the_file_and_can_be_picked(
     monkeypatch.chdir(tmp_path)
     assert cp(["experiment/resnet18", "conf/experiment/mine.yaml"]) == 0
     copy = tmp_path / "conf/experiment/mine.yaml"
-    assert copy.read_bytes() == (CONF / "experiment/resnet18.yaml").read_bytes()
+    shipped = (CONF / "experiment/resnet18.yaml").read_text(encoding="utf-8")
+    place = f"$schema={CONF}/editor/experiment.json"  # where an editor finds it from anywhere
+    assert copy.read_text(encoding="utf-8") == shipped.replace(
+        "$schema=../editor/experiment.json", place
+    )
     assert "train --config-dir conf experiment=mine\n" in capsys.readouterr().out
     assert compose(["--config-dir", "conf", "experiment=mine"]).config["name"] == "resnet18"
 
