@@ -187,7 +187,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("data.sources"),
         _ours("data.streams"),
         _ours("data.tabular"),
-        _ours("data.text"),
+        ("data.text", Offer("data.text", only=("StandardLibraryText",))),
         (
             "data.transforms",
             Offer(

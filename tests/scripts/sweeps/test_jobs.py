@@ -31,7 +31,7 @@ def test_jobs_run_side_by_side(
     assert sweep_of("run_dir=there", "optimizer.lr=0.6", "seed=1,2", "sweep.jobs=2") == 0
     assert [row["status"] for row in rows_of(Path("there"))] == ["finished", "finished"]
     out, err = capfd.readouterr()
-    assert out.startswith("up to 2 jobs at a time, ")
+    assert "\nup to 2 jobs at a time, " in out
     assert "2 of 2 done; best val/accuracy 0.4000 (job " in out
     assert "job output" not in out + err
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"

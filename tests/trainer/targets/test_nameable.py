@@ -17,6 +17,21 @@ ROOT = Path(trainer.__file__).parent.parent
 PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
 
 OURS = """
+callbacks.overfit Overfit
+callbacks.pictures.classes ConfusionMatrix PRCurves
+callbacks.pictures.generated GeneratedImages GeneratedText
+callbacks.pictures.graph Graph
+callbacks.pictures.layers LayerStatistics
+callbacks.pictures.masks Masks
+callbacks.pictures.samples Misclassified TrainingSamples ValidationSamples
+callbacks.pictures.texts Texts
+callbacks.whitening Whitening
+data.formats.huggingface huggingface
+data.formats.shards tar_shards
+data.formats.table table
+data.formats.tokens token_blocks
+models.airbench Airbench
+models.transformers_adapter build
 callbacks.checkpoint Checkpoint Saved
 callbacks.compression.pruning Pruning
 callbacks.compression.qat QuantizationAwareTraining
@@ -36,7 +51,7 @@ callbacks.throughput Throughput
 callbacks.trial Trial
 callbacks.unfreeze Unfreeze
 data.batch_transforms ColorJitter RandomAffine RandomCrop RandomErasing RandomHorizontalFlip
-data.batch_transforms RandomResizedCrop RandomVerticalFlip
+data.batch_transforms AlternatingFlip RandomResizedCrop RandomVerticalFlip
 data.image_folder ImageFiles ImageFolder image_folder
 data.noise WithNoise
 data.orders ClassBalanced FirstOf LowMemory Sequential Shuffled Subset Weighted
@@ -46,7 +61,7 @@ data.sources Cifar10 Digits FashionMnist
 data.streams Stream
 data.tabular Diabetes
 data.text StandardLibraryText
-data.transforms Mirrored StackViews Standardize ToFloat
+data.transforms Mirrored Shifted StackViews Standardize ToFloat
 models.gan Discriminator GAN Generator
 models.gpt GPT
 models.mlp MLP
