@@ -183,7 +183,7 @@ def test_a_group_is_one_run(whole):
 def test_an_exception_ends_all(ranks):
     group = ranks(2, *broken("fail"))
     assert group.wait() == [1, 1]
-    assert group.error(tracebacks=1) == "ValueError: a sample of nonsense"
+    assert group.error(tracebacks=1).endswith(": ValueError: a sample of nonsense")
     assert (group.status["state"], group.status["code"]) == ("failed", 1)
     assert "a sample of nonsense" in group.status["reason"]
     assert "faults.py" in (group.run_dir / "train.log").read_text()  # where it came from

@@ -216,7 +216,7 @@ def finished(project: Path) -> Path:
 
 def test_it_trains(finished: Path) -> None:
     last = {k: v for line in log_of(finished) for k, v in line.items()}
-    assert last["step"] == 4 * 6
+    assert max(line["step"] for line in log_of(finished)) == 4 * 6
     assert last["val/accuracy"] > 0.8
     assert last["val/loss"] == pytest.approx(last["val/loss_match"] + last["val/loss_caution"])
     assert {"train/confidence", "test/confidence", "test/accuracy"} <= last.keys()
@@ -240,7 +240,7 @@ def test_workers_and_a_resume_change_nothing(train, project: Path, finished: Pat
     assert done.code == 0, done.err
     after = [line for line in learned(run_dir) if line["step"] > 10]
     assert after == [line for line in learned(finished) if line["step"] > 10]
-    assert after[-1]["step"] == 24
+    assert max(line["step"] for line in after) == 24
     diary = (run_dir / "diary.txt").read_text().splitlines()
     assert diary[-1] == (finished / "diary.txt").read_text().splitlines()[-1]
 

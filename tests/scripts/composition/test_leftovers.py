@@ -61,7 +61,7 @@ def test_a_saved_configuration_keeps_keys_whose_readers_are_resolved(tmp_path: P
         pytest.param(
             ["model={_target_: models.mlp.MLP, depth: 3}"],
             "model",
-            {"num_classes", "in_channels", "activation", "depth"},
+            {"num_classes", "in_channels", "image_size", "activation", "depth"},
             id="given-with-it",
         ),
         pytest.param(

@@ -73,7 +73,7 @@ def test_training_is_the_same_as_by_hand(precision: str, clip: float | None) -> 
 
 
 def test_what_cannot_be_scaled_is_refused() -> None:
-    with pytest.raises(ModelError, match="complex gradients: use fp32, bf16"):
+    with pytest.raises(ModelError, match="complex gradients; use fp32, bf16"):
         Precision("fp16").convert(Rotated())
 
 
