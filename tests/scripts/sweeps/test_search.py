@@ -419,7 +419,7 @@ def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = board(str(tmp_path / "there"))
     assert {row["optimizer.lr"]: row["status"] for row in rows} == {
-        "0.1": "finished", "1e-9": "pruned",
+        "0.1": "finished", "1e-09": "pruned",
     }  # fmt: skip
     assert "report: there/report.html" in done.stdout
     assert (tmp_path / "there" / "report.html").exists()
