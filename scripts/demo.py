@@ -3,8 +3,12 @@
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from scripts.cli.shadow import refuse_shadows
+
+if TYPE_CHECKING:
+    from conf.errors import Problem
 
 _HELP = """\
 Show a trained model: a page where one drops a picture or draws a digit, and a JSON address.
@@ -35,7 +39,7 @@ def main() -> None:
 
 def demo(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from scripts.cli.arguments import own_keys, parse_arguments
+    from scripts.cli.arguments import only_keys, parse_arguments
     from scripts.cli.console import importing, log_to_stderr
 
     arguments = parse_arguments(argv)
@@ -43,8 +47,9 @@ def demo(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     log_to_stderr(verbose=True)
-    values, others = own_keys(arguments.overrides, _KEYS)
-    _check(values, others)
+    usage = "regimen demo run=RUN_DIR"
+    values, problems = only_keys("demo", arguments.overrides, _KEYS, usage)
+    _check(values, problems)
     with importing():
         from scripts.serving.server import serve
         from trainer.inference.run import load_run
@@ -59,16 +64,11 @@ def demo(argv: Sequence[str]) -> int:
     )
 
 
-def _check(values: Mapping[str, str], others: Sequence[str]) -> None:
-    from conf.errors import Problem, did_you_mean, raise_problems
-    from scripts.cli.arguments import run_problems
+def _check(values: Mapping[str, str], known: "Sequence[Problem]") -> None:
+    """Raise ConfigError with the `known` problems and those of the values."""
+    from conf.errors import Problem, raise_problems
 
-    problems = []
-    for override in others:
-        key = override.partition("=")[0]
-        hint = did_you_mean(key, _KEYS) or f"known are {', '.join(_KEYS)}"
-        problems.append(Problem(key, "is no key of demo", hint))
-    problems += run_problems(values.get("run"), "regimen demo run=RUN_DIR")
+    problems = [*known]
     if not _number(values.get("port", "0"), 65535):
         problems.append(Problem("port", f"is {values['port']!r}, not a number from 0 to 65535"))
     if not _number(values.get("top_k", "1"), 999_999) or values.get("top_k") == "0":

@@ -64,35 +64,25 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _values(overrides: Sequence[str]) -> dict[str, Any]:
-    from conf.errors import ConfigError, Problem
-    from scripts.cli.arguments import own_keys, run_problems
+    from conf.errors import raise_problems
+    from scripts.cli.arguments import only_keys
 
-    values, others = own_keys(overrides, _KEYS)
-    known = f"known are {', '.join(_KEYS)}"
-    problems = [Problem(key.partition("=")[0], "is no key of export", known) for key in others]
-    problems += run_problems(values.get("run"), "regimen export run=RUN_DIR format=onnx")
-    if problems:
-        raise ConfigError(problems)
+    usage = "regimen export run=RUN_DIR format=onnx"
+    values, problems = only_keys("export", overrides, _KEYS, usage)
+    raise_problems(problems)
     return values
 
 
 def _check(values: dict[str, Any], formats: Sequence[str]) -> None:
-    from conf.errors import ConfigError, Problem
+    from conf.errors import raise_problems
+    from scripts.cli.arguments import choice_problems
 
-    problems = []
-    one_of = {
-        "format": (*formats,),
+    allowed = {
+        "format": formats,
         "preprocessing": ("outside", "inside"),
         "overwrite": ("true", "false"),
     }
-    defaults = {"preprocessing": "outside", "overwrite": "false"}
-    for key, allowed in one_of.items():
-        value = values.get(key, defaults.get(key))
-        if value not in allowed:
-            what = "missing" if value is None else f"is {value!r}"
-            problems.append(Problem(key, f"{what}: one of {', '.join(allowed)}"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(choice_problems(values, allowed, required="format"))
 
 
 if __name__ == "__main__":

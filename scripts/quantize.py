@@ -36,6 +36,12 @@ _KEYS = (
     "overwrite",
 )
 
+_CHOICES = {
+    "method": ("auto", "static", "dynamic"),
+    "preprocessing": ("outside", "inside"),
+    "overwrite": ("true", "false"),
+}
+
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
@@ -70,23 +76,13 @@ def quantize(argv: Sequence[str]) -> int:
 
 
 def _values(overrides: Sequence[str]) -> dict[str, Any]:
-    from conf.errors import ConfigError, Problem
-    from scripts.cli.arguments import own_keys, run_problems
+    from conf.errors import Problem, raise_problems
+    from scripts.cli.arguments import choice_problems, only_keys
 
-    values, others = own_keys(overrides, _KEYS)
-    known = f"known are {', '.join(_KEYS)}"
-    problems = [Problem(key.partition("=")[0], "is no key of quantize", known) for key in others]
-    problems += run_problems(values.get("run"), "regimen quantize run=RUN_DIR")
-    one_of = {
-        "method": ("auto", "static", "dynamic"),
-        "preprocessing": ("outside", "inside"),
-        "overwrite": ("true", "false"),
-    }
+    usage = "regimen quantize run=RUN_DIR"
+    values, problems = only_keys("quantize", overrides, _KEYS, usage)
+    problems += choice_problems(values, _CHOICES)
     typed: dict[str, Any] = dict(values)
-    for key, allowed in one_of.items():
-        if key in values and values[key] not in allowed:
-            message = f"is {values[key]!r}: one of {', '.join(allowed)}"
-            problems.append(Problem(key, message))
     for key, (kind, low) in {"samples": (int, 1), "max_drop": (float, 0)}.items():
         if key in values:
             try:
@@ -95,8 +91,7 @@ def _values(overrides: Sequence[str]) -> dict[str, Any]:
                 typed[key] = low - 1
             if not typed[key] >= low:
                 problems.append(Problem(key, f"is {values[key]!r}: a number from {low} on"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     typed |= {"overwrite": values.get("overwrite") == "true"}
     return typed | ({"out": Path(values["out"])} if "out" in values else {})
 

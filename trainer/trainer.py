@@ -39,8 +39,6 @@ from trainer.user_code import account
 
 _log = logging.getLogger(__name__)
 
-_log = logging.getLogger(__name__)
-
 
 class Trainer(MediaLog):
     """Train a model: objects in, no config.

@@ -135,7 +135,7 @@ def failed_layer(error: BaseException) -> str | None:
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a file of code is the user's: neither ours, nor installed, nor Python's."""
+    """Return whether a file of code is the user's: neither ours, nor installed, nor Python's."""
     if file.startswith("<"):
         return file.startswith(_NOTEBOOK)
     path = Path(file)

@@ -30,7 +30,7 @@ class ConfusionMatrix(ValidationPicture):
         self._counts: Tensor | None = None
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task predicts one of a number of classes that can be drawn."""
+        """Return whether the task predicts one of a number of classes that can be drawn."""
         count = getattr(trainer.task, "num_classes", None)
         return trainer.task.output_kind == "classes" and bool(count and count <= self._max_classes)
 
@@ -81,7 +81,7 @@ class PRCurves(ValidationPicture):
         self._classes = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task answers with probabilities of classes or labels."""
+        """Return whether the task answers with probabilities of classes or labels."""
         return trainer.task.output_kind in ("classes", "labels")
 
     def start(self, trainer: Trainer) -> None:

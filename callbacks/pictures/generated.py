@@ -30,7 +30,7 @@ class GeneratedImages(ValidationPicture):
         self._kept: Tensor | None = None
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task's answers may be images."""
+        """Return whether the task's answers may be images."""
         return trainer.is_main and trainer.task.output_kind == "array"
 
     def start(self, trainer: Trainer) -> None:
@@ -76,7 +76,7 @@ class GeneratedText(ValidationPicture):
         self._context = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task predicts tokens, as far as is known before a batch is seen."""
+        """Return whether the task predicts tokens, as far as is known before a batch is seen."""
         return trainer.task.output_kind in ("text", "array")
 
     def start(self, trainer: Trainer) -> None:
@@ -112,7 +112,7 @@ class GeneratedText(ValidationPicture):
 
 
 def _is_tokens(batch: Any, output: Any) -> bool:
-    """Tell whether a batch has tokens [n, length], and the answer [n, vocabulary, length]."""
+    """Return whether a batch has tokens [n, length], and the answer [n, vocabulary, length]."""
     tokens = batch[0] if isinstance(batch, (tuple, list)) else batch
     whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
     return whole and isinstance(output, Tensor) and output.ndim == 3

@@ -29,7 +29,7 @@ class Masks(ValidationPicture):
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task predicts a class of each pixel."""
+        """Return whether the task predicts a class of each pixel."""
         return trainer.is_main and trainer.task.output_kind == "mask"
 
     def start(self, trainer: Trainer) -> None:

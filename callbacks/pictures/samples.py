@@ -66,7 +66,7 @@ class ValidationSamples(ValidationPicture):
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task predicts a class of each sample."""
+        """Return whether the task predicts a class of each sample."""
         return trainer.is_main and trainer.task.output_kind == "classes"
 
     def start(self, trainer: Trainer) -> None:
@@ -95,7 +95,7 @@ class Misclassified(ValidationPicture):
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task predicts a class of each sample."""
+        """Return whether the task predicts a class of each sample."""
         return trainer.task.output_kind == "classes"
 
     def start(self, trainer: Trainer) -> None:

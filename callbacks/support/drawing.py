@@ -22,7 +22,7 @@ _GAP = 4
 
 
 def is_picture(inputs: object) -> bool:
-    """Tell whether a batch's inputs are images: [n, 1 or 3, H, W]."""
+    """Return whether a batch's inputs are images: [n, 1 or 3, H, W]."""
     return isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3)
 
 

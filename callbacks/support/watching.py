@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_due(count: int, every: int | None) -> bool:
-    """Tell whether the `count`-th occasion is one: each `every`-th, or the 1st, 2nd, 4th, 8th..."""
+    """Return whether to act the `count`-th time: each `every`-th, or the 1st, 2nd, 4th, 8th..."""
     return count & (count - 1) == 0 if every is None else count % every == 0
 
 
@@ -56,7 +56,7 @@ class ValidationPicture(Callback):
         self._due = False
 
     def fits(self, trainer: Trainer) -> bool:
-        """Tell whether the task is one whose answers can be shown."""
+        """Return whether the task is one whose answers can be shown."""
         return True
 
     def start(self, trainer: Trainer) -> None:

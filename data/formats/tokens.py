@@ -145,7 +145,8 @@ def token_blocks(
         return None
     start, stop = 0, None
     if cuts and split != "test":
-        boundary = len(_mapped(path, dtype)) - round(len(_mapped(path, dtype)) * val_fraction)
+        tokens = len(_mapped(path, dtype))
+        boundary = tokens - round(tokens * val_fraction)
         start, stop = (0, boundary) if split == "train" else (boundary, None)
     return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, start, stop, transform)
 

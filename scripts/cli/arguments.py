@@ -1,12 +1,12 @@
 """The command line: the options of Hydra, and ours."""
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, did_you_mean
 
 PRIMARY = "train"
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
@@ -125,6 +125,36 @@ def own_keys(overrides: Sequence[str], names: Collection[str]) -> tuple[dict[str
         else:
             others.append(override)
     return own, others
+
+
+def only_keys(
+    command: str, overrides: Sequence[str], names: Sequence[str], usage: str
+) -> tuple[dict[str, str], list[Problem]]:
+    """Return the keys of a command on a finished run that takes no others, and their problems."""
+    own, others = own_keys(overrides, names)
+    unknown = [override.partition("=")[0] for override in others]
+    known = f"known are {', '.join(names)}"
+    problems = [
+        Problem(key, f"is no key of {command}", did_you_mean(key, names) or known)
+        for key in unknown
+    ]
+    return own, problems + run_problems(own.get("run"), usage)
+
+
+def choice_problems(
+    values: Mapping[str, str], allowed: Mapping[str, Sequence[str]], required: str = ""
+) -> list[Problem]:
+    """Return what is wrong with keys that take one of some words; `required` may not be missing."""
+    problems = []
+    for key, words in allowed.items():
+        if key in values and values[key] not in words:
+            what = f"is {values[key]!r}"
+        elif key == required and key not in values:
+            what = "missing"
+        else:
+            continue
+        problems.append(Problem(key, f"{what}: one of {', '.join(words)}"))
+    return problems
 
 
 def run_problems(run: str | None, usage: str) -> list[Problem]:

@@ -34,6 +34,6 @@ def sweep(arguments: Arguments) -> int:
 
 
 def _searches(text: str) -> bool:
-    """Tell whether an override chooses a search: the other sweeps say where jobs run."""
+    """Return whether an override chooses a search: the other sweeps say where jobs run."""
     key, _, choice = text.lstrip("+").partition("=")
     return key == "sweep" and choice not in (*LAUNCHERS, "null")

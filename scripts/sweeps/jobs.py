@@ -38,7 +38,7 @@ class _Run:
         return self.waiting[0] if self.waiting else None
 
     def is_to_run_again(self, end: Ended) -> bool:
-        """Tell whether a job was lost for a reason of the machine's, and has a start left."""
+        """Return whether a job was lost for a reason of the machine's, and has a start left."""
         lost = end.code < 0 or end.code in _LOST
         left = self.starts[end.number] <= self.it.settings.retries
         return lost and left and self.it.stop.number is None

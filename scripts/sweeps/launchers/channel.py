@@ -36,7 +36,7 @@ class Channel:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether a whole message has been read that was not asked for yet."""
+        """Return whether a whole message has been read that was not asked for yet."""
         return b"\n" in self._received
 
     def close(self) -> None:
