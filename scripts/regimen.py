@@ -19,6 +19,7 @@ COMMANDS = {
     "new": ("scripts.new", "a small project of your own that trains at once"),
     "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
     "report": ("scripts.sweeps.report.__main__", "what a sweep found: table, pictures, a page"),
+    "tensorboard": ("scripts.serving.tensorboard", "curves and pictures of runs, by their names"),
     "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
     "schema": ("scripts.schema", "the JSON schema by which editors complete and check a config"),
     "completion": ("scripts.completion", "what TAB completes, for bash, zsh and fish"),
