@@ -12,7 +12,7 @@ from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import command_parser
 from scripts.cli.console import Command
 from trainer.errors import EXIT_CODES, stopping_signals
-from trainer.runs.dashboard import FOLDER, SWEEP
+from trainer.runs.dashboard import FOLDER, SESSIONS, SWEEP
 
 _DESCRIPTION = """\
 TensorBoard on 127.0.0.1, with each run under its own name, the jobs of a sweep under what varies.
@@ -63,9 +63,16 @@ def named(folders: Sequence[Path], empty: Path) -> Path:
         links |= {run if name in links else name: run for name, run in found.items()}
     for name, run in links.items():
         place = empty / name.relative_to(name.anchor)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(run / FOLDER)
+        _link(place, run / FOLDER)
+        for session in (run / FOLDER / SESSIONS).glob("*"):  # the Profile tab follows no link
+            called = "_".join((*place.relative_to(empty).parts, session.name))
+            _link(empty / SESSIONS / called, session)
     return empty
+
+
+def _link(place: Path, target: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
 
 
 def _shown(folder: Path) -> Iterator[tuple[Path, Path]]:

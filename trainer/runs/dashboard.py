@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 FOLDER = "tensorboard"
+SESSIONS = Path("plugins", "profile")  # in FOLDER: where the Profile tab looks for traces
 SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 
 

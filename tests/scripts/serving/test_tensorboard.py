@@ -63,6 +63,16 @@ def test_a_sweeps_own_folder_is_shown_so_that_later_jobs_are_seen(runs: Path) ->
     assert named([runs / "net/sweeps/3"], Path("unused")) == runs / "net/sweeps/3/tensorboard"
 
 
+def test_traces_are_where_the_profile_tab_looks(runs: Path, tmp_path: Path) -> None:
+    session = runs / "net/1/tensorboard/plugins/profile/step-00000012"
+    session.mkdir(parents=True)
+    (session / "host.xplane.pb").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    named([runs / "net/1"], empty)
+    assert (empty / "plugins/profile/net_1_step-00000012/host.xplane.pb").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
