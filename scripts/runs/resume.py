@@ -11,6 +11,7 @@ import yaml
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from scripts.composition.harmless import trains_the_same
 from scripts.runs.abandoned import Moment, go_back, going_back_to
 from scripts.runs.saved_config import saved_config
 from trainer import snapshot
@@ -30,49 +31,6 @@ from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
-# Changes of these keys affect the place, the speed or the output of a run, but not its result.
-_HARMLESS = (
-    "name",
-    "run_dir",
-    "resume",
-    "resume_policy",
-    "dry_run",
-    "strategy",
-    "sweep",
-    "loader.num_workers",
-    "loader.pin_memory",
-    "loader.prefetch_factor",
-    "loader.persistent_workers",
-    "loader.timeout",
-    "loader.multiprocessing_context",
-    "loader.non_blocking",
-    "loader.prefetch_to_device",
-    "loader.eval_batch_size",
-    "loader.eval",
-    "data.root",
-    "data.cache",
-    "data.cache_bytes",
-    "data.cache_dir",
-    "data.test",
-    "data.predict",
-    "trainer.log_every_n_steps",
-    "trainer.max_time",
-    "trainer.gradient_accumulation_steps",
-    "trainer.limit_test_batches",
-    "trainer.validate_at_start",
-    "trainer.detect_anomaly",
-    "trainer.compile",
-    "trainer.activation_checkpointing",
-    "trainer.activation_checkpointing_segments",
-    "callbacks.progress",
-    "callbacks.tensorboard",
-    "callbacks.checkpoint",
-    "callbacks.model_summary",
-    "callbacks.lr_monitor",
-    "callbacks.throughput",
-    "callbacks.memory",
-    "callbacks.profiler",
-)
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 _OF_A_START = ("run_dir", "resume", "dry_run", "sweep")
 _ABSENT = object()
@@ -257,7 +215,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
         return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
-    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)
+    return trains_the_same(key)
 
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
