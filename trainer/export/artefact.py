@@ -48,11 +48,6 @@ class Exported:
     remark: str
 
 
-def formats() -> list[str]:
-    """Name the formats."""
-    return [*FORMATS, WEIGHTS]
-
-
 def export_run(
     run: Run,
     name: str,
