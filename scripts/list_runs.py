@@ -12,8 +12,9 @@ from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
 from scripts.history.entry import Run, read_run, runs_in
 from scripts.history.removal import removable, remove
-from scripts.history.show import bytes_in_words, compared, comparison, differing, table_of
+from scripts.history.show import compared, comparison, differing, table_of
 from trainer.files.log_format import on_one_line
+from trainer.summary.text import size
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _CLEAN = """\
@@ -81,9 +82,9 @@ def _clean(argv: Sequence[str]) -> int:
         print(f"nothing to remove in {on_one_line(arguments.folder)}")
         return 0
     for run in chosen:
-        print(f"{run.state:<10} {bytes_in_words(run.size):>10}  {on_one_line(run.path)}")
-    size = bytes_in_words(sum(run.size for run in chosen))
-    if not (arguments.yes or _confirmed(f"remove {_counted(chosen)} ({size})? [y/N] ")):
+        print(f"{run.state:<10} {size(run.size):>10}  {on_one_line(run.path)}")
+    whole = size(sum(run.size for run in chosen))
+    if not (arguments.yes or _confirmed(f"remove {_counted(chosen)} ({whole})? [y/N] ")):
         print("nothing was removed (--yes removes without asking)")
         return 0
     return _remove(chosen)

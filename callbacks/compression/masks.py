@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callbacks.support.errors import CallbackError
 from conf.errors import Problem, did_you_mean, raise_problems
 from trainer.optimizers.param_groups import Claim, GroupRule, parse_rules, unused
 from trainer.optimizers.selectors import SELECTORS, candidates
@@ -211,6 +212,14 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the share of the schedule that is done after the last pruning up to `step`."""
         return min((step - self.start) // self.every, self.count) / self.count if self.count else 1
+
+
+def check_step(key: str, step: float | None) -> None:
+    """Raise CallbackError for what is neither a number of updates nor a share of the run."""
+    if step is not None and (step < 0 or (step > 1 and step != int(step))):
+        raise CallbackError(
+            f"{key}={step}: choose a number of updates, or a share of the run up to 1.0"
+        )
 
 
 def _step(value: float, total: int | None, key: str) -> int:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.compression.masks import Pool, Rules, Schedule, Settings, extend
+from callbacks.compression.masks import (
+    Pool,
+    Rules,
+    Schedule,
+    Settings,
+    check_step,
+    extend,
+)
 from callbacks.support.errors import CallbackError
 from conf.errors import problems_at
 from trainer.callback import Average, Callback
@@ -57,11 +64,8 @@ class Pruning(Callback):
         self._rules = Rules(rules, Settings(sparsity, initial_sparsity, method, scope, norm, dim))
         if every_n_steps < 1:
             raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
-        for key, step in (("start_step", start_step), ("end_step", end_step)):
-            if step is not None and (step < 0 or (step > 1 and step != int(step))):
-                raise CallbackError(
-                    f"{key}={step}: choose a number of updates, or a share of the run up to 1.0"
-                )
+        check_step("start_step", start_step)
+        check_step("end_step", end_step)
         alike = isinstance(start_step, float) == isinstance(end_step, float)
         if end_step is not None and end_step < start_step and alike:
             raise CallbackError(f"end_step={end_step}: choose at least start_step={start_step}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from callbacks.compression.masks import Schedule
+from callbacks.compression.masks import Schedule, check_step
 from callbacks.model_summary import example
 from callbacks.support.errors import CallbackError
 from conf.errors import Problem, problems_at, raise_problems
@@ -41,11 +41,7 @@ class QuantizationAwareTraining(Callback):
     takes_shards = False
 
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
-        if start_step < 0 or (start_step > 1 and start_step != int(start_step)):
-            raise CallbackError(
-                f"start_step={start_step}: choose a number of updates, or a share of the run up to "
-                "1.0"
-            )
+        check_step("start_step", start_step)
         if not 0 <= momentum < 1:
             raise CallbackError(f"momentum={momentum}: choose at least 0 and less than 1")
         self._start_step = start_step

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from callbacks.support.drawing import matrix
 from callbacks.support.errors import CallbackError
-from callbacks.support.watching import ValidationPicture, class_names
+from callbacks.support.watching import ValidationPicture, class_names, labels_of
 from trainer.media import PRCurve
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ConfusionMatrix(ValidationPicture):
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Count the pairs of label and prediction of a batch."""
         assert self._counts is not None
-        labels = batch[1].argmax(1) if batch[1].is_floating_point() else batch[1]
+        labels = labels_of(batch[1])
         known = labels >= 0
         pairs = labels.clamp(min=0) * output.shape[1] + output.argmax(1)
         self._counts.index_add_(0, pairs, known.to(self._counts.dtype))
@@ -54,7 +54,7 @@ class ConfusionMatrix(ValidationPicture):
         if not trainer.is_main:
             return
         count = int(len(counts) ** 0.5)
-        table, names = counts.double().cpu().numpy().reshape(count, count), None
+        table = counts.double().cpu().numpy().reshape(count, count)
         names = class_names(trainer, count)
         trainer.log_image("confusion/counts", matrix(table, names))
         shares = table / np.maximum(table.sum(1, keepdims=True), 1)
@@ -99,7 +99,7 @@ class PRCurves(ValidationPicture):
         if trainer.task.output_kind == "labels":
             positive, known = target[:, :count] > 0.5, torch.ones_like(scores)
         else:
-            labels = target.argmax(1) if target.is_floating_point() else target
+            labels = labels_of(target)
             positive = labels[:, None] == numbers
             known = (labels >= 0)[:, None].expand_as(scores).to(scores.dtype)
         place = (scores.clamp(0, 1) * (self._thresholds - 1)).long()

@@ -11,6 +11,7 @@ from torch.utils.tensorboard._pytorch_graph import graph
 
 from callbacks.support.errors import CallbackError
 from callbacks.tensorboard import TensorBoard
+from data.batch import inputs_of
 from trainer import rng
 from trainer.callback import Callback
 
@@ -44,9 +45,7 @@ class Graph(Callback):
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""
         if not trainer.state.updates and trainer.is_main:
-            batch = micro_batches[0].batch
-            inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-            self._inputs = inputs[:1].clone()
+            self._inputs = inputs_of(micro_batches[0].batch)[:1].clone()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""

@@ -10,6 +10,8 @@ from trainer.callback import Callback
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer.trainer import Trainer
 
 
@@ -35,6 +37,18 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
             names = None
     known = isinstance(names, list) and len(names) == count
     return [str(name) for name in names] if known else [str(index) for index in range(count)]
+
+
+def check_count(count: int) -> int:
+    """Return a number of samples. Raises CallbackError for one below 1."""
+    if count < 1:
+        raise CallbackError(f"count={count}: choose at least 1")
+    return count
+
+
+def labels_of(target: Tensor) -> Tensor:
+    """Return the class of each sample; of soft targets (MixUp) the largest."""
+    return target.argmax(1) if target.is_floating_point() else target
 
 
 def code_block(text: str) -> str:
@@ -96,3 +110,16 @@ class ValidationPicture(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the number of validations."""
         self._count = int(state["count"])
+
+
+class KeptSamples(ValidationPicture):
+    """Base class: keep something of `count` samples of a validation, on their device."""
+
+    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
+        super().__init__(every_n_validations)
+        self._wanted = check_count(count)
+        self._kept: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Forget what was kept."""
+        self._kept = None

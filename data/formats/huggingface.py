@@ -13,7 +13,7 @@ from data.errors import DataError, one_line, reason
 from data.formats.columns import in_order
 from data.images import Transform
 from data.sources import Split
-from data.splits import train_and_val
+from data.splits import rows_of_train
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
@@ -128,9 +128,8 @@ def huggingface(
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
             labels = np.unique(train[columns["target"]], return_inverse=True)[1]
-        wanted = max(1, round(val_fraction * len(train)))
-        rest, part = train_and_val(labels, wanted, split_seed, fold, folds)
-        table = train.select(rest if split == "train" else part)
+        rows = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
+        table = train.select(rows)
     if table is None:
         return None
     words = None if tokenizer is None else _tokenizer(tokenizer)

@@ -23,7 +23,7 @@ from data.formats.columns import in_order
 from data.image_folder import EXTENSIONS
 from data.images import Transform
 from data.sources import Split
-from data.splits import train_and_val
+from data.splits import rows_of_train
 
 logger = logging.getLogger(__name__)
 _LAYOUT = 1  # version of the index files
@@ -157,9 +157,7 @@ def tar_shards(
         index = _indexed(root, own, label, place)
     elif cuts:
         numbers = np.unique(index.labels, return_inverse=True)[1]
-        wanted = max(1, round(val_fraction * len(numbers)))
-        rest, part = train_and_val(numbers, wanted, split_seed, fold, folds)
-        index = index[rest if split == "train" else part]
+        index = index[rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)]
     return TarShards(root, own or train, index, classes, channels, transform)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from conf.yaml_dump import word
 from scripts.history.entry import Run
 
 _ABSENT = "-"
@@ -47,7 +48,4 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 def shown(value: Any) -> str:
     """Return a value as the command line writes it; of a node its target."""
-    if isinstance(value, dict):
-        return str(value.get(_TARGET, value))
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return str(value.get(_TARGET, value)) if isinstance(value, dict) else word(value)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.history.differences import at, differences, shown, varied
 from scripts.history.entry import Run, results
 from trainer.files.log_format import on_one_line
+from trainer.summary.text import size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +23,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     for run, changed in zip(runs, differences(runs), strict=True):
         words = [f"{key}={shown(value)}" for key, value in changed.items()]
         more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
-        cells = [_epoch(run), _best(run), duration(run.seconds), bytes_in_words(run.size)]
+        cells = [_epoch(run), _best(run), duration(run.seconds), size(run.size)]
         rows.append([str(run.path), run.state, *cells, " ".join(words[:_SHOWN] + more)])
     return _table(columns, rows)
 
@@ -65,15 +66,6 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m {rest:02}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
-
-
-def bytes_in_words(size: float) -> str:
-    """Return a number of bytes as `512 B`, `3.2 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _epoch(run: Run) -> str:

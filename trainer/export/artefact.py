@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import inputs_of
 from data.errors import DataError
 from trainer.build.data import build_data, build_pipeline, eval_loader
 from trainer.checkpoints.archive import digest
@@ -194,7 +195,7 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
             batch = next(iter(loader.epoch(0, 0, 1))).batch
-            inputs = _one_view(batch[0] if isinstance(batch, tuple | list) else batch)
+            inputs = _one_view(inputs_of(batch))
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     except DataError as error:
         logger.warning("the run's data are not there (%s): verified with random inputs", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from trainer.inference.facts import InferenceFacts, facts_of, read_facts
 from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
+from trainer.runs.metrics import read_metrics
 from trainer.runs.status import RunDirectoryError
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
@@ -84,11 +84,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """Everything that was logged, a dict for each line: `step`, `epoch`, `train/loss`..."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill tears the last
+        return list(read_metrics(self.path))
 
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.

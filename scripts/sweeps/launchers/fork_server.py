@@ -6,7 +6,6 @@ which the death of the sweep does as well, it ends its jobs, which save, and lea
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -20,10 +19,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from scripts.cli.console import end_with_parent
 from scripts.sweeps.launchers.channel import Channel
 from trainer.errors import EXIT_CODES
 
-_PR_SET_PDEATHSIG = 1
 _PATIENCE = 1.0  # seconds
 _fork = multiprocessing.get_context("fork")
 
@@ -112,12 +111,6 @@ def _print_to(path: str) -> None:
     for number in (1, 2):
         os.dup2(descriptor, number)
     os.close(descriptor)
-
-
-def end_with_parent(number: int) -> None:
-    """Ask Linux for a signal when the parent dies; elsewhere nothing tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _devices() -> int:

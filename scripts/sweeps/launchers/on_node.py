@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.sweeps.launchers.fork_server import end_with_parent
+from scripts.cli.console import end_with_parent
 from scripts.sweeps.launchers.launcher import TRAIN, Launch
 from trainer.runs.status import holds_run
 

@@ -1,13 +1,11 @@
 """Read the jobs of a sweep from its folder: a grid's or a search's, ended or not."""
 
 import csv
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,7 +15,8 @@ from scripts.sweeps.leaderboard import FILE
 from scripts.sweeps.process import NOT_STARTED, Outcome, note_outcome
 from scripts.sweeps.ranking import Ranking
 from trainer.runs.directory import CONFIG
-from trainer.runs.status import METRICS, STATUS, RunDirectoryError, read_status
+from trainer.runs.metrics import read_metrics
+from trainer.runs.status import STATUS, RunDirectoryError, read_status
 
 LOSSES = ("train/epoch_loss", "val/loss")  # whose curves are drawn beside the objective's
 _POINTS = 400  # of a curve, at most
@@ -142,7 +141,7 @@ def _ranking(folder: Path, outcomes: Sequence[Outcome], metric: str) -> Ranking:
 
 
 def _job(outcome: Outcome, ranking: Ranking) -> Job:
-    curves = _curves(outcome.run_dir / METRICS, (ranking.name, *LOSSES))
+    curves = _curves(outcome.run_dir, (ranking.name, *LOSSES))
     objective = ranking.value(outcome)
     course = curves.get(ranking.name, [])
     if objective is None and course:  # it has not ended: its best so far
@@ -152,28 +151,14 @@ def _job(outcome: Outcome, ranking: Ranking) -> Job:
     return Job(outcome, None, objective, step, {k: thinned(c) for k, c in curves.items()})
 
 
-def _curves(path: Path, names: Sequence[str]) -> dict[str, Curve]:
+def _curves(run_dir: Path, names: Sequence[str]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
-    for line in _lines(path):
-        for name in dict.fromkeys(names):
+    for line in read_metrics(run_dir):
+        for name in dict.fromkeys(names if isinstance(line.get("step"), int) else ()):
             value = line.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
-                curves.setdefault(name, []).append((int(line["step"]), float(value)))
+                curves.setdefault(name, []).append((line["step"], float(value)))
     return curves
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except ValueError:  # torn by a kill
-                    continue
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
-                    yield line
-    except OSError:  # it has not begun
-        return
 
 
 def thinned(curve: Curve) -> Curve:
