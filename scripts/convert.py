@@ -25,7 +25,7 @@ def convert(source: Path, target: Path) -> int:
     Raises CheckpointError, StorageError.
     """
     from trainer.checkpoints.reader import read_whole
-    from trainer.checkpoints.store import write_checkpoint
+    from trainer.checkpoints.writer import write_checkpoint
     from trainer.errors import CheckpointError
     from trainer.files.log_format import on_one_line
 

@@ -40,6 +40,7 @@ ORDER = (
     ("trainer.lr_schedulers",),
     ("trainer.update",),
     ("trainer.epoch_lines", "trainer.evaluation", "trainer.snapshot"),
+    ("trainer.base",),
     ("trainer.trainer",),
     ("trainer.build",),
     ("trainer.inference",),

@@ -41,7 +41,7 @@ class Predictor:
     def __init__(
         self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._generation = generation
         self._keep = keep
         name = keep.partition(":")[2] if keep and keep.startswith("embeddings:") else None
@@ -51,7 +51,7 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, loader: OnDevice, start: int = 0) -> Iterator[Answers]:
         """Yield the answers to each batch from number `start` on, of all processes together."""
-        trainer = self._trainer
+        trainer = self.trainer
         group = trainer.group
         told = 0
         with self.ready():
@@ -68,14 +68,14 @@ class Predictor:
 
     def ask(self, batch: Any, count: int) -> tuple[Any, Tensor | None]:
         """Return the answers to the first `count` samples of a batch, and what is kept of them."""
-        task = self._trainer.task
+        task = self.trainer.task
         try:
-            with self._trainer.precision.autocast():
+            with self.trainer.precision.autocast():
                 if self._generation is None:
-                    output = task.prediction_step(self._trainer.model, batch)
+                    output = task.prediction_step(self.trainer.model, batch)
                     values = task.interpret(output)
                 else:
-                    logits_of = partial(task.prediction_step, self._trainer.model)
+                    logits_of = partial(task.prediction_step, self.trainer.model)
                     output = values = self._generation(logits_of, batch)
         except MISFITS as error:
             if (known := misfit(error, batch, 0)) is not None:
@@ -92,7 +92,7 @@ class Predictor:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
-        trainer = self._trainer
+        trainer = self.trainer
         with ExitStack() as stack:
             stack.enter_context(
                 rng.keyed(trainer.strategy.device, derived(trainer.options.seed, "predict"))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,8 @@ class Run:
         `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for what is no picture.
         """
-        trainer = self.trainer(checkpoint)
-        loader = self.config.loader
-        size = batch_size or loader.eval_batch_size or loader.batch_size
-        rows = Rows(self.facts, top_k, str)
-        predictor = Predictor(trainer)
-        found: list[Row] = []
-        with torch.inference_mode(), predictor.ready():
-            for first, samples in _batches(self._samples(images), size):
-                batch = trainer.to_device(collate(samples))
-                values, _ = predictor.ask(batch, len(samples))
-                indices = range(first, first + len(samples))
-                found += rows(Answers(indices, values, None, {}))
+        predictor, rows = Predictor(self.trainer(checkpoint)), Rows(self.facts, top_k, str)
+        found = list(self._answers(predictor, self._samples(images), rows, batch_size))
         for row in found:
             del row["file"]
         return found
@@ -146,20 +137,27 @@ class Run:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         names = [f"prompt {number}" for number in range(len(texts))]
         dataset = prompts_for(self.facts, self.config, names, texts)
-        trainer = self.trainer(checkpoint)
         seed = self.config.seed if seed is None else seed
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
-        predictor = Predictor(trainer, generation=generation)
+        predictor = Predictor(self.trainer(checkpoint), generation=generation)
         rows = Rows(self.facts, 1, str, prompt_of=texts.__getitem__)
+        samples = map(dataset.__getitem__, range(len(texts)))
+        found = self._answers(predictor, samples, rows, batch_size)
+        return [row["prediction"] for row in found]
+
+    def _answers(
+        self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
+    ) -> Iterator[Row]:
+        """Yield the row of each sample, asked batch by batch."""
         loader = self.config.loader
         size = batch_size or loader.eval_batch_size or loader.batch_size
-        found: list[str] = []
+        first = 0
         with torch.inference_mode(), predictor.ready():
-            for first, samples in _batches(map(dataset.__getitem__, range(len(texts))), size):
-                values, _ = predictor.ask(trainer.to_device(collate(samples)), len(samples))
-                indices = range(first, first + len(samples))
-                found += [row["prediction"] for row in rows(Answers(indices, values, None, {}))]
-        return found
+            while some := list(islice(samples, size)):
+                batch = predictor.trainer.to_device(collate(some))
+                values, _ = predictor.ask(batch, len(some))
+                yield from rows(Answers(range(first, first + len(some)), values, None, {}))
+                first += len(some)
 
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
@@ -278,18 +276,6 @@ def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
         state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     trainer.model.load_state_dict(state)
     return trainer.model.eval()
-
-
-def _batches(samples: Iterator[Any], size: int) -> Iterator[tuple[int, list[Any]]]:
-    batch: list[Any] = []
-    first = 0
-    for sample in samples:
-        batch.append(sample)
-        if len(batch) == size:
-            yield first, batch
-            first, batch = first + size, []
-    if batch:
-        yield first, batch
 
 
 def _check_split(split: str) -> None:
