@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
-from scripts.history.entry import Run, read_run, runs_in
+from scripts.history.entry import RunEntry, read_run, runs_in
 from scripts.history.removal import removable, remove
 from scripts.history.show import compared, comparison, differing, table_of
 from trainer.files.log_format import on_one_line
@@ -90,7 +90,7 @@ def _clean(argv: Sequence[str]) -> int:
     return _remove(chosen)
 
 
-def _remove(chosen: Sequence[Run]) -> int:
+def _remove(chosen: Sequence[RunEntry]) -> int:
     left = [run for run in chosen if not remove(run)]
     for run in left:
         print(f"left alone, a process has begun to use it: {on_one_line(run.path)}")
@@ -98,7 +98,7 @@ def _remove(chosen: Sequence[Run]) -> int:
     return 0
 
 
-def _counted(runs: Sequence[Run]) -> str:
+def _counted(runs: Sequence[RunEntry]) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 

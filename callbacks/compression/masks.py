@@ -21,7 +21,7 @@ SCOPES = ("global", "layer")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PruningSettings:
     """How the weights of a rule are pruned."""
 
     sparsity: float
@@ -63,7 +63,7 @@ class Pool:
     """Weights that are compared with each other: those of a rule, or of one layer of it."""
 
     rule: str
-    settings: Settings
+    settings: PruningSettings
     members: Mapping[str, nn.Parameter]
 
 
@@ -73,12 +73,12 @@ class Rules:
     A rule may replace any of `settings`. Raises ConfigError.
     """
 
-    def __init__(self, node: Any, settings: Settings) -> None:
+    def __init__(self, node: Any, settings: PruningSettings) -> None:
         problems = list(settings.problems())
         self._claim = Claim("rules", parse_rules(node, "rules", problems))
         if not self._claim.rules and not problems:
             problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
-        self._settings: dict[str, Settings] = {}
+        self._settings: dict[str, PruningSettings] = {}
         for rule in self._claim.rules:
             problems += _unknown_keys(rule)
             known = {k: v for k, v in rule.overrides.items() if k in _OPTIONS}
@@ -126,7 +126,7 @@ def _unknown_keys(rule: GroupRule) -> Iterator[Problem]:
         yield Problem(f"{rule.key}.{key}", "unknown key", hint)
 
 
-_OPTIONS = tuple(field.name for field in fields(Settings))
+_OPTIONS = tuple(field.name for field in fields(PruningSettings))
 
 
 def _divided(taken: Mapping[str, nn.Parameter], scope: str) -> Sequence[Mapping[str, nn.Parameter]]:
@@ -151,7 +151,9 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
         pruned[name].logical_or_(part.reshape(_unit_shape(parameter, pool.settings)))
 
 
-def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed: int) -> Tensor:
+def _scores(
+    name: str, weight: Tensor, pruned: Tensor, settings: PruningSettings, seed: int
+) -> Tensor:
     """Return a number for each unit, -1 where it is pruned already."""
     rows = _rows(weight, settings)
     if settings.method == "random":
@@ -167,14 +169,14 @@ def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed:
     return scores.masked_fill(_rows(pruned, settings).all(1), -1)
 
 
-def _rows(tensor: Tensor, settings: Settings) -> Tensor:
+def _rows(tensor: Tensor, settings: PruningSettings) -> Tensor:
     """Return a tensor as a matrix with a row for each unit."""
     if settings.method != "ln_structured":
         return tensor.reshape(-1, 1)
     return tensor.movedim(settings.dim, 0).flatten(1)
 
 
-def _unit_shape(weight: Tensor, settings: Settings) -> list[int]:
+def _unit_shape(weight: Tensor, settings: PruningSettings) -> list[int]:
     if settings.method != "ln_structured":
         return list(weight.shape)
     shape = [1] * weight.ndim

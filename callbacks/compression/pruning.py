@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from callbacks.compression.masks import (
     Pool,
+    PruningSettings,
     Rules,
     Schedule,
-    Settings,
     check_step,
     extend,
 )
@@ -61,7 +61,9 @@ class Pruning(Callback):
         end_step: float | None = None,
         every_n_steps: int = 1,
     ) -> None:
-        self._rules = Rules(rules, Settings(sparsity, initial_sparsity, method, scope, norm, dim))
+        self._rules = Rules(
+            rules, PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
+        )
         if every_n_steps < 1:
             raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
         check_step("start_step", start_step)

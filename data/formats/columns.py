@@ -18,7 +18,7 @@ MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
 _MOST_CATEGORIES = 1000
 
 Numbers = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def read_columns(path: Path) -> Columns:
 
 
 def fitted(
-    columns: Columns, rows: Rows, names: Sequence[str], categorical: Sequence[str] | None
+    columns: Columns, rows: RowNumbers, names: Sequence[str], categorical: Sequence[str] | None
 ) -> list[Feature]:
     """Return the encoding of columns, with the statistics of the rows for training.
 
@@ -121,7 +121,9 @@ def in_order(values: set[str]) -> list[str]:
     return sorted(values)
 
 
-def _feature(columns: Columns, rows: Rows, name: str, categorical: Sequence[str] | None) -> Feature:
+def _feature(
+    columns: Columns, rows: RowNumbers, name: str, categorical: Sequence[str] | None
+) -> Feature:
     cells = columns.column(name, "data.features")
     first = next((cell for cell in cells if cell is not None), "")
     chosen = _number(first) is None if categorical is None else name in categorical

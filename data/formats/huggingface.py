@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data.decode import decode_image
-from data.errors import DataError, one_line, reason
+from data.errors import DataError, reason, shortened
 from data.formats.columns import in_order
 from data.images import Transform
 from data.sources import Split
@@ -18,7 +18,7 @@ from data.splits import rows_of_train
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
-class Rows:
+class ArrowRows:
     """Rows of an Arrow table: samples are (input, target), or the input alone without a target.
 
     Images become uint8 tensors [C, H, W], numbers and lists of numbers tensors; texts stay texts,
@@ -109,7 +109,7 @@ def huggingface(
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
-) -> Rows | None:
+) -> ArrowRows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
 
     columns: `input` and, for training, `target`. name: a configuration of the data set. A missing
@@ -133,7 +133,9 @@ def huggingface(
     if table is None:
         return None
     words = None if tokenizer is None else _tokenizer(tokenizer)
-    return Rows(_undecoded(table, columns), columns, classes, channels, words, length, transform)
+    return ArrowRows(
+        _undecoded(table, columns), columns, classes, channels, words, length, transform
+    )
 
 
 def _tables(path: str, name: str | None) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _tables(path: str, name: str | None) -> dict[str, Any]:
             else datasets.load_dataset(str(folder) if folder.exists() else path, name)
         )
     except Exception as error:  # of the hub, of file systems, of each format
-        raise DataError(f"data.path={path}: {one_line(reason(error))}") from error
+        raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 
@@ -196,7 +198,7 @@ def _tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer={name}: {one_line(error)}") from error
+        raise DataError(f"data.tokenizer={name}: {shortened(error)}") from error
 
 
 def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
@@ -204,5 +206,5 @@ def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
         numbers = torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError) as error:
         shown = ", ".join(columns.values())
-        raise DataError(f"row {index} ({shown}): {one_line(error)}") from error
+        raise DataError(f"row {index} ({shown}): {shortened(error)}") from error
     return numbers.float() if numbers.is_floating_point() else numbers

@@ -30,7 +30,7 @@ _LAYOUT = 1  # version of the index files
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class ShardIndex:
     """Where the images of shards lie, and their labels as text; an entry for each sample."""
 
     shards: npt.NDArray[np.int64]  # number of the shard
@@ -39,8 +39,8 @@ class Index:
     names: npt.NDArray[np.bytes_]  # of the image in its shard
     labels: npt.NDArray[np.bytes_]
 
-    def __getitem__(self, rows: Any) -> "Index":
-        return Index(*(getattr(self, name)[rows] for name in self.__slots__))
+    def __getitem__(self, rows: Any) -> "ShardIndex":
+        return ShardIndex(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
 class TarShards:
@@ -55,7 +55,7 @@ class TarShards:
         self,
         root: str,
         paths: list[str],
-        index: Index,
+        index: ShardIndex,
         classes: list[str],
         channels: int = 3,
         transform: Transform | None = None,
@@ -171,7 +171,7 @@ def _shards(root: str, split: str) -> list[str]:
     return sorted(map(str, found))
 
 
-def _classes(index: Index) -> list[str]:
+def _classes(index: ShardIndex) -> list[str]:
     """Return the names of the classes: numbers count from 0, names are sorted."""
     names = {label.decode() for label in np.unique(index.labels)}
     if all(name.isdigit() for name in names):
@@ -179,12 +179,12 @@ def _classes(index: Index) -> list[str]:
     return in_order(names)
 
 
-def _indexed(root: str, paths: list[str], label: str, place: Path | None) -> Index:
+def _indexed(root: str, paths: list[str], label: str, place: Path | None) -> ShardIndex:
     """Return the index of shards, each from its file in `place` if it is there."""
     parts = [_shard_index(root, path, label, place) for path in paths]
     numbers = [np.full(len(part["offsets"]), number) for number, part in enumerate(parts)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Index(shards=np.concatenate(numbers), **joined)
+    return ShardIndex(shards=np.concatenate(numbers), **joined)
 
 
 def _shard_index(root: str, path: str, label: str, place: Path | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.yaml_dump import word
-from scripts.history.entry import Run
+from scripts.history.entry import RunEntry
 
 _ABSENT = "-"
 _TARGET = "_target_"
@@ -27,7 +27,7 @@ def varied(values: Sequence[Any], key: str = "", deep: bool = False) -> Iterator
         yield from varied([node.get(name, _ABSENT) for node in nodes], inner, deep)
 
 
-def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def differences(runs: Sequence[RunEntry]) -> list[dict[str, Any]]:
     """Return for each run its values of the keys that differ among the runs of its name."""
     keys = {}
     for name in {run.name for run in runs}:

@@ -31,7 +31,7 @@ _USUAL = ("val/accuracy", "val/f1", "val/miou", "val/loss")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunEntry:
     """One run; what cannot be read of it is None or empty."""
 
     path: Path
@@ -69,13 +69,13 @@ class Run:
         }
 
 
-def runs_in(folder: Path) -> list[Run]:
+def runs_in(folder: Path) -> list[RunEntry]:
     """Return the runs in a folder and below it, the oldest first; links are not followed."""
     found = [read_run(path) for path in _paths(folder)]
     return sorted(found, key=lambda run: (run.created, str(run.path)))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunEntry:
     """Read one run. Raises RunDirectoryError where there is none."""
     if not holds_run(path):
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
@@ -84,7 +84,7 @@ def read_run(path: Path) -> Run:
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     checkpoint = _checkpoint_node(config)
     state = "damaged" if damaged or not status.get("state") else str(status["state"])
-    return Run(
+    return RunEntry(
         path=path,
         name=str(config.get("name", path.parent.name)),
         state=state,

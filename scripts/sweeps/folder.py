@@ -68,9 +68,8 @@ def hold_folder(config: dict[str, Any], found: Path | None) -> tuple[Path, RunLo
     lock = RunLock(folder)
     holder = lock.acquire()
     if holder is not None:
-        raise RunDirectoryError(
-            f"{folder}: the sweep is in use by {holder}: choose another run_dir"
-        )
+        message = f"the sweep in {folder} is in use by {holder}"
+        raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
     return folder, lock
 
 

@@ -11,7 +11,7 @@ _TAIL = 1 << 14  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """Where a job stands."""
 
     share: float = 0.0  # of the updates or epochs that it may make
@@ -19,14 +19,14 @@ class Progress:
     value: float | None = None  # of the metric, the newest
 
 
-def progress_of(run_dir: Path, config: Mapping[str, Any], metric: str) -> Progress:
+def progress_of(run_dir: Path, config: Mapping[str, Any], metric: str) -> JobProgress:
     """Read the end of a job's metrics; nothing where there are none yet."""
     lines = list(read_metrics(run_dir, _TAIL))
     if not lines:
-        return Progress()
+        return JobProgress()
     values = (line[metric] for line in reversed(lines) if isinstance(line.get(metric), float))
     last = lines[-1]
-    return Progress(
+    return JobProgress(
         _share(last, config.get("trainer") or {}), last.get("epoch"), next(values, None)
     )
 

@@ -26,11 +26,11 @@ def search(arguments: Arguments) -> int:
     jobs = [[*fixed, *values] for values in space.samples()]
     checked(arguments, jobs)
     import_optuna()
-    from scripts.sweeps.study import Plan, check_space, enqueue, open_study
+    from scripts.sweeps.study import StudyPlan, check_distributions, enqueue, open_study
     from scripts.sweeps.trials import Trials
 
     config = space.composed.config
-    plan = Plan(settings, config["seed"], space)
+    plan = StudyPlan(settings, config["seed"], space)
     entries = space.entries(settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, space.names, settings.n_trials)
     monitor = check_built(arguments, jobs, it.server, alone=True)
@@ -38,7 +38,7 @@ def search(arguments: Arguments) -> int:
     with it.held():
         place, name = as_url(settings.storage or str(it.folder / JOURNAL)), config["name"]
         study = open_study(place, name, it.ranking.name, it.ranking.rank_of(1.0) < 0, plan)
-        check_space(study, space.dimensions)
+        check_distributions(study, space.dimensions)
         print(f"study {name}: optuna-dashboard {place}", flush=True)
         with study_errors(place):
             enqueue(study, entries)

@@ -27,7 +27,7 @@ from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.folds import in_folds
-from trainer.build.node_kinds import misfit_of
+from trainer.build.node_kinds import wrong_object
 from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
@@ -218,7 +218,7 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     asked = inspect.signature(locate(node["_target_"])).parameters
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
     made = instantiate(node, _key_=key, **given)
-    if (reason := misfit_of(key, made)) is not None:
+    if (reason := wrong_object(key, made)) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))
     return made
 

@@ -14,7 +14,7 @@ from trainer.task import Task
 Preprocessing = Literal["outside", "inside"]
 
 
-class Scale(nn.Module):
+class ToUnitRange(nn.Module):
     """Turn bytes into floats from 0 to 1; leave floats as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def build_network(
     while names and (module := _as_module(pipeline.steps[names[-1]])) is not None:
         inside.insert(0, module)
         names.pop()
-    if not inside or not isinstance(inside[0], Scale):
+    if not inside or not isinstance(inside[0], ToUnitRange):
         last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
         raise ModelError(
             f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
@@ -81,7 +81,7 @@ def build_network(
 
 def _as_module(step: Any) -> nn.Module | None:
     if isinstance(step, ToFloat):
-        return Scale()
+        return ToUnitRange()
     if isinstance(step, Standardize):
         like = torch.zeros(1)
         return Normalize(step.mean.beside(like).clone(), step.std.beside(like).clone())

@@ -229,7 +229,7 @@ def load_trainer(
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy)
     snapshot.load_weights(trainer, payload)
-    trainer.state.global_step = snapshot.step_of(payload)
+    trainer.state.global_step = snapshot.saved_step(payload)
     return trainer
 
 
