@@ -37,6 +37,16 @@ from trainer.targets.instantiate import instantiate
 logger = logging.getLogger("regimen")
 
 SPLITS = ("train", "val", "test")
+_OF_LOADER = (
+    "num_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "persistent_workers",
+    "timeout",
+    "collate_fn",
+    "worker_init_fn",
+    "multiprocessing_context",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +254,7 @@ def _loader(
     evaluating: bool = False,
 ) -> Loader:
     options = config.loader
-    values: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in (
-            "num_workers",
-            "pin_memory",
-            "prefetch_factor",
-            "persistent_workers",
-            "timeout",
-            "collate_fn",
-            "worker_init_fn",
-            "multiprocessing_context",
-        )
-    }
+    values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
     if evaluating:
         own = {name: getattr(options.eval, name, None) for name in values}
         values |= {name: value for name, value in own.items() if value is not None}
