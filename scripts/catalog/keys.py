@@ -1,4 +1,4 @@
-"""The keys of a group with their meanings: those of the schema, then what its files say."""
+"""The keys of a group with their meanings: from the schema, then from its files."""
 
 import re
 import typing

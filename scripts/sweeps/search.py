@@ -19,8 +19,8 @@ JOURNAL = "study.journal"  # in the sweep's folder
 def search(arguments: Arguments) -> int:
     """Run the jobs of a study, and return the first failed one's exit code.
 
-    The study is a function of the seed and of what the jobs return. Gone on with, it remembers its
-    jobs, and those that were interrupted come first. A job that fails teaches it nothing.
+    The study is a function of the seed and of the results of the jobs. A resumed study keeps its
+    jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
     space, fixed, settings = _space(arguments)
     jobs = [[*fixed, *values] for values in space.samples()]
@@ -50,7 +50,7 @@ def search(arguments: Arguments) -> int:
 
 
 def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:
-    """Return what varies, the overrides that all jobs have, and what is said of the search."""
+    """Return the space, the overrides of all jobs, and the settings of the search."""
     texts, varied = split_search(arguments)
     space = Space(arguments, texts, varied)
     settings = parse(space.composed.config).sweep or SweepConfig()

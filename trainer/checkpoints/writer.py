@@ -62,6 +62,7 @@ def verify_written(path: Path, size: int) -> None:
 
 
 def check_room(path: Path, index: Index, payload: Mapping[str, Any]) -> None:
+    """Raise StorageError if the disk has no room for another checkpoint like the last one."""
     last = max(index.files.values(), key=lambda entry: entry.step, default=None)
     need = max(int(_MARGIN * last.size) if last else 0, _estimate(payload))
     check_space(path, need)

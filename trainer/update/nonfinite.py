@@ -1,4 +1,4 @@
-"""Where the NaN of an update came from."""
+"""The origin of a non-finite update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
 
 @dataclass(frozen=True, order=True)
 class NonfiniteOrigin:
-    """Where a NaN was found; the smaller, the closer to its origin."""
+    """Where a NaN was found; a smaller distance is closer to its origin."""
 
     distance: int
     text: str
@@ -52,7 +52,7 @@ def explain(
     if weights:
         return NonfiniteOrigin(1, f"parameter {weights} is not finite, {where}: {advice}")
     gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
-    # A loss that is not finite makes all gradients so.
+    # A non-finite loss makes all gradients non-finite.
     of_loss = gradients is None or first_nonfinite(("", loss) for loss in losses) is not None
     name = "loss" if of_loss else f"gradient of {gradients}"
     place = f"{where}{shown if indices else ''}"
