@@ -1,4 +1,4 @@
-"""Which weights are pruned: rules over parameters, how far, and the masks that follow."""
+"""The weights to prune: rules over parameters, their sparsity, and the masks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Rules:
             known = {k: v for k, v in rule.overrides.items() if k in _OPTIONS}
             self._settings[rule.key] = own = replace(settings, **known)
             problems += [replace(p, key=f"{rule.key}.{p.key}") for p in own.problems() if known]
-        # Whoever raises them knows the callback's key, which is put in front.
+        # The caller adds the callback's key in front.
         raise_problems(Problem("", str(problem)) for problem in problems)
 
     def pools(self, model: nn.Module) -> list[Pool]:
@@ -157,7 +157,7 @@ def _scores(
     """Return a number for each unit, -1 where it is pruned already."""
     rows = _rows(weight, settings)
     if settings.method == "random":
-        # The same at every step: what a higher sparsity prunes contains what a lower one did.
+        # The same at every step: a higher sparsity prunes all that a lower one does.
         generator = torch.Generator().manual_seed(derived(seed, "pruning", name))
         drawn = torch.rand(len(rows), generator=generator, dtype=torch.float64)
         scores = drawn.to(rows.device)

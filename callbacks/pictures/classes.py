@@ -1,4 +1,4 @@
-"""How well each class is told from the others."""
+"""Confusion matrices, and precision and recall of each class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConfusionMatrix(ValidationPicture):
-    """Show how often each class is taken for each, as `confusion/counts` and `confusion/shares`.
+    """Show how often each class is predicted for each, as `confusion/counts`, `confusion/shares`.
 
     Rows are labels, columns predictions; shares are those of a row. More than `max_classes` are not
     drawn.
@@ -35,7 +35,7 @@ class ConfusionMatrix(ValidationPicture):
         return trainer.task.output_kind == "classes" and bool(count and count <= self._max_classes)
 
     def start(self, trainer: Trainer) -> None:
-        """Begin with no sample."""
+        """Start with zero counts."""
         count = trainer.task.num_classes  # type: ignore[attr-defined]
         self._counts = torch.zeros(count * count, device=trainer.strategy.device)
 
@@ -48,7 +48,7 @@ class ConfusionMatrix(ValidationPicture):
         self._counts.index_add_(0, pairs, known.to(self._counts.dtype))
 
     def show(self, trainer: Trainer) -> None:
-        """Log the counts of all processes."""
+        """Log the counts over all processes."""
         assert self._counts is not None
         counts = trainer.group.reduce(self._counts)
         if not trainer.is_main:
@@ -81,11 +81,11 @@ class PRCurves(ValidationPicture):
         self._classes = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task answers with probabilities of classes or labels."""
+        """Return whether the task predicts probabilities of classes or labels."""
         return trainer.task.output_kind in ("classes", "labels")
 
     def start(self, trainer: Trainer) -> None:
-        """Begin with no sample."""
+        """Start with zero counts."""
         self._found, self._classes = None, 0
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
@@ -107,8 +107,8 @@ class PRCurves(ValidationPicture):
         self._found.index_add_(0, index.flatten(), known.flatten().to(self._found.dtype))
 
     def show(self, trainer: Trainer) -> None:
-        """Log the curves of the samples of all processes."""
-        count = max(trainer.group.gather(self._classes))  # a process may have had no sample
+        """Log the curves over the samples of all processes."""
+        count = max(trainer.group.gather(self._classes))  # a process may have no sample
         if not count:
             return
         if self._found is None:
@@ -123,7 +123,7 @@ class PRCurves(ValidationPicture):
 
 
 def _curve(negatives: Any, positives: Any) -> PRCurve:
-    """Return the curve of numbers of samples by the interval that their score lies in."""
+    """Return the curve from the numbers of samples in each interval of scores."""
     false, true = (np.cumsum(part[::-1])[::-1] for part in (negatives, positives))
     return PRCurve(
         thresholds=np.linspace(0, 1, len(true)),

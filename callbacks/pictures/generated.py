@@ -1,4 +1,4 @@
-"""What a model makes by itself: images, and text."""
+"""Images and text that a model generates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class GeneratedImages(KeptSamples):
-    """Show the images that a model answers with, as a GAN's generator does, as `generated/val`.
+    """Show the images that a model returns, as a GAN's generator does, as `generated/val`.
 
-    They are made from the first inputs (the noise) of the validation, so that they are comparable
-    from one validation to the next.
+    They are generated from the first inputs (the noise) of the validation, so that validations can
+    be compared.
     """
 
     def __init__(self, count: int = 32, every_n_validations: int | None = None) -> None:
         super().__init__(count, every_n_validations)
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task's answers may be images."""
+        """Return whether the task's outputs may be images."""
         return trainer.is_main and trainer.task.output_kind == "array"
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
@@ -42,11 +42,11 @@ class GeneratedImages(KeptSamples):
 
 
 class GeneratedText(KeptSamples):
-    """Log text that a language model writes, as `generated/text`.
+    """Log text that a language model generates, as `generated/text`.
 
     The first `prompt` tokens of the first samples of the validation are continued by `length`
-    tokens, drawn at `temperature` with random numbers of their own: training draws what it would
-    draw without them. Each token costs a forward pass. The names of the classes are their letters.
+    tokens, sampled at `temperature` with random states of their own, so that training does not
+    change. Each token costs a forward pass. The names of the classes are their letters.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GeneratedText(KeptSamples):
         self._context = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task predicts tokens, as far as is known before a batch is seen."""
+        """Return whether the task may predict tokens; `collect` checks the batches."""
         return trainer.task.output_kind in ("text", "array")
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
@@ -78,7 +78,7 @@ class GeneratedText(KeptSamples):
             self._kept = batch[0][: self._wanted, : self._prompt].clone()
 
     def show(self, trainer: Trainer) -> None:
-        """Write the text, on all processes: a sharded model needs them."""
+        """Generate the text on all processes, which a sharded model needs."""
         kept = None if self._kept is None else (self._kept.cpu(), self._context)
         asked = trainer.group.broadcast(kept)
         if asked is None:
@@ -100,7 +100,7 @@ class GeneratedText(KeptSamples):
 
 
 def _is_tokens(batch: Any, output: Any) -> bool:
-    """Return whether a batch has tokens [n, length], and the answer [n, vocabulary, length]."""
+    """Return whether a batch has tokens [n, length], and the output is [n, vocabulary, length]."""
     tokens = inputs_of(batch)
     whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
     return whole and isinstance(output, Tensor) and output.ndim == 3

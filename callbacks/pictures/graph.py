@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 class Graph(Callback):
     """Write the graph of the model, traced with the first sample, once.
 
-    It needs the TensorBoard callback: no other tool draws it. A model that cannot be traced is a
-    warning.
+    It needs the TensorBoard callback: no other tool shows graphs. A model that cannot be traced is
+    a warning.
     """
 
     takes_shards = False
@@ -54,7 +54,9 @@ class Graph(Callback):
         inputs, self._inputs = self._inputs, None
         modes = [(module, module.training) for module in trainer.model.modules()]
         with rng.preserved(trainer.strategy.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's tracer says what it takes for constant
+            warnings.simplefilter(
+                "ignore"
+            )  # torch's tracer warns about values that it treats as constants
             try:
                 drawn, _ = graph(trainer.model, (inputs,))  # type: ignore[no-untyped-call]
                 self._board.write_graph(drawn.SerializeToString())

@@ -1,4 +1,4 @@
-"""Segmentation: the masks of labels and predictions over their images."""
+"""Segmentation: masks of labels and predictions drawn over the images."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class Masks(KeptSamples):
     """Show the first images of the validation, with label and prediction over them, as `masks/val`.
 
-    Each class has a color of its own; class 0, the background, has none, and pixels that no class
-    is known of are grey.
+    Each class but 0, the background, has a color; pixels without a known class are grey.
     """
 
     def __init__(self, count: int = 4, every_n_validations: int | None = None) -> None:

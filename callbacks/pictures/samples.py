@@ -1,4 +1,4 @@
-"""Samples as the network sees them, and what it makes of those of the validation."""
+"""Samples as the network gets them, and its predictions in a validation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class TrainingSamples(Callback):
     """Show the first images of an epoch, augmented, as `samples/train`.
 
-    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The values are spread over the range of
-    grey, from the smallest to the largest. Inputs that are no images are not shown.
+    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The smallest value is
+    black, the largest white. Inputs that are not images are not shown.
     """
 
     def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
@@ -49,7 +49,7 @@ class TrainingSamples(Callback):
             self._kept = inputs[: self._count].clone(), target if is_label else None
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Show them at the next log line, where the device may be waited for."""
+        """Show them at the next log line, where waiting for the device is allowed."""
         if self._kept is None:
             return
         (images, labels), self._kept = self._kept, None
@@ -78,14 +78,14 @@ class ValidationSamples(KeptSamples):
 
 
 class Misclassified(KeptSamples):
-    """Show the images of the validation that are most surely wrong, as `samples/misclassified`."""
+    """Show the wrong predictions with the highest probability, as `samples/misclassified`."""
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task predicts a class of each sample."""
         return trainer.task.output_kind == "classes"
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep the worst images so far, without asking the device how many there are."""
+        """Keep the worst images so far, without waiting for the device."""
         if not is_picture(batch[0]):
             return
         probabilities, labels = trainer.task.interpret(output), labels_of(batch[1])
@@ -115,7 +115,7 @@ class Misclassified(KeptSamples):
 
 
 def _wrongness(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Return how sure each wrong prediction is; 0 for right ones and samples without a label."""
+    """Return the probability of each wrong prediction; 0 for correct ones and without a label."""
     sure, predicted = probabilities.max(1)
     return sure * ((predicted != labels) & (labels >= 0))
 

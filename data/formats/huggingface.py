@@ -51,11 +51,11 @@ class ArrowRows:
         return len(self._table)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint that `datasets` keeps of a table and all that was done to it."""
+        """Return the fingerprint that `datasets` keeps of a table and its transformations."""
         return f"{self._table._fingerprint}-{len(self)}"
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture; of others nothing is known."""
+        """Return the form of pictures before the transforms; that of other inputs is unknown."""
         picture = {"kind": "picture", "channels": self.channels, "size": None}
         return picture if self._picture else {"kind": "array"}
 
@@ -186,7 +186,7 @@ def _classes(train: Any, columns: Mapping[str, str]) -> list[str]:
 
 
 def _undecoded(table: Any, columns: Mapping[str, str]) -> Any:
-    """Have images come as the bytes of their files: every image is decoded by `data.decode`."""
+    """Return a table whose images are the bytes of their files, for `data.decode`."""
     if type(table.features[columns["input"]]).__name__ != "Image":
         return table
     images = _import("datasets", "huggingface").Image(decode=False)

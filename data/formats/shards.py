@@ -31,7 +31,7 @@ _LAYOUT = 1  # version of the index files
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Where the images of shards lie, and their labels as text; an entry for each sample."""
+    """The positions of images in shards, and their labels as text; an entry for each sample."""
 
     shards: npt.NDArray[np.int64]  # number of the shard
     offsets: npt.NDArray[np.int64]  # bytes
@@ -44,7 +44,7 @@ class ShardIndex:
 
 
 class TarShards:
-    """Images and classes in tar files, read by position: no sample before it is touched.
+    """Images and classes in tar files, read by position: only the samples that are asked for.
 
     root: a folder, or any URL that fsspec opens. paths: the shards, as the index counts them.
     """
@@ -84,7 +84,7 @@ class TarShards:
         return f"{shard}:{os.fsdecode(self._index.names[index])}"
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture: any size."""
+        """Return the form of pictures before the transforms: any size."""
         return {"kind": "picture", "channels": self.channels, "size": None}
 
     def __getitem__(self, index: int) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""The model card beside an exported model: what it is, where it comes from, what is not known."""
+"""The model card beside an exported model: inputs and outputs, provenance, metrics, limits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _data(run: Run) -> str:
 
 
 def _quantization(facts: Mapping[str, Any]) -> list[str]:
-    """Return what 8-bit integers cost and gain; nothing for a model in floats."""
+    """Return accuracy, size and speed before and after quantization; nothing without it."""
     told = facts.get("quantization")
     if not told:
         return []

@@ -1,4 +1,4 @@
-"""A trained model's answers to a loader's samples, in their order."""
+"""The outputs of a trained model for the samples of a loader, in order."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer.update.misfit import MISFITS, misfit
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says to some samples, on the host; of one process or, gathered, of all."""
+    """The outputs for some samples on the host, of one process or gathered from all."""
 
     indices: Sequence[int]  # of the samples that were read
     values: Any  # what `Task.interpret` returned, [n, ...]
-    kept: Tensor | None  # what is to be saved of each sample, [n, ...]
+    kept: Tensor | None  # the values to save for each sample, [n, ...]
     broken: dict[int, str]  # samples that could not be read, and why
 
 
 class Predictor:
-    """Ask a trainer's model, with the weights that its run was evaluated with.
+    """Run a trainer's model with the weights that its run was evaluated with.
 
-    keep: "logits", "probabilities", "embeddings:MODULE" (what a module of the model returns), or
-    None: nothing but the answers. generation: the answers are new tokens after prompts.
-    Raises ModelError for a module that is not there.
+    keep: "logits", "probabilities", "embeddings:MODULE" (the output of a module of the model), or
+    None: nothing but the outputs. generation: the outputs are new tokens after prompts.
+    Raises ModelError if the model has no such module.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Predictor:
 
     @torch.inference_mode()
     def __call__(self, loader: OnDevice, start: int = 0) -> Iterator[Answers]:
-        """Yield the answers to each batch from number `start` on, of all processes together."""
+        """Yield the outputs for each batch from number `start` on, gathered from all processes."""
         trainer = self.trainer
         group = trainer.group
         told = 0
@@ -67,7 +67,7 @@ class Predictor:
                 yield from group.gather(own)
 
     def ask(self, batch: Any, count: int) -> tuple[Any, Tensor | None]:
-        """Return the answers to the first `count` samples of a batch, and what is kept of them."""
+        """Return the outputs for the first `count` samples of a batch, and the values to keep."""
         task = self.trainer.task
         try:
             with self.trainer.precision.autocast():

@@ -53,7 +53,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
 
     device: auto (what the machine has), cpu, cuda or mps.
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
-    Raises RunDirectoryError where no run is, ConfigError where its configuration is not sound.
+    Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
@@ -67,7 +67,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
 
 
 class Run:
-    """A run on disk. What takes time is read when it is asked for, and then kept."""
+    """A run on disk; its parts are loaded at their first use."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class Run:
 
     @cached_property
     def facts(self) -> InferenceFacts:
-        """What the run knows of its data: classes, the form of inputs and outputs."""
+        """The facts about the run's data: classes, the form of inputs and outputs."""
         return facts_of_run(self.path, self.config)
 
     @cached_property
@@ -105,10 +105,10 @@ class Run:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
         images: file names, the bytes of picture files, PIL pictures, uint8 tensors or arrays
-        [C, H, W] (arrays [H, W] and [H, W, C] too); or, where the run's data are no pictures, a
+        [C, H, W] (arrays [H, W] and [H, W, C] too); or, if the run's data are not pictures, a
         tensor [n, ...] of inputs after the transforms. `batch_size`: default
         `loader.eval_batch_size`, or `loader.batch_size`.
-        Raises DataError for what is no picture.
+        Raises DataError for anything else.
         """
         predictor, rows = Predictor(self.trainer(checkpoint)), Rows(self.facts, top_k, str)
         found = list(self._answers(predictor, self._samples(images), rows, batch_size))
@@ -128,7 +128,7 @@ class Run:
         batch_size: int | None = None,
         checkpoint: str = "best",
     ) -> list[str]:
-        """Return what a language model writes after each prompt, as `predict` does.
+        """Return the text that a language model generates after each prompt, as `predict` does.
 
         sampling: greedy (the likeliest token) or random, from the `top_k` likeliest. seed: default
         that of the run. Raises ConfigError for a run that does not continue text, DataError for a
@@ -148,7 +148,7 @@ class Run:
     def _answers(
         self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
     ) -> Iterator[Row]:
-        """Yield the row of each sample, asked batch by batch."""
+        """Yield the row of each sample, computed batch by batch."""
         loader = self.config.loader
         size = batch_size or loader.eval_batch_size or loader.batch_size
         first = 0
@@ -166,7 +166,7 @@ class Run:
         return (micro.batch for micro in loader.epoch(0))
 
     def trainer(self, checkpoint: str = "best") -> Trainer:
-        """Return what evaluates and predicts: the model on its device, and its task."""
+        """Return a trainer for evaluation and prediction, with the model on its device."""
         if checkpoint not in self._trainers:
             strategy = build_strategy(self.config)
             strategy.setup()
@@ -185,12 +185,12 @@ class Run:
             yield form.brought_to_form(as_picture(image, form.channels))
 
     def pictures(self, paths: Sequence[str]) -> Pictures:
-        """Return picture files as a data set that the run's network can be given."""
+        """Return picture files as a data set for the run's network."""
         return pictures_for(self.facts, self.config, paths)
 
 
 def facts_of_run(path: Path, config: Config) -> InferenceFacts:
-    """Read what a run knows of its data; of an older run, which has not noted it, from the data."""
+    """Return the facts about a run's data; for a run of an older version, from the data."""
     facts = read_facts(path)
     if facts is not None:
         return facts
@@ -208,7 +208,7 @@ def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
-    """Return picture files in the form that a run's transforms were given. Raises ConfigError."""
+    """Return picture files in the form that a run's transforms expect. Raises ConfigError."""
     inputs = facts.inputs
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
@@ -270,7 +270,7 @@ def as_picture(image: Any, channels: int) -> Tensor:
 
 
 def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
-    """Leave the average, where a run was evaluated with one, in the model."""
+    """Return the model with the evaluated weights: an average's, if the run used one."""
     weights = trainer.evaluation_weights()
     with weights:
         state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
