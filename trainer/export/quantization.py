@@ -176,8 +176,8 @@ def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> 
             if not root <= noise * scale:
                 raise ModelError(
                     f"the outputs of the quantized model differ (by {root:.2g} of {scale:.2g}, "
-                    f"batch of {len(asked)}): its values do not fit 8 bits; callbacks=[default,qat] "
-                    "trains for them"
+                    f"batch of {len(asked)}): its values do not fit 8 bits; "
+                    "callbacks=[default,qat] trains for them"
                 )
             largest = max(largest, float(off.max()))
     return largest
