@@ -1,14 +1,12 @@
 """`regimen demo run=RUN_DIR`: a page on this machine that shows what a trained model answers."""
 
 import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from scripts.cli.shadow import refuse_shadows
-
-if TYPE_CHECKING:
-    from conf.errors import Problem
+from conf.errors import Problem, raise_problems
+from scripts.cli.arguments import parse_or_help
+from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.keys import Take, one_of, only_keys, whole
 
 _HELP = """\
 Show a trained model: a page where one drops a picture or draws a digit, and a JSON address.
@@ -26,22 +24,8 @@ Show a trained model: a page where one drops a picture or draws a digit, and a J
 """
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
-
-    with Command() as command:
-        command.code = demo(sys.argv[1:])
-
-
 def demo(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from conf.errors import raise_problems
-    from scripts.cli.arguments import parse_or_help
-    from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.keys import Take, one_of, only_keys, whole
-
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     log_to_stderr(verbose=True)
@@ -70,13 +54,7 @@ def demo(argv: Sequence[str]) -> int:
     )
 
 
-def _missing_packages() -> "Iterator[Problem]":
-    from conf.errors import Problem
-
+def _missing_packages() -> Iterator[Problem]:
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         hint = "install the extra: pip install -e '.[demo]'"
         yield Problem("", "demo needs starlette and uvicorn", hint)
-
-
-if __name__ == "__main__":
-    main()

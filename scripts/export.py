@@ -4,7 +4,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.cli.shadow import refuse_shadows
+from conf.errors import raise_problems
+from scripts.cli.arguments import parse_or_help
+from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.keys import Take, one_of, only_keys, true_or_false
 
 _HELP = """\
 Write a trained model as a file that other programs load; it is verified before it has its name.
@@ -20,22 +23,8 @@ Write a trained model as a file that other programs load; it is verified before 
 FORMATS = ("onnx", "torch_export", "torchscript", "aoti", "safetensors")
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
-
-    with Command() as command:
-        command.code = export(sys.argv[1:])
-
-
 def export(argv: Sequence[str]) -> int:
     """Do what a command line asks for."""
-    from conf.errors import raise_problems
-    from scripts.cli.arguments import parse_or_help
-    from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.keys import Take, one_of, only_keys, true_or_false
-
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     log_to_stderr(verbose=True)
@@ -63,7 +52,3 @@ def export(argv: Sequence[str]) -> int:
         print(*how_to_load(made.folder), sep="\n")
     print(f"written to {made.file} (largest difference to the model: {made.difference:.2g})")
     return 0
-
-
-if __name__ == "__main__":
-    main()

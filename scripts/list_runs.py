@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
 from scripts.history.entry import RunEntry, read_run, runs_in
 from scripts.history.removal import removable, remove
 from scripts.history.show import compared, comparison, differing, table_of
@@ -23,12 +21,6 @@ Remove runs that did not end well: failed, killed, preempted, damaged. What woul
 The best run of each name stays, and one that is running. With --keep N, finished runs go as well,
 all but the N best of each name.
 """
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = runs(sys.argv[1:])
 
 
 def runs(argv: Sequence[str]) -> int:
@@ -122,7 +114,3 @@ def _print(table: object) -> None:
     from rich.console import Console
 
     Console(soft_wrap=False).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,12 @@
 """`regimen quantize run=RUN_DIR`: a trained model with 8-bit integers, as ONNX."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.cli.shadow import refuse_shadows
+from conf.errors import raise_problems
+from scripts.cli.arguments import parse_or_help
+from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
 
 _HELP = """\
 Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU. It is compared with
@@ -26,22 +28,8 @@ the model before it has its name; what it gains and loses is printed.
 """
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
-
-    with Command() as command:
-        command.code = quantize(sys.argv[1:])
-
-
 def quantize(argv: Sequence[str]) -> int:
     """Do what a command line asks for."""
-    from conf.errors import raise_problems
-    from scripts.cli.arguments import parse_or_help
-    from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
-
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     log_to_stderr(verbose=True)
@@ -87,7 +75,3 @@ def _table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     for name, value in before.items():
         lines.append(f"{words.get(name, name):<16}{value:>10.4g}{after[name]:>10.4g}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -86,7 +86,7 @@ def parse_command(
     if {"--help", "-h"} & set(argv):
         parser.print_help()
         return None
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(list(argv))
 
 
 def parse_or_help(argv: Sequence[str], text: str) -> Arguments | None:
