@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from conf.errors import ConfigError, Problem
 from scripts.cli.arguments import command_parser
-from scripts.cli.console import Command
 from trainer.errors import EXIT_CODES, stopping_signals
 from trainer.runs.dashboard import FOLDER, SESSIONS, SWEEP
 
@@ -26,13 +25,7 @@ Other options are TensorBoard's own, such as --port 6007 (0: one that is free), 
 """
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = serve(sys.argv[1:])
-
-
-def serve(argv: Sequence[str]) -> int:
+def tensorboard(argv: Sequence[str]) -> int:
     """Serve until a signal comes; return its exit code, or TensorBoard's. Raises ConfigError."""
     parser = command_parser("regimen tensorboard", _DESCRIPTION)
     parser.add_argument("--logdir", type=Path, nargs="+", metavar="DIR", default=[])
@@ -100,7 +93,3 @@ def _run(logdir: Path, options: Sequence[str]) -> int:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(EXIT_CODES[signal.Signals(number)])
-
-
-if __name__ == "__main__":
-    main()

@@ -76,7 +76,7 @@ def page(start, tmp_path):
 
     def show(command, fragment):
         name, *words = shlex.split(command)[1:]
-        served = start([*words, "--port", "0"], command=f"serving.{name}")
+        served = start([*words, "--port", "0"], command=name)
         served.until(lambda: "http://127.0.0.1:" in served.err)
         url = re.search(r"http://127\.0\.0\.1:\d+/", served.err)[0]
         browsers.append(Browser(tmp_path / "profile", f"{url}#{fragment}"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.serving.tensorboard import named, serve
+from scripts.serving.tensorboard import named, tensorboard
 
 
 @pytest.fixture
@@ -82,4 +82,4 @@ def test_traces_are_where_the_profile_tab_looks(runs: Path, tmp_path: Path) -> N
 )
 def test_a_mistake_is_told(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        serve(argv)
+        tensorboard(argv)
