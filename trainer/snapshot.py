@@ -166,7 +166,7 @@ def _take_over(
         notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
-    trainer.resumed = True
+    trainer.resumed, trainer.branched = True, not hyper_parameters
     _load_loader_state(trainer, state.get("loader", []))
     if state["world_size"] == trainer.group.world_size:
         for sums, saved_sums in _sums(trainer, state):

@@ -95,6 +95,7 @@ class Trainer(MediaLog):
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()
         self.resumed = False
+        self.branched = False  # resumed with other hyper-parameters than before
         self._is_set_up = self._has_ended = False
         self._log_point: LogPoint | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)

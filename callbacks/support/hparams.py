@@ -7,8 +7,7 @@ the order of their names.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import yaml
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
 
-from trainer.runs.dashboard import SWEEP
-
-Value = bool | int | float | str
+from callbacks.support.settings import Value, leaves, read_overrides
 
 
 def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
@@ -30,21 +27,12 @@ def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> di
     config = run / "config.yaml"
     if not config.exists():
         return {}
-    leaves = dict(_leaves("", yaml.safe_load(config.read_text(encoding="utf-8"))))
-    given = _overrides(run / "overrides.yaml")
-    varied = {key: leaves.get(key, given.get(key)) for key in swept}
-    matched = {k: v for k, v in leaves.items() if any(fnmatchcase(k, p) for p in patterns)}
+    settings = dict(leaves(yaml.safe_load(config.read_text(encoding="utf-8"))))
+    given = read_overrides(run / "overrides.yaml")
+    varied = {key: settings.get(key, given.get(key)) for key in swept}
+    matched = {k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in patterns)}
     found = varied | matched
     return {key: value for key, value in found.items() if value is not None}
-
-
-def swept_keys(run: Path) -> list[str]:
-    """Return what varies in the sweep that a run is a job of; nothing if it is of none."""
-    try:
-        keys = json.loads((run.parent / SWEEP).read_text(encoding="utf-8"))["swept"]
-        return [str(key) for key in keys]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def columns(
@@ -89,24 +77,6 @@ def _summary(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
     value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
     value.tensor.CopyFrom(metadata.NULL_TENSOR)
     return Summary(value=[value])
-
-
-def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Value | None]]:
-    if isinstance(node, dict):
-        for key, child in node.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), child)
-    else:
-        yield prefix, str(node) if isinstance(node, list) else node
-
-
-def _overrides(path: Path) -> dict[str, str]:
-    """Return the overrides of a run as written, by key."""
-    try:
-        texts = yaml.safe_load(path.read_text(encoding="utf-8"))
-        pairs = (str(text).lstrip("+~").partition("=") for text in texts)
-        return {key: value for key, _, value in pairs}
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return {}
 
 
 def _type(value: Value) -> Any:

@@ -72,6 +72,9 @@ _HARMLESS = (
     "callbacks.throughput",
     "callbacks.memory",
     "callbacks.profiler",
+    "callbacks.mlflow",
+    "callbacks.wandb",
+    "callbacks.csv",
 )
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 _OF_A_START = ("run_dir", "resume", "dry_run", "sweep")

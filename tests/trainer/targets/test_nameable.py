@@ -48,6 +48,9 @@ callbacks.state_dump StateDump
 callbacks.swa SWA
 callbacks.tensorboard TensorBoard
 callbacks.throughput Throughput
+callbacks.trackers.csv CSV
+callbacks.trackers.mlflow MLflow
+callbacks.trackers.wandb WandB
 callbacks.trial Trial
 callbacks.unfreeze Unfreeze
 data.batch_transforms ColorJitter RandomAffine RandomCrop RandomErasing RandomHorizontalFlip
