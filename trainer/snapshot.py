@@ -54,6 +54,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
             "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
             "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
+            "data": trainer.data_facts,
             "roles": {"average": average and average.name, "saver": saver and saver.name},
             "world_size": strategy.group.world_size,
             "torch": str(torch.__version__),

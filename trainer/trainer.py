@@ -91,6 +91,7 @@ class Trainer(MediaLog):
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = None if run_dir is None else self._made(Path(run_dir))
         self.config_text = config_text  # kept in every checkpoint
+        self.data_facts: dict[str, Any] = {}  # of the data sets, as plain values; kept likewise
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()

@@ -25,6 +25,7 @@ from trainer.build.data import (
     overfit_samples,
     train_loader,
 )
+from trainer.build.statistics import data_facts
 from trainer.build.strategy import build_strategy
 from trainer.callback import Average, Callback
 from trainer.lr_schedulers.schedule import warn_of_long_warmups
@@ -107,6 +108,7 @@ def build(
         compiled=_compile(parts.model, False if config.dry_run else options.compile),
         config_text=config_text,
     )
+    trainer.data_facts = data_facts(data.sets)
     if strategy.group.is_main:
         warn_of_long_warmups(parts.schedule, total, steps)
     # Dropout masks differ between processes; the weights, drawn above, do not.

@@ -179,6 +179,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("callbacks.whitening"),
         _ours("data.batch_transforms"),
         _ours("data.formats.huggingface", "huggingface", classes=False),
+        _ours("data.formats.huggingface_stream", "streamed", classes=False),
         _ours("data.formats.shards", "tar_shards", classes=False),
         _ours("data.formats.table", "table", classes=False),
         _ours("data.formats.tokens", "token_blocks", classes=False),
@@ -220,6 +221,7 @@ OURS: Mapping[str, Offer] = dict(
         _ours("trainer.tasks.gan"),
         _ours("trainer.tasks.language_model"),
         _ours("trainer.tasks.multilabel"),
+        _ours("trainer.tasks.own_loss"),
         _ours("trainer.tasks.regression"),
         _ours("trainer.tasks.segmentation"),
     )
