@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data.errors import DataError, one_line, reason
+from data.errors import DataError, reason, shortened
 from data.formats.huggingface import (
     NAMES,
-    Rows,
+    ArrowRows,
     check_columns,
     import_tokenizer,
     tables,
@@ -18,13 +18,13 @@ _SHARDS = 1  # a saved table is one: its order does not depend on workers
 
 
 class StreamedRows:
-    """Rows as they come, or shuffled within a buffer: the `source` of a `Stream`.
+    """ArrowRows as they come, or shuffled within a buffer: the `source` of a `Stream`.
 
     An epoch's order is a function of (seed, epoch). `iter_from` skips rows without decoding them;
     the files before a position are not opened where `datasets` can tell their length.
     """
 
-    def __init__(self, table: Any, rows: Rows, seed: int, buffer: int | None) -> None:
+    def __init__(self, table: Any, rows: ArrowRows, seed: int, buffer: int | None) -> None:
         self._table = table if buffer is None else table.shuffle(seed=seed, buffer_size=buffer)
         self._rows = rows
         self._epoch = 0
@@ -74,7 +74,7 @@ def streamed(
     check_columns(path, table, columns)
     table = undecoded(table, columns)
     words = None if tokenizer is None else import_tokenizer(tokenizer)
-    rows = Rows(table, columns, None, channels, words, length)
+    rows = ArrowRows(table, columns, None, channels, words, length)
     return StreamedRows(table, rows, seed, buffer)
 
 
@@ -87,4 +87,4 @@ def _typed(table: Any, path: str) -> Any:
     try:
         return table._resolve_features()  # from the first rows; CSV and JSON tell no types
     except Exception as error:  # of file systems and of each format
-        raise DataError(f"data.path={path}: {one_line(reason(error))}") from error
+        raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
