@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from conf.errors import Problem
 
 _HELP = """\
-Show a trained model: a page where one drops a picture or draws a digit, and a JSON address.
+Show a trained model: a page where one drops a picture, draws a digit, or types a row of a table or
+a prompt, and a JSON address.
 
   regimen demo run=RUN_DIR [key=value ...]
 
@@ -23,6 +24,7 @@ Show a trained model: a page where one drops a picture or draws a digit, and a J
   device         auto (default), cpu, cuda, mps
 
   curl --data-binary @picture.png http://127.0.0.1:8000/predict
+  curl --data-binary '{"prompt": "The "}' http://127.0.0.1:8000/predict
 """
 _KEYS = ("run", "port", "host", "checkpoint", "top_k", "device")
 _DEVICES = ("auto", "cpu", "cuda", "mps")

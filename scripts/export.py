@@ -42,7 +42,8 @@ def export(argv: Sequence[str]) -> int:
     log_to_stderr(verbose=True)
     values = _values(arguments.overrides)
     with importing():
-        from trainer.export.artefact import WEIGHTS, export_run, formats, how_to_load
+        from trainer.export.artefact import WEIGHTS, export_run, formats
+        from trainer.export.lines import how_to_load
         from trainer.inference.run import load_run
 
     _check(values, formats())

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from conf.errors import ConfigError, Problem
 from data.errors import DataError, UnreadableError, reason
 from scripts.cli.arguments import own_keys
+from scripts.prediction.options import FORMATS
 from scripts.prediction.table import GrowingTable, check_format
 
 Array = Any  # of numpy
@@ -132,15 +133,11 @@ def answer_without_torch(overrides: Sequence[str], lines: Sequence[str]) -> int:
     model = read_model(Path(values["model"]))
     files = _files(values["source"], lines)
     header = {k: v for k, v in values.items() if k != "overwrite"} | {"samples": len(files)}
-    broken = 0
     with closing(GrowingTable(table, header, size, resume=False)) as rows:
         for start in range(0, len(files), size):
-            some = list(_rows_of(model, files[start : start + size], values))
-            broken += sum("error" in row for row in some)
-            rows.write(some)
+            rows.write(_rows_of(model, files[start : start + size], values))
         rows.finish()
-    count = f"{len(files)} samples" + (f", {broken} of them broken" if broken else "")
-    print(f"{count}, written to {table}")
+    print(rows.told())
     return 0
 
 
@@ -186,6 +183,8 @@ def _options(overrides: Sequence[str]) -> dict[str, str]:
         for key in ("top_k", "batch_size")
         if not (values[key].isdigit() and 0 < int(values[key]) < 10**6)
     ]
+    if Path(values["out"]).suffix not in FORMATS:
+        problems.append(Problem("out", f"{values['out']} ends with none of {', '.join(FORMATS)}"))
     if Path(values["out"]).exists() and values["overwrite"] != "true":
         problems.append(Problem("out", f"{values['out']} exists", "overwrite=true replaces it"))
     if problems:
