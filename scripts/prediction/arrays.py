@@ -22,7 +22,7 @@ _SMALLEST = 128  # pixels of a drawn picture's shorter side
 _LINE = 14  # pixels of a line of text
 
 
-class Masks:
+class MaskFiles:
     """Masks as PNG files with a palette, a file for each sample, in a folder beside the table."""
 
     def __init__(self, folder: Path) -> None:

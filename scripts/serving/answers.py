@@ -44,18 +44,18 @@ class Answerer:
 
     @torch.inference_mode()
     def open(self) -> None:
-        """Put the evaluated weights into the model, until `close`, and ask it once."""
+        """Load the evaluated weights into the model until `close`, and run it once."""
         self._weights.enter_context(self._predictor.ready())
         with suppress(UploadError):  # the first answer takes many times as long as the others
             self(self._intake.example)
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Take them out again."""
+        """Restore the weights of the checkpoint."""
         self._weights.close()
 
     def card(self) -> dict[str, Any]:
-        """Return what the page says about the run, as plain values."""
+        """Return the facts about the run that the page shows, as plain values."""
         facts, origin = self.run.facts, provenance(self.run, self._checkpoint)
         weights = "" if origin["average"] is None else f", average {origin['average']}"
         parameters = sum(p.numel() for p in self._trainer.model.parameters())
@@ -95,7 +95,7 @@ class Answerer:
         began = time.perf_counter()
         seed = derived(trainer.options.seed, "predict")
         try:
-            with rng.keyed(trainer.strategy.device, seed):  # each picture as the first of its own
+            with rng.keyed(trainer.strategy.device, seed):  # each request draws as the first does
                 asked = self._intake(data)
                 ready = time.perf_counter()
                 predictor = self._predictor

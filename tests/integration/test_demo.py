@@ -308,8 +308,13 @@ def rows(trained, tmp_path_factory):
     return trained("regression", *table)
 
 
-def test_a_row_of_a_table_is_answered_as_predict_does(demo, rows, predict, tmp_path):
-    server = demo(f"run={rows.path}")
+@pytest.fixture(scope="module")
+def table_site(demo, rows):
+    return demo(f"run={rows.path}")
+
+
+def test_a_row_of_a_table_is_answered_as_predict_does(table_site, rows, predict, tmp_path):
+    server = table_site
     (tmp_path / "one.csv").write_text("size,zone\n1.5,b\n")
     done = predict([f"run={rows.path}", "source=one.csv", "out=p.jsonl"], folder=tmp_path)
     assert done.code == 0, done.err
@@ -401,4 +406,18 @@ def test_a_person_draws_a_digit_and_chooses_a_file(site, whole, tmp_path):
         (tmp_path / "text").write_text("no picture")
         browser.ask("DOM.setFileInputFiles", files=[str(tmp_path / "text")], nodeId=node)
         browser.until("document.querySelector('#answer .error') !== null")
+        assert browser.errors == []
+
+
+@pytest.mark.skipif(installed() is None, reason="no Chromium is installed (apt: chromium)")
+def test_a_person_sends_the_row_of_the_example(table_site, tmp_path):
+    with Browser(tmp_path / "profile", table_site.url) as browser:
+        browser.until("document.querySelector('#body').value !== ''")
+        assert browser.value("document.querySelector('#drop').hidden")
+        assert '"zone"' in browser.value("document.querySelector('#curl').innerText")
+        browser.value("document.querySelector('#json button').click()")
+        browser.until(
+            "(document.querySelector('#answer p') || {innerText: ''})"
+            ".innerText.startsWith('prediction: ')"
+        )
         assert browser.errors == []

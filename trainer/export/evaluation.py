@@ -21,9 +21,9 @@ from trainer.tasks.supervised import Supervised
 def evaluate_artefact(
     config: Config, path: Path, split: str, allow_code: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of an exported file over `split`, as `evaluate_run` those of a model.
+    """Return the metrics of an exported file over `split`, as `evaluate_run` does for a model.
 
-    Raises ModelError for a file that is none of ours or cannot be loaded.
+    Raises ModelError for a file that was not exported by Regimen or cannot be loaded.
     """
     facts = facts_of_artefact(path)
     answering = load_artefact(path, facts, allow_code)
@@ -33,7 +33,7 @@ def evaluate_artefact(
 def metrics_of(
     config: Config, answering: nn.Module, facts: Mapping[str, Any], split: str
 ) -> dict[str, float]:
-    """Return the metrics over `split` of a module that answers as the `facts` of its file say.
+    """Return the metrics over `split` of a module that computes what a file with `facts` does.
 
     It computes on the CPU in single precision. Of a file that answers with masks no loss is known.
     Raises ModelError for a transform that the run does not have.
@@ -56,7 +56,9 @@ def metrics_of(
 def _for_files(config: Config, names: Sequence[str]) -> Config:
     steps = config.transforms.eval
     if unknown := [name for name in names if name not in steps]:
-        raise ModelError(f"the file wants transforms.eval.{unknown[0]}, which the run has not")
+        raise ModelError(
+            f"the file needs transforms.eval.{unknown[0]}, which the run does not have"
+        )
     transforms = replace(config.transforms, eval={name: steps[name] for name in names})
     options: Any = {"precision": "fp32", "channels_last": False, "compile": False}
     return replace(config, transforms=transforms, trainer=replace(config.trainer, **options))

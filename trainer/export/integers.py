@@ -1,4 +1,4 @@
-"""A network with 8-bit integer weights and activations, as ONNX describes them."""
+"""A network with 8-bit integer weights and activations in ONNX's representation."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class IntegerLayer(nn.Module):
             return getattr(self._layer[0], name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map what the layer maps."""
+        """Compute what the layer computes."""
         weight = _in_floats(self.weight, self.scale)
         bias = None if self.bias is None else _in_floats(self.bias, self.bias_scale)
         if isinstance(self._layer[0], nn.Linear):

@@ -18,7 +18,7 @@ from scripts.sweeps.launchers import local
 from scripts.sweeps.launchers.launcher import Launch
 from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
-from scripts.sweeps.progress import Progress, in_words, progress_of, seconds_left
+from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from trainer.files.storage import storage_error
 
 Sweep = Callable[..., int]
@@ -260,11 +260,11 @@ def test_names_of_devices(count: int, visible: str | None, expected: list[str]) 
 
 def test_how_far_a_job_is(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert progress_of(tmp_path, {}, "val/loss") == Progress()
+    assert progress_of(tmp_path, {}, "val/loss") == JobProgress()
     lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep')
     config = {"trainer": {"max_epochs": 4, "max_steps": 20}}
-    assert progress_of(tmp_path, config, "val/loss") == Progress(0.75, 1, 0.5)
+    assert progress_of(tmp_path, config, "val/loss") == JobProgress(0.75, 1, 0.5)
 
 
 def test_the_time_that_is_left() -> None:

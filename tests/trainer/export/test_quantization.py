@@ -13,12 +13,14 @@ from torch import nn
 
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
+from scripts.export import FORMATS as COMMAND_FORMATS
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
-from trainer.export.artefact import export_run, formats, samples_of
+from trainer.export.artefact import WEIGHTS, export_run, samples_of
 from trainer.export.calibration import calibrated, learnt
 from trainer.export.evaluation import evaluate_artefact
 from trainer.export.fake_quantization import Ranges, attach, rounded_weight
+from trainer.export.formats import FORMATS
 from trainer.export.integers import integer_network
 from trainer.export.places import find_places
 from trainer.export.quantization import method_for, quantize_run
@@ -125,7 +127,8 @@ def unverified(monkeypatch):
 @pytest.mark.parametrize("preprocessing", ["outside", "inside"])
 def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preprocessing, unverified):
     expected = evaluate_run(run.config, run.path, "best", "test")
-    quick = [name for name in formats() if name != "aoti"]  # compiling takes a minute
+    assert set(COMMAND_FORMATS) == {*FORMATS, WEIGHTS}
+    quick = [name for name in COMMAND_FORMATS if name != "aoti"]  # compiling takes a minute
     names = ["onnx"] if preprocessing == "inside" else quick
     for name in names:
         made = export_run(run, name, tmp_path / name, preprocessing)

@@ -12,6 +12,7 @@ from data.orders import Sequential
 from data.updates import UpdateSampler
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -105,7 +106,7 @@ def test_they_count_nowhere_in_several_processes(ranks) -> None:
     wanted, value = by_hand(nn.CrossEntropyLoss(), data)
 
     def train(rank: int):
-        strategy = DDP(backend="gloo", accelerator="cpu", timeout=60)
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         trainer = trainer_of(nn.CrossEntropyLoss(), data, 2, strategy)
         trainer.fit()
