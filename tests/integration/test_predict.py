@@ -124,6 +124,30 @@ def test_a_broken_file_ends_it_or_has_a_row(predict, whole, pictures, tmp_path):
     assert "1 of them broken" in done.out
 
 
+def test_a_source_without_a_readable_file_is_an_error(predict, whole, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_bytes(b"no picture")
+    asked = [f"run={whole}", f"source={tmp_path}", "loader.batch_size=2", "save=logits"]
+    done = predict([*asked, "on_error=skip", f"out={tmp_path}/p.csv"])
+    assert done.code == 3
+    assert "none of 5 samples could be read" in done.error
+    rows = read_csv(tmp_path / "p.csv")
+    assert all("no image format" in row["error"] for row in rows)
+    shutil.copytree(tmp_path, tmp_path / "more")
+    Image.new("L", (8, 8)).save(tmp_path / "more" / "z.png")
+    done = predict(
+        [
+            *asked[:1],
+            f"source={tmp_path}/more",
+            *asked[2:],
+            "on_error=skip",
+            f"out={tmp_path}/q.csv",
+        ]
+    )
+    assert done.code == 0, done.err
+    assert np.isnan(np.load(tmp_path / "q.logits.npy")).all(1).tolist() == [True] * 5 + [False]
+
+
 def test_killed_and_resumed_it_is_the_same_table(start, predict, whole, pictures, tmp_path):
     wanted = [f"run={whole}", "source=-", "loader.batch_size=2", "loader.num_workers=0"]
     names = sorted(str(path) for path in pictures.rglob("*.png")) * 40

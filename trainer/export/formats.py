@@ -189,7 +189,7 @@ def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Te
         code = _FRESH.format(load=_LOAD[name])
         command = [sys.executable, "-P", "-W", "ignore", "-c", code]
         done = subprocess.run(
-            [*command, str(path), str(asked), str(answered)],
+            [*command, str(path.absolute()), str(asked), str(answered)],
             capture_output=True,
             text=True,
             check=False,
