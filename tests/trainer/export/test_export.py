@@ -1,4 +1,4 @@
-"""Exported models answer as the model does, or are not written."""
+"""Exported models have the outputs of the model, or are not written."""
 
 import json
 from pathlib import Path
@@ -161,7 +161,7 @@ def test_a_branch_on_the_data_is_scripted(run, tmp_path, monkeypatch, of_both_si
         assert torch.equal(network(inputs), Branches()(inputs))
 
 
-def test_what_answers_otherwise_is_not_written(run, tmp_path, monkeypatch, of_both_signs):
+def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch, of_both_signs):
     monkeypatch.setattr(run, "model", lambda checkpoint: BranchesInNumpy())
     with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
