@@ -265,6 +265,12 @@ def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experime
         pytest.param(["source=test", "device=tpu"], 2, "device", id="device"),
         pytest.param(["source=test", "save=embeddings:fc"], 2, "no such module", id="module"),
         pytest.param(["source=test", "checkpoint=x"], 4, "no such checkpoint", id="checkpoint"),
+        pytest.param(
+            ["source=test", "model.widths=[4,8]"],
+            4,
+            "best.pt: does not fit the model",
+            id="architecture",
+        ),
         pytest.param(["source=predict"], 2, "data.predict", id="no-split"),
         pytest.param(["source=test", "loader.batchsize=3"], 2, "batch_size", id="unknown-key"),
         pytest.param(["source=test", "strategy.name=fsdp"], 2, "put together for it", id="fsdp"),
