@@ -167,6 +167,7 @@ def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch, of
     monkeypatch.setattr(run, "model", lambda checkpoint: BranchesInNumpy())
     with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
+    monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
     with pytest.raises(ModelError, match=r"torch\.export"):
         export_run(run, "torch_export", tmp_path / "o")
     assert list(tmp_path.iterdir()) == []
