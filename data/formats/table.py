@@ -171,6 +171,16 @@ def rows_to_predict(
 ) -> TableRows:
     """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
     columns = read_columns(Path(path).expanduser())
+    return rows_as_described(columns, described, missing, transform)
+
+
+def rows_as_described(
+    columns: Columns,
+    described: Sequence[Mapping[str, Any]],
+    missing: Missing,
+    transform: Transform | None,
+) -> TableRows:
+    """Encode columns as `TableRows.input_form` describes it. Raises DataError."""
     return TableRows(columns, described_features(described), missing, transform)
 
 
