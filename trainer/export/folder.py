@@ -33,7 +33,8 @@ def export_folder(
         raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
     try:
         folder.parent.mkdir(parents=out is None, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+        # Absolute: a process elsewhere reads what is made (Python 3.11 keeps a relative path).
+        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent.absolute()))
     except OSError as error:
         raise storage_error(folder, error) from error
     try:

@@ -1,6 +1,7 @@
 """Exported models answer as the model does, or are not written."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,8 +88,9 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
         pytest.param("torchscript", torch.jit.load, id="torchscript"),
     ],
 )
-def test_programs_of_torch_load_again(run, tmp_path, name, load):
-    made = export_run(run, name, tmp_path / "o")
+def test_programs_of_torch_load_again(run, tmp_path, monkeypatch, name, load):
+    monkeypatch.chdir(tmp_path)
+    made = export_run(run, name, Path("o"))  # as typed: relative
     network = load(str(made.file))
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
