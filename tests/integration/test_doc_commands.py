@@ -1,7 +1,7 @@
 """The commands of the README and of docs/ run: block by block, in a folder that has what they name.
 
-Their limits are tiny; sweeps and runs over several processes are dry ones. What cannot run here stands in
-`NOT_HERE` with its reason.
+Their limits are tiny; sweeps and runs over several processes are dry ones. What cannot run here
+stands in `NOT_HERE` with its reason.
 """
 
 import io
