@@ -104,6 +104,8 @@ def run(start):
         program, *arguments = words
         if program == "python":
             program, arguments = words[2].removeprefix("scripts."), words[3:]
+        elif program == "regimen":
+            program, *arguments = arguments
         return start(arguments, folder=folder, command=program).wait(300)
 
     return begin
