@@ -15,7 +15,6 @@ from trainer.distributed.processes import is_rank
 from trainer.errors import ModelError
 from trainer.strategies.ddp import DDP
 from trainer.strategies.dp import DataParallel
-from trainer.strategies.fsdp import FSDP
 from trainer.strategies.strategy import Planned, Strategy, count_devices
 
 _DDP = (
@@ -69,9 +68,11 @@ def _group(options: StrategyConfig) -> Strategy:
         "numbers": options.devices if isinstance(options.devices, list) else None,
         "sync_batchnorm": options.sync_batchnorm,
     }
-    own = _FSDP if options.name == "fsdp" else _DDP
-    values = {name: getattr(options, name) for name in own}
-    return FSDP(**common, **values) if options.name == "fsdp" else DDP(**common, **values)
+    if options.name != "fsdp":
+        return DDP(**common, **{name: getattr(options, name) for name in _DDP})
+    from trainer.strategies.fsdp import FSDP  # with DTensor and sympy: seconds
+
+    return FSDP(**common, **{name: getattr(options, name) for name in _FSDP})
 
 
 def _device(options: StrategyConfig) -> torch.device | None:
