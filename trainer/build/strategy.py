@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -70,9 +71,9 @@ def _group(options: StrategyConfig) -> Strategy:
     }
     if options.name != "fsdp":
         return DDP(**common, **{name: getattr(options, name) for name in _DDP})
-    from trainer.strategies.fsdp import FSDP  # with DTensor and sympy: seconds
-
-    return FSDP(**common, **{name: getattr(options, name) for name in _FSDP})
+    # With DTensor and sympy, which take seconds to import.
+    fsdp: type[Strategy] = importlib.import_module("trainer.strategies.fsdp").FSDP
+    return fsdp(**common, **{name: getattr(options, name) for name in _FSDP})
 
 
 def _device(options: StrategyConfig) -> torch.device | None:
