@@ -16,6 +16,7 @@ from trainer.distributed.processes import is_rank
 from trainer.errors import ModelError
 from trainer.strategies.ddp import DDP
 from trainer.strategies.dp import DataParallel
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Planned, Strategy, count_devices
 
 _DDP = (
@@ -62,18 +63,21 @@ def _group(options: StrategyConfig) -> Strategy:
         return Planned(options.name, count, None if on_cpu else _device(options))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(here, options.accelerator, options.backend)
-    common: dict[str, Any] = {
-        "backend": None if options.backend == "auto" else options.backend,
-        "timeout": options.timeout,
-        "accelerator": options.accelerator,
-        "numbers": options.devices if isinstance(options.devices, list) else None,
-        "sync_batchnorm": options.sync_batchnorm,
-    }
+    processes = Processes(
+        None if options.backend == "auto" else options.backend,
+        options.timeout,
+        options.accelerator,
+        options.devices if isinstance(options.devices, list) else None,
+        options.sync_batchnorm,
+    )
+    names = _FSDP if options.name == "fsdp" else _DDP
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
     if options.name != "fsdp":
-        return DDP(**common, **{name: getattr(options, name) for name in _DDP})
+        return DDP(processes, **values)
     # With DTensor and sympy, which take seconds to import.
-    fsdp: type[Strategy] = importlib.import_module("trainer.strategies.fsdp").FSDP
-    return fsdp(**common, **{name: getattr(options, name) for name in _FSDP})
+    fsdp = importlib.import_module("trainer.strategies.fsdp")
+    strategy: Strategy = fsdp.FSDP(processes, **values)
+    return strategy
 
 
 def _device(options: StrategyConfig) -> torch.device | None:
