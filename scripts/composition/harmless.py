@@ -41,6 +41,9 @@ _HARMLESS = (
     "callbacks.throughput",
     "callbacks.memory",
     "callbacks.profiler",
+    "callbacks.mlflow",
+    "callbacks.wandb",
+    "callbacks.csv",
 )
 
 

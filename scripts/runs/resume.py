@@ -15,6 +15,7 @@ from scripts.composition.harmless import trains_the_same
 from scripts.runs.abandoned import Moment, go_back, going_back_to
 from scripts.runs.saved_config import saved_config
 from trainer import snapshot
+from trainer.build.statistics import changed_data
 from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
@@ -51,6 +52,7 @@ class Resume:
     def apply(self, trainer: Trainer) -> None:
         """Load the checkpoint into `trainer`, and log what differs."""
         assert self.payload is not None
+        self.notes += changed_data(self.payload["state"].get("data", {}), trainer.data_facts)
         self.notes += snapshot.restore(
             trainer,
             self.payload,
