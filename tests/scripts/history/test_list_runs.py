@@ -1,4 +1,4 @@
-"""`regimen runs`: what directories tell of their runs, and which of them may go."""
+"""`regimen runs`: what run directories hold, and which runs may be removed."""
 
 import json
 import os

@@ -82,7 +82,7 @@ def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
     }
     beyond = {
         **{k: v for k, v in whole.items() if k.startswith("checkpoints/") and "05.pt" not in k},
-        "metrics.jsonl": whole["metrics.jsonl"][MOMENT.metrics :],
+        "metrics.jsonl": whole["metrics.jsonl"][MOMENT.sizes["metrics.jsonl"] :],
         "tensorboard/events.out.tfevents.1.regimen": b"def",
         "tensorboard/events.out.tfevents.2.regimen": b"ghi",
     }

@@ -1,4 +1,4 @@
-"""Quantized models lose little, answer as the network that rounds, and can be evaluated."""
+"""Quantized models lose little accuracy, match the rounding network, and can be evaluated."""
 
 import json
 import subprocess
@@ -191,7 +191,7 @@ def test_broken_pictures_and_words_end_a_prediction_without_torch(static, tmp_pa
     assert all(word in done.stderr for word in ("colour", "top_k", "predictions.csv exists"))
 
 
-def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
+def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path, unverified):
     made = export_run(run, "torchscript", tmp_path / "ts")
     with pytest.raises(ModelError, match="allow_code=true"):
         evaluate_artefact(run.config, made.file, "test")
@@ -203,7 +203,7 @@ def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
         evaluate_artefact(run.config, run.path / "config.yaml", "test")
 
 
-def test_what_loses_too_much_is_not_written(run, tmp_path, monkeypatch):
+def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monkeypatch):
     values = iter([{"test/accuracy": 0.9}, {"test/accuracy": 0.88}])
     monkeypatch.setattr(quantization, "_metrics", lambda *_: next(values))
     with pytest.raises(ModelError, match=r"from 0\.9000 to 0\.8800"):
