@@ -134,12 +134,14 @@ def _loader(root: Path, workers: int = 0, accumulation: int = 1, scaled: bool = 
         f"trainer.gradient_accumulation_steps={accumulation}",
     ]
     config = parse(compose(words).config)
-    alone = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=1), device=torch.device("cpu"))
+    alone: Any = SimpleNamespace(
+        group=SimpleNamespace(rank=0, world_size=1), device=torch.device("cpu")
+    )
     return train_loader(config, build_data(config, ("train",)), alone)
 
 
 def _seen(loader: Any, epoch: int = 1, start: int = 0) -> dict[int, Tensor]:
-    seen = {}
+    seen: dict[int, Tensor] = {}
     for micro in loader.epoch(epoch, start):
         seen |= dict(zip(micro.piece.indices, micro.batch[0], strict=True))
     loader.close()
