@@ -197,9 +197,9 @@ def _warm_up(trainer: Trainer) -> None:
     trainer.strategy.warm_up(trainer.wrapped, compute)
 
 
-def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
+def load_weights(trainer: Trainer, payload: Mapping[str, Any], path: Path | None = None) -> None:
     """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
-    compare_names(payload, trainer.model.state_dict())
+    compare_names(payload, trainer.model.state_dict(), path)
     parameters = dict(trainer.model.named_parameters())
     others = payload.get("state", {}).get("unsaved")
     average = name_of("average", payload)

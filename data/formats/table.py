@@ -150,11 +150,22 @@ def rows_to_predict(
     path: str, described: Sequence[dict[str, Any]], missing: Missing, transform: Transform | None
 ) -> TableRows:
     """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
+    columns = read_columns(Path(path).expanduser())
+    return rows_as_described(columns, described, missing, transform)
+
+
+def rows_as_described(
+    columns: Columns,
+    described: Sequence[dict[str, Any]],
+    missing: Missing,
+    transform: Transform | None,
+) -> TableRows:
+    """Encode columns as `TableRows.input_form` describes it. Raises DataError."""
     features = [
         Feature(d["name"], d["categories"] and tuple(d["categories"]), d["mean"], d["std"])
         for d in described
     ]
-    return TableRows(read_columns(Path(path).expanduser()), features, missing, transform)
+    return TableRows(columns, features, missing, transform)
 
 
 def _file_of(place: Path, split: str) -> Path | None:

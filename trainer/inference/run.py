@@ -228,7 +228,7 @@ def load_trainer(
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy)
-    snapshot.load_weights(trainer, payload)
+    snapshot.load_weights(trainer, payload, path)
     trainer.state.global_step = snapshot.saved_step(payload)
     return trainer
 
