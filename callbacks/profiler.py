@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class Profiler(Callback):
         if trainer.run_dir is None or not trainer.is_main:
             return
         self._folder = trainer.run_dir
+        # torch's tracer prints each start and end to stderr, and errors where there is no GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profiler.profile(
             activities=_activities(),
             schedule=self._schedule,

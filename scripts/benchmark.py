@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.cli.first_line import greet
+
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
     "data": "loading and transforming images, against torchvision sample by sample",
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
         parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
+    greet()
     benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
     report = benchmark.measure(arguments.rounds, *given)

@@ -12,8 +12,10 @@ from pathlib import Path
 def main() -> None:
     """Run the command line and leave with its exit code."""
     from scripts.cli.console import Command, log_to_stderr
+    from scripts.cli.first_line import greet
 
     arguments = _parser().parse_args()
+    greet("cpu")
     log_to_stderr(verbose=True)
     with Command() as command:
         command.code = convert(arguments.checkpoint, arguments.target)

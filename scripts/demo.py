@@ -41,11 +41,13 @@ def demo(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
     from scripts.cli.arguments import only_keys, parse_arguments
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.first_line import asked_device, greet
 
     arguments = parse_arguments(argv)
     if arguments.help:
         print(_HELP, end="")
         return 0
+    greet(asked_device(arguments.overrides, "device"))
     log_to_stderr(verbose=True)
     usage = "regimen demo run=RUN_DIR"
     values, problems = only_keys("demo", arguments.overrides, _KEYS, usage)

@@ -33,15 +33,18 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    from conf.check import parse
     from scripts.cli.arguments import of_run, parse_arguments
     from scripts.cli.console import importing, log_to_stderr
-    from scripts.composition.compose import compose
+    from scripts.cli.first_line import asked_device, greet
 
     arguments = parse_arguments(argv)
     if arguments.help:
         print(_HELP, end="")
         return 0
+    greet(asked_device(arguments.overrides))
+    from conf.check import parse  # after the first line: these import Hydra
+    from scripts.composition.compose import compose
+
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments.overrides)
     run_dir = Path(own["run"])

@@ -34,11 +34,13 @@ def export(argv: Sequence[str]) -> int:
     """Do what a command line asks for."""
     from scripts.cli.arguments import parse_arguments
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.first_line import greet
 
     arguments = parse_arguments(argv)
     if arguments.help:
         print(_HELP, end="")
         return 0
+    greet("cpu")
     log_to_stderr(verbose=True)
     values = _values(arguments.overrides)
     with importing():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from scripts.cli.console import describe, end_on_signals, exit_code, importing, log_to_stderr
+from scripts.cli.others import quiet_others
 from scripts.cli.outlets import outlive_readers
 from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
@@ -24,6 +25,7 @@ def main() -> None:
     """Run this process's part of a run; a failure is reported in the folder of the launcher."""
     _end_with_parent()
     outlive_readers()
+    quiet_others()
     end_on_signals()
     notes = LaunchNotes(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])

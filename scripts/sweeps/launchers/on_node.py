@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from scripts.cli.job import AS_JOB
 from scripts.sweeps.launchers.fork_server import end_with_parent
 from scripts.sweeps.launchers.launcher import TRAIN, Launch
 from trainer.runs.status import holds_run
@@ -45,6 +46,7 @@ class NodeJob:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.module, *self.words()],
                 cwd=self.folder,
+                env={**os.environ, **AS_JOB},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
