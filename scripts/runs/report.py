@@ -81,7 +81,13 @@ def final_block(
     rows.append(("test", packed(_tested(experiment, results), width, _GAP)))
     for name, typed in _commands(request, experiment, run_dir):
         rows.append((name, [folded_command(typed, columns and width)]))
-    return "\n" + "\n".join(f"{n:<8} {line}" for n, lines in rows for line in lines if line)
+    # Off a terminal each line can be found by its name; on one, the name stands once.
+    again = [(n if columns is None or not i else "", line) for n, i, line in _numbered(rows)]
+    return "\n" + "\n".join(f"{name:<8} {line}" for name, line in again)
+
+
+def _numbered(rows: list[_Row]) -> list[tuple[str, int, str]]:
+    return [(name, i, line) for name, lines in rows for i, line in enumerate(lines) if line]
 
 
 def result_line(experiment: Experiment, results: Mapping[str, float], account: Account) -> str:
