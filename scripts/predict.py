@@ -18,14 +18,13 @@ def main() -> None:
 
 def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from scripts.cli.arguments import of_run, parse_arguments
+    from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
     from scripts.cli.first_line import asked_device, greet
+    from scripts.cli.keys import of_run
     from scripts.prediction.command_line import HELP, take_apart
 
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(HELP, end="")
+    if (arguments := parse_or_help(argv, HELP)) is None:
         return 0
     by_torch = not _names_a_file(arguments.overrides)
     if by_torch:

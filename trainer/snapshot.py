@@ -118,7 +118,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     path, payload = found
     store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and store.beyond(step_of(payload)):
+    if own and store.beyond(saved_step(payload)):
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
@@ -226,14 +226,14 @@ def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
     return roles.get(role)
 
 
-def step_of(payload: Mapping[str, Any]) -> int:
+def saved_step(payload: Mapping[str, Any]) -> int:
     """Return the step at which a checkpoint was taken."""
     return int(payload["state"]["counters"]["global_step"])
 
 
 def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     """Return the step and the epoch of a checkpoint's weights."""
-    return LogPoint(step_of(payload), int(payload["state"]["counters"]["epoch"]))
+    return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:

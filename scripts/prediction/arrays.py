@@ -68,7 +68,7 @@ class KeptArray:
         return array
 
 
-class Masks:
+class MaskFiles:
     """Masks as PNG files with a palette, a file for each sample, in a folder beside the table."""
 
     def __init__(self, folder: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema_strategy import StrategyConfig
-from scripts.cli.arguments import Arguments, own_keys
-from scripts.prediction.options import Options, names, take_options
+from scripts.cli.arguments import Arguments
+from scripts.cli.keys import own_keys
+from scripts.prediction.options import KEYS, Options, take_options
 
 HELP = """\
 Answer for pictures, or for other samples, with a trained run.
@@ -46,7 +47,7 @@ strategy.name=ddp strategy.devices=2. Answers are the same for the same batch si
 
 def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
     """Return the keys of `predict`, and the overrides of the run's configuration."""
-    own, overrides = own_keys(arguments.overrides, (*names(), "data.on_error"))
+    own, overrides = own_keys(arguments.overrides, (*KEYS, "data.on_error"))
     if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
         own["on_error"] = named
     options = take_options(own)

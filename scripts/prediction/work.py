@@ -20,7 +20,7 @@ from data.pictures import Pictures, find_pictures
 from data.text import Prompts, find_prompts
 from scripts.cli.console import StoppedEarlyError, exit_code
 from scripts.cli.request import Request
-from scripts.prediction.arrays import Drawings, KeptArray, Masks
+from scripts.prediction.arrays import Drawings, KeptArray, MaskFiles
 from scripts.prediction.options import SPLITS, Options
 from scripts.prediction.table import GrowingTable, check_format
 from trainer.build.check import check_targets
@@ -236,7 +236,9 @@ class _Writer:
         self.batches_done = table.rows // loader.sampler.batch_size
         self.dataset = loader.dataset
         path, stem = options.table, options.table.stem
-        masks = Masks(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
+        masks = (
+            MaskFiles(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
+        )
         prompts = self.dataset.texts if isinstance(self.dataset, Prompts) else None
         prompt_of = None if prompts is None else prompts.__getitem__
         self._rows = Rows(facts, options.top_k or 1, self._name, masks, prompt_of)

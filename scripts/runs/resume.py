@@ -210,7 +210,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = differences(_without_start(saved), _without_start(raw))
+    changes = changed_leaves(_without_start(saved), _without_start(raw))
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
     resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
@@ -247,7 +247,7 @@ def _note(key: str, old: Any, new: Any) -> str:
     return f"changed: {_shown(key, old, new)}"
 
 
-def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the leaves of two nested dicts that differ, by dotted key.
 
     For transforms and optimizers a different order of keys is a difference as well.
@@ -257,7 +257,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
     found: dict[str, tuple[Any, Any]] = {}
     for name in {**old, **new}:
         child = f"{key}.{name}" if key else str(name)
-        found |= differences(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
+        found |= changed_leaves(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
     shared = [n for n in old if n in new]
     if shared != [n for n in new if n in old] and key.startswith(("transforms", "optimizer")):
         found[f"{key} (order)"] = (shared, [n for n in new if n in old])
@@ -274,7 +274,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
     saved = saved_config(payload, None)
-    return any(k in _HORIZON for k in differences(saved, raw))
+    return any(k in _HORIZON for k in changed_leaves(saved, raw))
 
 
 def _with_harmless(

@@ -25,14 +25,14 @@ from trainer.inference.rows import Row, Rows
 from trainer.inference.run import Run, as_picture
 from trainer.rng import derived
 
-MAX_PIXELS = 40_000_000  # of an upload: half a gigabyte as floats while it is resized
-# Those that `data.image_folder` reads; of Pillow's others some call programs or read slowly.
+MAX_PIXELS = 40_000_000  # of an upload: as floats, while resized, half a gigabyte
+# Those that `data.image_folder` reads. Some of Pillow's others start programs or are slow.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _SHOWN = ("classes", "labels", "values", "mask")
 
 
 class UploadError(Exception):
-    """An upload that is not answered: the HTTP status, and the reason on one line."""
+    """A refused upload: the HTTP status, and the reason on one line."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(one_line(message))
@@ -57,20 +57,20 @@ class Answerer:
 
     @torch.inference_mode()
     def open(self) -> None:
-        """Put the evaluated weights into the model, until `close`, and ask it once."""
+        """Load the evaluated weights into the model until `close`, and run it once."""
         self._weights.enter_context(self._predictor.ready())
         file = io.BytesIO()
         Image.new("L", (64, 64)).save(file, "PNG")
-        with suppress(UploadError):  # the first answer takes many times as long as the others
+        with suppress(UploadError):  # the first call takes many times as long as later ones
             self(file.getvalue())
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Take them out again."""
+        """Restore the weights of the checkpoint."""
         self._weights.close()
 
     def card(self) -> dict[str, Any]:
-        """Return what the page says about the run, as plain values."""
+        """Return the facts about the run that the page shows, as plain values."""
         facts, origin = self.run.facts, provenance(self.run, self._checkpoint)
         weights = "" if origin["average"] is None else f", average {origin['average']}"
         parameters = sum(p.numel() for p in self._trainer.model.parameters())
@@ -101,14 +101,16 @@ class Answerer:
         """Return the row of `Run.predict` for a picture file, and the time it took.
 
         show: with `input`, what the network was given, and for a mask the classes in it.
-        Raises UploadError for what is no picture, or none that the run can take.
+        Raises UploadError for anything but a picture that the run can process.
         """
         check_upload(data)
         trainer = self._trainer
         began = time.perf_counter()
         seed = derived(trainer.options.seed, "predict")
         try:
-            with rng.keyed(trainer.strategy.device, seed):  # each picture as the first of its own
+            with rng.keyed(
+                trainer.strategy.device, seed
+            ):  # each picture draws as the first one does
                 sample = self._pictures.brought_to_form(as_picture(data, self._pictures.channels))
                 ready = time.perf_counter()
                 values, _ = self._predictor.ask(trainer.to_device(collate([sample])), 1)
@@ -142,7 +144,7 @@ class Answerer:
 
 
 def check_run(run: Run) -> None:
-    """Raise ConfigError for a run that the page has no form for."""
+    """Raise ConfigError for a run whose inputs or outputs the page cannot show."""
     inputs, outputs = run.facts.inputs["kind"], run.facts.outputs["kind"]
     if inputs != "picture":
         hint = "predict run=RUN_DIR answers for its data"
@@ -156,7 +158,7 @@ def check_run(run: Run) -> None:
 
 
 def check_upload(data: bytes) -> None:
-    """Raise UploadError for what is no picture, or too large a one; nothing is decoded."""
+    """Raise UploadError for anything but a picture of a permitted size; nothing is decoded."""
     if not data:
         raise UploadError(422, "the request has no body: send a picture file")
     try:

@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from models.small_cnn import SmallCNN
-from scripts.cli.arguments import of_run, parse_arguments
+from scripts.cli.arguments import parse_arguments
+from scripts.cli.keys import of_run
 from scripts.cli.request import Request
 from scripts.composition.compose import compose
 from scripts.prediction.command_line import take_apart

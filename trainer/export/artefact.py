@@ -1,4 +1,4 @@
-"""Write a run's model in another format: verified before it has its name, whole or absent (I7)."""
+"""Write a run's model in another format: verified, and complete or absent (I7)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import inputs_of
 from data.errors import DataError
 from trainer.build.data import build_data, build_pipeline, eval_loader
 from trainer.checkpoints.archive import digest
@@ -40,17 +41,12 @@ _TOLERANCE = 1e-4  # of the largest answer, at least of 1
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how far its answers are from the model's."""
+    """The written files, and the largest difference of their outputs to the model's."""
 
     folder: Path
     file: Path
     difference: float
     remark: str
-
-
-def formats() -> list[str]:
-    """Name the formats."""
-    return [*FORMATS, WEIGHTS]
 
 
 def export_run(
@@ -63,8 +59,8 @@ def export_run(
 ) -> Exported:
     """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
 
-    Raises ModelError for what cannot be exported or answers differently, CheckpointError,
-    StorageError. Nothing half-written stays.
+    Raises ModelError for a model that cannot be exported or whose file has other outputs,
+    CheckpointError, StorageError. Nothing incomplete is left.
     """
     if name in FORMATS:
         check_libraries(name)
@@ -86,7 +82,7 @@ def complete(run: Run, made: Path, facts: dict[str, Any]) -> None:
 
 
 def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
-    """Return where a model comes from."""
+    """Return the provenance of a model: run, checkpoint, results, versions."""
     path = find_checkpoint(run.path, checkpoint)
     trainer = run.trainer(checkpoint)
     average = trainer.average
@@ -136,7 +132,7 @@ def graph_facts(
     samples: Tensor,
     checkpoint: str,
 ) -> dict[str, Any]:
-    """Return what users of a graph must know of it, and where it comes from."""
+    """Return the facts that users of a graph need, and its provenance."""
     return {
         "format": name,
         "file": file,
@@ -180,7 +176,7 @@ def _verify(
         off = float((found.to(wanted) - wanted).abs().max()) if same else float("inf")
         if not off <= _TOLERANCE * scale:
             raise ModelError(
-                f"{path.name} answers otherwise than the model (by {off:.2g}, batch of "
+                f"the outputs of {path.name} differ from the model's (by {off:.2g}, batch of "
                 f"{len(asked)}): does its forward branch on its data, or draw random numbers?"
             )
         largest = max(largest, off)
@@ -188,7 +184,7 @@ def _verify(
 
 
 def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
-    """Return inputs after the named transforms: the run's own, or random ones without its data."""
+    """Return inputs after the named transforms: the run's, or random ones without its data."""
     kept = {name: run.config.transforms.eval[name] for name in names}
     transforms = replace(run.config.transforms, eval=kept)
     loader_options = replace(run.config.loader, num_workers=0, eval_batch_size=_SAMPLES)
@@ -199,7 +195,7 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
             batch = next(iter(loader.epoch(0, 0, 1))).batch
-            inputs = _one_view(batch[0] if isinstance(batch, tuple | list) else batch)
+            inputs = _one_view(inputs_of(batch))
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     except DataError as error:
         logger.warning("the run's data are not there (%s): verified with random inputs", error)
@@ -221,7 +217,7 @@ def _random(run: Run, whole: bool) -> Tensor:
 
 
 def _one_view(batch: Any) -> Tensor:
-    """Return one view of each sample: averages over views are the caller's."""
+    """Return one view of each sample: the caller averages over views."""
     if not isinstance(batch, Tensor):
         kind = type(batch).__name__
         raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
@@ -231,7 +227,7 @@ def _one_view(batch: Any) -> Tensor:
 def _write_weights(
     run: Run, name: str, folder: Path, preprocessing: Preprocessing, checkpoint: str
 ) -> tuple[str, dict[str, Any]]:
-    """Write the weights and the configuration; a bare model must take them."""
+    """Write the weights and the configuration; a newly built model must load them."""
     weights: Mapping[str, Tensor] = run.model(checkpoint).state_dict()
     path = folder / "model.safetensors"
     write_safetensors(path, weights)

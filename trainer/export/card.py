@@ -1,4 +1,4 @@
-"""The model card beside an exported model: what it is, where it comes from, what is not known."""
+"""The model card beside an exported model: inputs and outputs, provenance, metrics, limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,28 @@ _CURVE = 20  # validations that are listed
 def model_card(run: Run, facts: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     origin = facts["provenance"]
-    verified = facts["verified"]
-    lines = [
+    return "\n".join(
+        [
+            *_description(run, facts, origin),
+            "## Metrics of the run",
+            "",
+            *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
+            "",
+            *_quantization(facts),
+            *_curve(run),
+            *_verification(facts["verified"]),
+            "## Limits",
+            "",
+            "- The metrics hold for data like the run's. Nothing was measured on any other data.",
+            "- Fairness, calibration and robustness were not measured.",
+            "",
+        ]
+    )
+
+
+def _description(run: Run, facts: Mapping[str, Any], origin: Mapping[str, Any]) -> list[str]:
+    """Return what the model is, takes and returns, and where it comes from."""
+    return [
         f"# {origin['name']}",
         "",
         f"Model: `{run.facts.model['_target_']}`, as `{facts['format']}`: {facts['file']}.",
@@ -36,12 +56,11 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
         f"- Data: `{_data(run)}`",
         f"- Versions: {', '.join(f'{k} {v}' for k, v in origin['versions'].items())}",
         "",
-        "## Metrics of the run",
-        "",
-        *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
-        "",
-        *_quantization(facts),
-        *_curve(run),
+    ]
+
+
+def _verification(verified: Mapping[str, Any]) -> list[str]:
+    lines = [
         "## Verified",
         "",
         f"- Against the model in PyTorch on samples: {verified['samples']}; largest difference "
@@ -49,15 +68,7 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
     ]
     if (moved := verified.get("difference_of_preprocessing")) is not None:
         lines.append(f"- Preprocessing in the graph against that of training: {moved:.2g}")
-    lines += [
-        "",
-        "## Limits",
-        "",
-        "- The metrics hold for data like the run's. Nothing was measured on any other data.",
-        "- Fairness, calibration and robustness were not measured.",
-        "",
-    ]
-    return "\n".join(lines)
+    return [*lines, ""]
 
 
 def _listed(classes: list[str] | None) -> str:
@@ -74,7 +85,7 @@ def _data(run: Run) -> str:
 
 
 def _quantization(facts: Mapping[str, Any]) -> list[str]:
-    """Return what 8-bit integers cost and gain; nothing for a model in floats."""
+    """Return accuracy, size and speed before and after quantization; nothing without it."""
     told = facts.get("quantization")
     if not told:
         return []

@@ -20,9 +20,9 @@ from trainer.strategies.strategy import Strategy
 def evaluate_artefact(
     config: Config, path: Path, split: str, allow_code: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of an exported file over `split`, as `evaluate_run` those of a model.
+    """Return the metrics of an exported file over `split`, as `evaluate_run` does for a model.
 
-    Raises ModelError for a file that is none of ours or cannot be loaded.
+    Raises ModelError for a file that was not exported by Regimen or cannot be loaded.
     """
     facts = facts_of_artefact(path)
     answering = load_artefact(path, facts, allow_code)
@@ -32,7 +32,7 @@ def evaluate_artefact(
 def metrics_of(
     config: Config, answering: nn.Module, names: Sequence[str], split: str
 ) -> dict[str, float]:
-    """Return the metrics over `split` of a module that is given inputs after the named transforms.
+    """Return the metrics over `split` of a module whose inputs are after the named transforms.
 
     It computes on the CPU in single precision. Raises ModelError for a transform that the run
     does not have.
@@ -51,7 +51,9 @@ def metrics_of(
 def _for_files(config: Config, names: Sequence[str]) -> Config:
     steps = config.transforms.eval
     if unknown := [name for name in names if name not in steps]:
-        raise ModelError(f"the file wants transforms.eval.{unknown[0]}, which the run has not")
+        raise ModelError(
+            f"the file needs transforms.eval.{unknown[0]}, which the run does not have"
+        )
     transforms = replace(config.transforms, eval={name: steps[name] for name in names})
     options: Any = {"precision": "fp32", "channels_last": False, "compile": False}
     return replace(config, transforms=transforms, trainer=replace(config.trainer, **options))

@@ -1,4 +1,4 @@
-"""The folder of an export: whole under its name, or absent (I7)."""
+"""The folder of an export: complete under its name, or absent (I7)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FACTS = "export.json"
 def export_folder(
     run: Run, out: Path | None, name: str, overwrite: bool
 ) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder to write into, and the one whose name it gets when all went well (I7).
+    """Yield a folder to write into, and its final path, which it gets at the end (I7).
 
-    out: default RUN/exports/NAME. Raises ModelError where one exists that is not to be replaced,
-    StorageError.
+    out: default RUN/exports/NAME. Raises ModelError for a folder that exists and may not be
+    replaced, StorageError.
     """
     folder = out or run.path / "exports" / name
     if folder.exists() and not overwrite:

@@ -1,4 +1,4 @@
-"""How each format is written, and how it answers when it is loaded again."""
+"""Each export format: how it is written, and how it is loaded again and run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram, export, save
 from trainer.errors import ModelError
 from trainer.export.network import Network
 
-# Loaded in a process of its own: what works there needs nothing of this one.
+# Loaded in a separate process, which has nothing of this one.
 _LOAD = {
     "torch_export": "torch.export.load(path).module()",
     "torchscript": "torch.jit.load(path)",
@@ -48,7 +48,7 @@ class Format:
     write: Callable[[Network, Tensor, Path, Mapping[str, Any]], None]
     answer: Callable[[Path, Sequence[Tensor], Path], list[Tensor]]  # with a folder for its use
     needs: tuple[str, ...] = ()  # libraries
-    extra: str = ""  # that brings them
+    extra: str = ""  # extra that installs them
     remark: str = ""
     compiles: bool = False  # with the machine's C++ compiler
 
@@ -118,7 +118,7 @@ def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping
 
 @contextmanager
 def silently() -> Iterator[None]:
-    """Keep what exporters say of their own passes from the terminal."""
+    """Suppress the exporters' output about their passes."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -142,7 +142,7 @@ def _write_torchscript(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
     extra = {"regimen.json": json.dumps(metadata)}
-    with silently():  # that it is deprecated is said once, by us
+    with silently():  # the deprecation is mentioned once, in `remark`
         traced = torch.jit.trace(network, (example,))  # type: ignore[no-untyped-call]
         torch.jit.save(traced, str(path), _extra_files=extra)
 
@@ -185,7 +185,7 @@ def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Te
 
 
 def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
-    """Return how long a call takes: the median of 20, after three that warm up."""
+    """Return the time of a call: the median of 20, after three for warm-up."""
     times = []
     with torch.inference_mode():
         for _ in range(23):
@@ -196,7 +196,7 @@ def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
 
 
 def speed_of_package(network: Network, path: Path, samples: Tensor) -> dict[str, float]:
-    """Return what a compiled package and the model take, in milliseconds, for 1 and 32 samples."""
+    """Return the milliseconds of a compiled package and of the model, for 1 and 32 samples."""
     inductor: Any = importlib.import_module("torch._inductor")
     package = inductor.aoti_load_package(str(path))  # written, loaded and compared just before
     speed = {}

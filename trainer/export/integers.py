@@ -1,4 +1,4 @@
-"""A network with 8-bit integer weights and activations, as ONNX describes them."""
+"""A network with 8-bit integer weights and activations in ONNX's representation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class IntegerLayer(nn.Module):
         self._convolution = None if isinstance(layer, nn.Linear) else [layer]  # not a submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map what the layer maps."""
+        """Compute what the layer computes."""
         weight = _in_floats(self.weight, self.scale)
         bias = None if self.bias is None else _in_floats(self.bias, self.bias_scale)
         if self._convolution is None:

@@ -1,4 +1,4 @@
-"""An exported file as a module that answers: for its evaluation."""
+"""An exported file as a module, for its evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS_CODE = ("torch_export", "torchscript", "aoti")
 
 
 class Answering(nn.Module):
-    """What a file answers, as the outputs (logits) that a task expects of a model."""
+    """A file as a module with the outputs (logits) that a task expects of a model."""
 
     def __init__(self, answer: Callable[[Tensor], Tensor], output: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Answering(nn.Module):
 
 
 def facts_of_artefact(path: Path) -> dict[str, Any]:
-    """Return what `export.json` beside a file says of it; the file is the one that was written.
+    """Return the facts in `export.json` beside a file, whose digest must match.
 
     Raises ModelError.
     """
@@ -63,15 +63,15 @@ def facts_of_artefact(path: Path) -> dict[str, Any]:
 
 
 def load_artefact(path: Path, facts: Mapping[str, Any], allow_code: bool) -> nn.Module:
-    """Return a module that answers as a file does.
+    """Return a module that computes what a file does.
 
     Raises ModelError, for files whose format runs code when it is read unless `allow_code`.
     """
     name = facts["format"]
     if name in RUNS_CODE and not allow_code:
         raise ModelError(
-            f"artefact={path}: a file of format {name} runs code when it is loaded; with "
-            "allow_code=true it is, if you trust whoever wrote it"
+            f"artefact={path}: a file of format {name} runs code when it is loaded: "
+            "set allow_code=true if you trust its author"
         )
     try:
         return Answering(_LOADERS[name](path, facts), facts["output"])
@@ -117,7 +117,7 @@ _LOADERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Callable[[Tensor], Te
     "aoti": _package,
     WEIGHTS: _weights,
 }
-# From the answers of a file back to what its task expects of a model.
+# From the outputs of a file to those that its task expects of a model.
 _OUTPUTS_OF: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda answer: answer,
     "classes": torch.log,  # of probabilities: their softmax is the same

@@ -44,12 +44,12 @@ _LATENCIES = (1, 32)  # batch sizes
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was written, and what it costs and gains."""
+    """The written files, and size, speed and metrics before and after."""
 
     folder: Path
     file: Path
     method: str
-    learnt: bool  # the ranges are the run's own
+    learnt: bool  # the run has learnt the ranges
     before: Mapping[str, float]
     after: Mapping[str, float]
 
@@ -75,12 +75,12 @@ def quantize_run(
 ) -> Quantized:
     """Write a run's model as ONNX with integers into the folder `out`.
 
-    static: 8-bit weights and activations, whose ranges the run has learnt, or which `samples`
-    training samples show. dynamic: 8-bit weights of matrix products. auto: static where most
+    static: 8-bit weights and activations, with the ranges that the run has learnt, or those of
+    `samples` training samples. dynamic: 8-bit weights of matrix products. auto: static where most
     weights are those of convolutions. out: default RUN/exports/quantized.
 
-    Raises ModelError for what cannot be quantized, answers differently, or loses more than
-    `max_drop` of its accuracy on the run's test data. Nothing half-written stays.
+    Raises ModelError for a model that cannot be quantized, or a file whose outputs differ or which
+    loses more than `max_drop` accuracy on the run's test data. Nothing incomplete is left.
     """
     check_libraries("onnx")
     if method == "auto":
@@ -163,7 +163,7 @@ def _write_dynamic(source: Path, target: Path) -> None:
 
 
 def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> float:
-    """Return the largest difference of answers. Raises ModelError where they are no rounding."""
+    """Return the largest difference of outputs. Raises ModelError if it exceeds rounding."""
     questions = [samples[:size].clone() for size in BATCHES]
     answer = FORMATS["onnx"].answer
     largest = 0.0
@@ -175,9 +175,9 @@ def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> 
             root = float(off.square().mean().sqrt())
             if not root <= noise * scale:
                 raise ModelError(
-                    f"the quantized model answers otherwise (by {root:.2g} of {scale:.2g}, batch "
-                    f"of {len(asked)}): its values do not fit 8 bits; callbacks=[default,qat] "
-                    "trains for them"
+                    f"the outputs of the quantized model differ (by {root:.2g} of {scale:.2g}, "
+                    f"batch of {len(asked)}): its values do not fit 8 bits; "
+                    "callbacks=[default,qat] trains for them"
                 )
             largest = max(largest, float(off.max()))
     return largest
@@ -226,7 +226,7 @@ def _check_drop(before: Mapping[str, float], after: Mapping[str, float], most: f
 
 @contextmanager
 def _quietly() -> Any:
-    """Keep from the terminal what onnxruntime's quantizer says to the root logger."""
+    """Suppress what onnxruntime's quantizer logs to the root logger."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

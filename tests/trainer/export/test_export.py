@@ -1,4 +1,4 @@
-"""Exported models answer as the model does, or are not written."""
+"""Exported models have the outputs of the model, or are not written."""
 
 import json
 
@@ -106,7 +106,7 @@ def test_weights_load_by_the_lines_that_are_printed(run, tmp_path):
     assert (made.folder / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
 
 
-def test_what_answers_otherwise_is_not_written(run, tmp_path, monkeypatch):
+def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch):
     class Branches(nn.Module):
         def forward(self, x):
             return x.mean((2, 3)) if x.sum() > 0 else -x.mean((2, 3))
@@ -114,7 +114,7 @@ def test_what_answers_otherwise_is_not_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
     inputs = torch.ones(32, 1, 4, 4) * torch.linspace(-3, 1, 32)[:, None, None, None].flip(0)
     monkeypatch.setattr(artefact, "samples_of", lambda run, names: (inputs, True))
-    with pytest.raises(ModelError, match="answers otherwise"):
+    with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
     with pytest.raises(ModelError, match=r"torch\.export"):
         export_run(run, "torch_export", tmp_path / "o")

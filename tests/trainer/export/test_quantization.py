@@ -1,4 +1,4 @@
-"""Quantized models lose little, answer as the network that rounds, and can be evaluated."""
+"""Quantized models lose little accuracy, match the rounding network, and can be evaluated."""
 
 import json
 import subprocess
@@ -13,12 +13,14 @@ from torch import nn
 
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
+from scripts.export import FORMATS as COMMAND_FORMATS
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
-from trainer.export.artefact import export_run, formats, samples_of
+from trainer.export.artefact import WEIGHTS, export_run, samples_of
 from trainer.export.calibration import calibrated, learnt
 from trainer.export.evaluation import evaluate_artefact
 from trainer.export.fake_quantization import Ranges, attach, rounded_weight
+from trainer.export.formats import FORMATS
 from trainer.export.integers import integer_network
 from trainer.export.places import find_places
 from trainer.export.quantization import method_for, quantize_run
@@ -126,7 +128,8 @@ def unverified(monkeypatch):
 @pytest.mark.parametrize("preprocessing", ["outside", "inside"])
 def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preprocessing, unverified):
     expected = evaluate_run(run.config, run.path, "best", "test")
-    quick = [name for name in formats() if name != "aoti"]  # compiling takes a minute
+    assert set(COMMAND_FORMATS) == {*FORMATS, WEIGHTS}
+    quick = [name for name in COMMAND_FORMATS if name != "aoti"]  # compiling takes a minute
     names = ["onnx"] if preprocessing == "inside" else quick
     for name in names:
         made = export_run(run, name, tmp_path / name, preprocessing)
@@ -188,7 +191,7 @@ def test_broken_pictures_and_words_end_a_prediction_without_torch(static, tmp_pa
     assert all(word in done.stderr for word in ("colour", "top_k", "predictions.csv exists"))
 
 
-def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
+def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path, unverified):
     made = export_run(run, "torchscript", tmp_path / "ts")
     with pytest.raises(ModelError, match="allow_code=true"):
         evaluate_artefact(run.config, made.file, "test")
@@ -200,7 +203,7 @@ def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
         evaluate_artefact(run.config, run.path / "config.yaml", "test")
 
 
-def test_what_loses_too_much_is_not_written(run, tmp_path, monkeypatch):
+def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monkeypatch):
     values = iter([{"test/accuracy": 0.9}, {"test/accuracy": 0.88}])
     monkeypatch.setattr(quantization, "_metrics", lambda *_: next(values))
     with pytest.raises(ModelError, match=r"from 0\.9000 to 0\.8800"):
