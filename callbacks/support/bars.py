@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,7 +11,7 @@ from tqdm.utils import disp_len
 
 _SHORTEST = 8  # characters of a bar; below it, what stands beside it gives way
 _WIDTH = 80  # where the terminal does not know its own
-_SECONDS = 0.2  # between two drawings
+_SECONDS, _SECONDS_RUN = 0.2, 1.0  # between two drawings
 
 
 class View(NamedTuple):
@@ -24,14 +25,15 @@ class View(NamedTuple):
 class _Bar(tqdm):  # type: ignore[type-arg]
     # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
     monitor_interval: ClassVar[int] = 0
+    rate: float = 0.0  # updates a second, the last ones counting most
 
     def __init__(self, view: Callable[[_Bar], View], **options: Any) -> None:
         self._view = view
         super().__init__(
             leave=False,
             dynamic_ncols=True,
-            miniters=1,  # tqdm's default would freeze the bar when steps become slower
-            mininterval=_SECONDS,
+            miniters=0,  # tqdm's default would freeze the bar when steps become slower
+            mininterval=0,  # it is updated where it is to be drawn
             **options,
         )
 
@@ -40,6 +42,8 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         """Add the format that fits the terminal as it is now."""
         given = super().format_dict
         width = (given["ncols"] or _WIDTH) - 1  # a full line would move the cursor to the next
+        elapsed, done = given["elapsed"], self.n - self.initial
+        self.rate = given["rate"] or (done / elapsed if elapsed > 0 else 0.0)
         view = self._view(self)
         total = None if view.share is None else 1.0
         fitting = {"ncols": width, "bar_format": bar_format(view, width)}
@@ -55,16 +59,9 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
         return show
 
-    @property
-    def rate(self) -> float:
-        """Updates a second, the last ones counting most; 0 before the first."""
-        facts = super().format_dict
-        elapsed, done = facts["elapsed"], self.n - self.initial
-        return float(facts["rate"] or (done / elapsed if elapsed > 0 else 0.0))
-
 
 class Bars:
-    """The bars of a run and of its epoch; drawn together, at most five times a second."""
+    """The bars of a run and of its epoch, drawn once and five times a second at most."""
 
     def __init__(self, run: Callable[[], View]) -> None:
         self.doing = ""  # beside training, such as a validation
@@ -73,6 +70,8 @@ class Bars:
         self._label = ""
         self._above: _Bar | None = None
         self._below: _Bar | None = None
+        self._uncounted = 0  # updates that the bar has not been told of: each call costs 0.3 us
+        self._due = self._due_run = 0.0  # time of the next drawing
 
     def begin(self, label: str, done: int, total: int | None) -> None:
         """Show an epoch that has so many updates, some of them done before."""
@@ -83,11 +82,22 @@ class Bars:
 
     def advance(self) -> None:
         """Count an update, and draw if the last drawing is old enough."""
-        if self._below is not None and self._below.update():
+        self._uncounted += 1
+        now = time.monotonic()
+        if now < self._due or self._below is None:
+            return
+        self._due = now + _SECONDS
+        done, self._uncounted = self._uncounted, 0
+        self._below.update(done)
+        if now >= self._due_run:
+            self._due_run = now + _SECONDS_RUN
             self._refresh(self._above)
 
     def show(self) -> None:
         """Draw both now."""
+        if self._below is not None:
+            self._below.n += self._uncounted
+            self._uncounted = 0
         self._refresh(self._above)
         self._refresh(self._below)
 
@@ -99,7 +109,7 @@ class Bars:
 
     def end(self) -> None:
         """Remove the epoch's bar, and clear the run's."""
-        self.doing = ""
+        self.doing, self._uncounted = "", 0
         if self._below is not None:
             self._below.close()
             self._below = None
