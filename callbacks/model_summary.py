@@ -41,6 +41,7 @@ class ModelSummary(Callback):
             self._depth,
             lambda model, batch: _predict(trainer, model, batch),
             trainer.precision.autocast,
+            compute=True,
         )
         if trainer.is_main:
             width = min(WIDTH, columns_of(sys.stderr) or WIDTH)

@@ -10,7 +10,8 @@ from scripts.cli.first_line import asked_device, greet
 from scripts.cli.keys import Take, one_of, only_keys, whole
 
 _HELP = """\
-Show a trained model: a page where one drops a picture or draws a digit, and a JSON address.
+Show a trained model: a page where one drops a picture, draws a digit, or types a row of a table or
+a prompt, and a JSON address.
 
   regimen demo run=RUN_DIR [key=value ...]
 
@@ -22,6 +23,7 @@ Show a trained model: a page where one drops a picture or draws a digit, and a J
   device         auto (default), cpu, cuda, mps
 
   curl --data-binary @picture.png http://127.0.0.1:8000/predict
+  curl --data-binary '{"prompt": "The "}' http://127.0.0.1:8000/predict
 """
 
 

@@ -42,7 +42,8 @@ def export(argv: Sequence[str]) -> int:
     values, problems = only_keys("export", arguments.overrides, keys, required)
     raise_problems(problems)
     with importing():
-        from trainer.export.artefact import WEIGHTS, export_run, how_to_load
+        from trainer.export.artefact import WEIGHTS, export_run
+        from trainer.export.lines import how_to_load
         from trainer.inference.run import load_run
 
     run = load_run(values.pop("run"), "cpu", arguments.allow_targets)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from scripts.cli.deferred import defer_imports
 from scripts.cli.job import is_job
 from scripts.cli.others import LOG_ONLY, quiet_others
 from scripts.cli.outlets import outlive_readers
@@ -56,6 +57,7 @@ class Command:
         # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
         # new memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms, not 30).
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        defer_imports()
         outlive_readers()
         quiet_others()
         end_on_signals()

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from conf.errors import ConfigError, Problem, raise_problems
 from data.errors import DataError, UnreadableError, reason
 from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
+from scripts.prediction.options import FORMATS
 from scripts.prediction.table import GrowingTable, check_format
 
 Array = Any  # of numpy
@@ -147,15 +148,11 @@ def answer_without_torch(overrides: Sequence[str], lines: Sequence[str]) -> int:
     model = read_model(values["model"])
     files = _files(values["source"], lines)
     header = {k: str(v) for k, v in values.items() if k != "overwrite"} | {"samples": len(files)}
-    broken = 0
     with closing(GrowingTable(table, header, size, resume=False)) as rows:
         for start in range(0, len(files), size):
-            some = list(_rows_of(model, files[start : start + size], values))
-            broken += sum("error" in row for row in some)
-            rows.write(some)
+            rows.write(_rows_of(model, files[start : start + size], values))
         rows.finish()
-    count = f"{len(files)} samples" + (f", {broken} of them broken" if broken else "")
-    print(f"{count}, written to {table}")
+    print(rows.told())
     return 0
 
 
@@ -183,6 +180,8 @@ def _options(overrides: Sequence[str]) -> dict[str, Any]:
     required = {"source": "a folder, a file, a glob or -"}
     given, problems = only_keys("predict model=FILE.onnx", overrides, _KEYS, required)
     values = {**_DEFAULTS, **given}
+    if values["out"].suffix not in FORMATS:
+        problems.append(Problem("out", f"{values['out']} ends with none of {', '.join(FORMATS)}"))
     if values["out"].exists() and not values["overwrite"]:
         problems.append(Problem("out", f"{values['out']} exists", "overwrite=true replaces it"))
     raise_problems(problems)

@@ -22,6 +22,7 @@ from scripts.cli.keys import (
 
 TABLE = "predictions.csv"
 FORMATS = (".csv", ".jsonl", ".parquet")
+ARRAYS = (".npy", ".safetensors")
 SPLITS = ("val", "test", "predict")
 _DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
 _ABOVE_ZERO = r"(?=.*[1-9])\d{1,6}(\.\d{1,9})?"
@@ -38,6 +39,7 @@ class Options:
     top_k: int | None = None  # classes: 1; text: all tokens
     device: str | None = None
     save: str | None = None  # logits | probabilities | embeddings:MODULE
+    save_to: str | None = None  # default: beside the table, .npy
     draw: bool = False
     on_error: str = "raise"  # raise | skip
     resume: str | None = None  # auto
@@ -50,6 +52,16 @@ class Options:
     def table(self) -> Path:
         """The file that is written."""
         return Path(self.out)
+
+    @property
+    def array(self) -> Path | None:
+        """The file of what is saved of each sample; None if nothing is."""
+        return _array(self.save, self.save_to, self.table)
+
+    @property
+    def saved(self) -> str:
+        """What is saved, without the name of a module."""
+        return (self.save or "").partition(":")[0]
 
     def plain(self) -> dict[str, Any]:
         """Return the values by name."""
@@ -72,6 +84,7 @@ KEYS: Mapping[str, Take] = {
     "top_k": whole(),
     "device": or_null(matching(_DEVICE.pattern, "cpu, cuda, cuda:NUMBER or mps")),
     "save": or_null(matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
+    "save_to": str,
     "draw": true_or_false,
     "on_error": one_of("raise", "skip"),
     "resume": or_null(one_of("auto")),
@@ -94,7 +107,7 @@ def take_options(given: Mapping[str, str]) -> Options:
     if "temperature" in values and values.get("sampling") != "random":
         hint = "add sampling=random"
         problems.append(Problem("temperature", "has no effect on the likeliest token", hint))
-    raise_problems([*problems, *_unfit_table(values)])
+    raise_problems([*problems, *_unfit_table(values), *_unfit_array(values)])
     return Options(**values)
 
 
@@ -108,3 +121,30 @@ def _unfit_table(values: Mapping[str, Any]) -> list[Problem]:
         hint = "overwrite=true replaces it"
         return [Problem("out", f"{table} exists", hint=hint)]
     return []
+
+
+def _unfit_array(values: Mapping[str, Any]) -> list[Problem]:
+    save, save_to = values.get("save"), values.get("save_to")
+    if save_to is not None and save is None:
+        hint = "add save=logits, probabilities or embeddings:MODULE"
+        return [Problem("save_to", "there is nothing to save", hint)]
+    table = Path(str(values.get("out") or TABLE))
+    array = _array(save, save_to, table)
+    if array is None:
+        return []
+    if array.suffix not in ARRAYS:
+        return [Problem("save_to", f"{array} ends with none of {', '.join(ARRAYS)}")]
+    if not array.parent.is_dir():
+        return [Problem("save_to", f"{array}: there is no folder {array.parent}")]
+    goes_on = values.get("resume") == "auto" and table.with_name(f"{table.name}.part").exists()
+    if array.exists() and not values.get("overwrite") and not goes_on:
+        return [Problem("save_to", f"{array} exists", hint="overwrite=true replaces it")]
+    return []
+
+
+def _array(save: str | None, save_to: str | None, table: Path) -> Path | None:
+    if save is None:
+        return None
+    if save_to is not None:
+        return Path(save_to)
+    return table.with_name(f"{table.stem}.{save.partition(':')[0]}.npy")

@@ -22,7 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from scripts.serving.answers import Answerer, UploadError
+from scripts.serving.answers import Answerer
+from scripts.serving.intake import UploadError
 
 logger = logging.getLogger("regimen")
 
@@ -97,7 +98,7 @@ class Demo:
             except UploadError as error:
                 return self._refused(error.status, str(error))
             except MemoryError:
-                return self._refused(503, "out of memory for this picture")
+                return self._refused(503, "out of memory for this request")
             except ClientDisconnect:
                 return self._refused(400, "the upload broke off")
             except Exception:
@@ -115,7 +116,7 @@ class Demo:
     async def _predict(self, request: Request) -> Response:
         top_k, show = self._query(request)
         if self._waiting >= MAX_WAITING:
-            raise UploadError(503, f"{MAX_WAITING} pictures are waiting: send it again later")
+            raise UploadError(503, f"{MAX_WAITING} requests are waiting: send it again later")
         self._waiting += 1
         try:
             data = await _body(request)
@@ -152,7 +153,7 @@ async def _body(request: Request) -> bytes:
     """Return the upload. Raises UploadError for one too large, too slow or of several parts."""
     kind = request.headers.get("content-type", "")
     if kind.startswith("multipart/"):
-        raise UploadError(415, "send the picture file itself: curl --data-binary @FILE")
+        raise UploadError(415, "send the file itself: curl --data-binary @FILE")
     too_large = UploadError(413, f"more than {MAX_BYTES:,} bytes")
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_BYTES and (announced > _DRAINED or request.headers.get("expect")):

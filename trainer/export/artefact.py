@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.batch import inputs_of
 from data.errors import DataError
+from models.weights import no_initial_weights
 from trainer.build.data import build_data, build_pipeline, eval_loader
 from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors, write_safetensors
@@ -27,7 +28,7 @@ from trainer.export.network import Network, Preprocessing, build_network
 from trainer.files.atomic import write_json, write_text
 from trainer.inference.run import Run, find_checkpoint
 from trainer.runs import manifest
-from trainer.runs.status import read_status
+from trainer.runs.status import MANIFEST, read_json, read_status
 from trainer.strategies.strategy import Strategy
 from trainer.targets.instantiate import instantiate
 
@@ -94,6 +95,8 @@ def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "average": None if average is None else average.name,
         "results": read_status(run.path).get("results") or {},
+        "data": read_json(run.path / MANIFEST).get("data") or [],
+        "config": (run.path / "config.yaml").read_text(encoding="utf-8"),
         "versions": manifest.versions(),
     }
 
@@ -118,7 +121,7 @@ def _write_graph(
         plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
         with torch.inference_mode():
             trained = plain(samples_of(run, list(pipeline.steps))[0])
-            moved = float((network(samples) - trained).abs().max())
+            moved = _largest(network(samples), trained)
         verified["difference_of_preprocessing"] = moved
     return form.file, facts
 
@@ -143,6 +146,7 @@ def graph_facts(
         "outputs": run.facts.outputs,
         "inputs": run.facts.inputs,
         "classes": run.facts.classes,
+        "num_classes": run.facts.num_classes,
         "provenance": provenance(run, checkpoint),
     }
 
@@ -171,9 +175,8 @@ def _verify(
     for asked, wanted, found in zip(
         questions, expected, answer(path, questions, scratch), strict=True
     ):
-        scale = max(1.0, float(wanted.abs().max()))
-        same = found.shape == wanted.shape
-        off = float((found.to(wanted) - wanted).abs().max()) if same else float("inf")
+        scale = max(1.0, float(wanted.abs().max())) if wanted.is_floating_point() else 1.0
+        off = _largest(found, wanted) if found.shape == wanted.shape else float("inf")
         if not off <= _TOLERANCE * scale:
             raise ModelError(
                 f"the outputs of {path.name} differ from the model's (by {off:.2g}, batch of "
@@ -181,6 +184,13 @@ def _verify(
             )
         largest = max(largest, off)
     return largest
+
+
+def _largest(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference; of class numbers the share of those that differ."""
+    if not wanted.is_floating_point():
+        return float((found != wanted).double().mean())
+    return float((found.to(wanted) - wanted).abs().max())
 
 
 def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
@@ -230,14 +240,7 @@ def _write_weights(
     """Write the weights and the configuration; a newly built model must load them."""
     weights: Mapping[str, Tensor] = run.model(checkpoint).state_dict()
     path = folder / "model.safetensors"
-    write_safetensors(path, weights)
-    shutil.copyfile(run.path / "config.yaml", folder / "config.yaml")
-    bare = instantiate(run.facts.model, _key_="model")
-    bare.load_state_dict(read_safetensors(path))
-    equal = all(torch.equal(v, weights[k].cpu()) for k, v in bare.state_dict().items())
-    if not equal:
-        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
-    facts = {
+    facts: dict[str, Any] = {
         "format": name,
         "file": path.name,
         "model": run.facts.model,
@@ -246,22 +249,17 @@ def _write_weights(
         "output": "logits",
         "classes": run.facts.classes,
         "provenance": provenance(run, checkpoint),
-        "verified": {"samples": "weights, bit for bit", "largest_difference": 0.0},
     }
+    write_safetensors(path, weights, {"regimen": json.dumps(facts)})
+    shutil.copyfile(run.path / "config.yaml", folder / "config.yaml")
+    with no_initial_weights():
+        bare = instantiate(run.facts.model, _key_="model")
+    bare.load_state_dict(read_safetensors(path))
+    equal = all(torch.equal(v, weights[k].cpu()) for k, v in bare.state_dict().items())
+    if not equal:
+        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
+    facts["verified"] = {"samples": "weights, bit for bit", "largest_difference": 0.0}
     return path.name, facts
-
-
-def how_to_load(folder: Path) -> list[str]:
-    """Return the lines of Python that load weights without Regimen's trainer."""
-    facts = json.loads((folder / FACTS).read_text())
-    node = dict(facts["model"])
-    module, _, kind = str(node.pop("_target_")).rpartition(".")
-    arguments = ", ".join(f"{key}={value!r}" for key, value in node.items())
-    return [
-        f"from {module} import {kind}; from safetensors.torch import load_file",
-        f"model = {kind}({arguments})",
-        f"model.load_state_dict(load_file({str(folder / facts['file'])!r}))",
-    ]
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.inference.run import Run
@@ -19,7 +19,7 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
             *_description(run, facts, origin),
             "## Metrics of the run",
             "",
-            *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
+            *[f"- {name}: {value:.4f}" for name, value in _numbers(origin["results"])],
             "",
             *_quantization(facts),
             *_curve(run),
@@ -28,6 +28,12 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
             "",
             "- The metrics hold for data like the run's. Nothing was measured on any other data.",
             "- Fairness, calibration and robustness were not measured.",
+            "",
+            "## Configuration",
+            "",
+            "```yaml",
+            origin["config"].rstrip("\n"),
+            "```",
             "",
         ]
     )
@@ -53,7 +59,7 @@ def _description(run: Run, facts: Mapping[str, Any], origin: Mapping[str, Any]) 
         f"- Run `{origin['run']}`, checkpoint `{origin['checkpoint']}` (sha256 "
         f"`{origin['sha256']}`), step {origin['step']}",
         f"- Weights: {_weights(origin['average'])}",
-        f"- Data: `{_data(run)}`",
+        *[f"- Data: {line}" for line in _data(run, origin["data"])],
         f"- Versions: {', '.join(f'{k} {v}' for k, v in origin['versions'].items())}",
         "",
     ]
@@ -79,9 +85,21 @@ def _weights(average: str | None) -> str:
     return "of the checkpoint" if average is None else f"the average of `callbacks.{average}`"
 
 
-def _data(run: Run) -> str:
+def _data(run: Run, splits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each split that the run noted, or what its configuration names."""
     node = run.config.data.train or {}
-    return str(node.get("_target_", "not named"))
+    target = str(node.get("_target_", "not named"))
+    if not splits:
+        return [f"`{target}`"]
+    return [
+        f"{split['split']}: `{target}`, "
+        + ", ".join(f"{key} {value}" for key, value in split.items() if key != "split")
+        for split in splits
+    ]
+
+
+def _numbers(results: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in results.items() if value is not None]
 
 
 def _quantization(facts: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from trainer.build.experiment import build_evaluator, build_split
 from trainer.errors import ModelError
 from trainer.export.loading import facts_of_artefact, load_artefact
 from trainer.strategies.strategy import Strategy
+from trainer.tasks.supervised import Supervised
 
 
 def evaluate_artefact(
@@ -26,26 +27,30 @@ def evaluate_artefact(
     """
     facts = facts_of_artefact(path)
     answering = load_artefact(path, facts, allow_code)
-    return metrics_of(config, answering, facts["transforms_of_the_caller"], split)
+    return metrics_of(config, answering, facts, split)
 
 
 def metrics_of(
-    config: Config, answering: nn.Module, names: Sequence[str], split: str
+    config: Config, answering: nn.Module, facts: Mapping[str, Any], split: str
 ) -> dict[str, float]:
-    """Return the metrics over `split` of a module whose inputs are after the named transforms.
+    """Return the metrics over `split` of a module that computes what a file with `facts` does.
 
-    It computes on the CPU in single precision. Raises ModelError for a transform that the run
-    does not have.
+    It computes on the CPU in single precision. Of a file that answers with masks no loss is known.
+    Raises ModelError for a transform that the run does not have.
     """
-    config = _for_files(config, names)
+    config = _for_files(config, facts["transforms_of_the_caller"])
     strategy = Strategy(torch.device("cpu"))
     loader, num_classes = build_split(config, strategy, split)
     trainer = build_evaluator(config, num_classes, strategy, answering)
     try:
         with torch.no_grad():
-            return trainer.evaluate(loader, split)
+            metrics = trainer.evaluate(loader, split)
     finally:
         loader.close()
+    if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
+        for name in trainer.task.losses.names:
+            metrics.pop(f"{split}/{name}", None)
+    return metrics
 
 
 def _for_files(config: Config, names: Sequence[str]) -> Config:

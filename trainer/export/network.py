@@ -48,6 +48,10 @@ class Network(nn.Module):
         self._task = task
         self._interprets = interprets
 
+    def with_model(self, model: nn.Module) -> Network:
+        """Return the same around another model."""
+        return Network(model, self._task, self.steps, self._interprets)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch of inputs to outputs (logits), or to their interpretation by the task."""
         output = self._task.prediction_step(self.model, self.steps(x))

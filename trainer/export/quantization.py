@@ -170,8 +170,12 @@ def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> 
     with torch.inference_mode():
         for asked, found in zip(questions, answer(path, questions, path.parent), strict=True):
             wanted = expected(asked)
-            scale = max(float(wanted.abs().max()), 1e-6)
-            off = (found - wanted).abs() if found.shape == wanted.shape else torch.tensor([1e9])
+            if found.shape != wanted.shape:
+                off, scale = torch.tensor([1e9]), 1.0
+            elif wanted.is_floating_point():
+                off, scale = (found - wanted).abs(), max(float(wanted.abs().max()), 1e-6)
+            else:  # class numbers of pixels
+                off, scale = (found != wanted).float(), 1.0
             root = float(off.square().mean().sqrt())
             if not root <= noise * scale:
                 raise ModelError(
@@ -194,7 +198,7 @@ def _measured(
         return torch.from_numpy(session.run(None, {"input": x.contiguous().numpy()})[0])
 
     values = {"megabytes": path.stat().st_size / 1e6}
-    values |= _metrics(request, Answering(answer, facts["output"]), facts)
+    values |= _metrics(request, Answering(answer, facts), facts)
     for size in _LATENCIES:
         batch = samples[torch.arange(size) % len(samples)]
         values[f"ms_of_{size}"] = milliseconds(answer, batch)
@@ -207,8 +211,7 @@ def _metrics(request: _Request, answering: nn.Module, facts: Mapping[str, Any]) 
     if split is None:
         return {}
     try:
-        names = list(facts["transforms_of_the_caller"])
-        return metrics_of(request.run.config, answering, names, split)
+        return metrics_of(request.run.config, answering, facts, split)
     except DataError as error:
         logger.warning("the run's data are not there (%s): accuracy is not measured", error)
         return {}

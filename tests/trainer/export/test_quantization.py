@@ -31,17 +31,16 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 
-def trained(path, *more):
-    """Train a small network on the digits for three epochs."""
+def trained(path, *more, experiment=("resnet18", "model=small_cnn", "optimizer.lr=0.2")):
+    """Train a small network for three epochs, on the digits if nothing else is said."""
     from scripts.cli.request import Request
     from scripts.runs.run import run as train
 
     words = [
-        "experiment=resnet18",
-        "model=small_cnn",
+        f"experiment={experiment[0]}",
+        *experiment[1:],
         "trainer.max_epochs=3",
         "loader.num_workers=0",
-        "optimizer.lr=0.2",
         *more,
         "callbacks.progress=null",
         f"run_dir={path}",
@@ -137,6 +136,19 @@ def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preproc
         assert found.keys() == expected.keys()
         for metric, value in expected.items():
             assert found[metric] == pytest.approx(value, abs=1e-4), name
+
+
+def test_masks_of_a_file_have_the_metrics_of_the_run(tmp_path, unverified):
+    run = trained(
+        tmp_path / "run", "trainer.max_steps=2", "model.width=4", experiment=["segmentation"]
+    )
+    expected = evaluate_run(run.config, run.path, "best", "test")
+    del expected["test/loss"]  # class numbers have none
+    made = export_run(run, "onnx", tmp_path / "onnx", "inside")
+    found = evaluate_artefact(run.config, made.file, "test")
+    assert found == pytest.approx(expected, abs=1e-3)
+    quantized = quantize_run(run, "static", tmp_path / "quantized", "inside", samples=32)
+    assert quantized.after["test/miou"] == pytest.approx(expected["test/miou"], abs=0.05)
 
 
 def test_a_quantized_file_is_tested_in_the_same_way(run, static):
@@ -296,6 +308,27 @@ def test_an_integer_network_computes_what_the_rounding_one_does():
     error, difference = (rounded - plain).norm(), (integers - rounded).norm()
     assert 1e-3 * plain.norm() < error < 0.05 * plain.norm()
     assert difference < 0.3 * error  # biases are integers, too
+
+
+class ReadsItsLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) / self.head.in_features
+
+
+def test_a_network_may_read_what_its_layers_are():
+    model, x = ReadsItsLayers(), torch.randn(64, 6)
+    ranges = Ranges(find_places(model, lambda model: model(x)), torch.device("cpu"))
+    ranges.observes = lambda: True
+    with torch.no_grad():
+        detach = attach(model, ranges)
+        model(x)
+        detach()
+        ranges.follow(ranges.seen, 0.0)
+        torch.testing.assert_close(integer_network(model, ranges)(x), model(x), atol=0.02, rtol=0)
 
 
 def test_weights_are_rounded_by_channel_and_gradients_pass():
