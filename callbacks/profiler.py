@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ class Profiler(Callback):
         if trainer.run_dir is None or not trainer.is_main:
             return
         self._folder = trainer.run_dir
+        # torch's tracer prints each start and end to stderr, and errors where there is no GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profiler.profile(
             activities=_activities(),
             schedule=self._schedule,

@@ -174,10 +174,10 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = changed_leaves({**saved, "sweep": None}, {**raw, "sweep": None})
+    changes = changed_leaves(_without_start(saved), _without_start(raw))
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
-    resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
+    resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
     resume.new_values = any(k in _HORIZON for k in harmless)
     if not serious:
         return resume
@@ -193,6 +193,22 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     else:
         resume.config = _with_harmless(saved, raw, harmless)
     return resume
+
+
+def _without_start(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what differs between any two starts of a run."""
+    return {key: value for key, value in config.items() if key not in _OF_A_START}
+
+
+def _note(key: str, old: Any, new: Any) -> str:
+    """Say what changed harmlessly; of a part that comes or goes its name is enough."""
+    if key == "resume_policy" or (old is _ABSENT and new is None):
+        return ""
+    if old is _ABSENT and isinstance(new, dict):
+        return f"added: {key}"
+    if new is _ABSENT and isinstance(old, dict):
+        return f"removed: {key}"
+    return f"changed: {_shown(key, old, new)}"
 
 
 def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
