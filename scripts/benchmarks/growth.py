@@ -39,7 +39,7 @@ BATCH = 128
 UPDATES = 200  # one after the other, that are timed
 SMALLEST = 10**4
 MOST_ROUNDS = 5  # an order of 10^7 samples takes a second to make
-DECADES = range(3, 6)  # of the updates of a run: from 10^2 to 10^5
+DECADES = range(3, 7)  # of the updates of a run: from 10^2 to 10^6
 ORDERS: dict[str, tuple[Callable[[int, int], Order], range]] = {
     "in memory": (Shuffled, range(4, 8)),
     "low_memory": (Permuted, range(4, 9)),
