@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from callbacks.support.best_weights import BestWeights
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from conf.errors import problems_at
@@ -15,7 +15,6 @@ from trainer import snapshot
 from trainer.callback import Saver
 from trainer.checkpoints.background import Staging, Writer
 from trainer.checkpoints.store import CheckpointStore
-from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
 from trainer.strategies.strategy import describe_device
 
@@ -81,7 +80,7 @@ class Checkpoint(Saver):
         self._save_top_k = save_top_k
         self._monitor = Monitor(monitor, mode)
         self._save_last = save_last
-        self._save_weights = save_weights
+        self._best_weights = BestWeights() if save_weights else None
         self.background = background
         self._store: CheckpointStore | None = None
         self._values: dict[str, float] = {}  # logged at the update `_values_at`
@@ -90,7 +89,7 @@ class Checkpoint(Saver):
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
         self._writer = Writer()
-        self._staging, self._weights_staging = Staging(), Staging()
+        self._staging = Staging()
         self._under_way: _UnderWay | None = None
         self._wrote = False
 
@@ -259,9 +258,7 @@ class Checkpoint(Saver):
         value = self._fresh(trainer).get(self.monitor, math.nan) if self.monitor else float(step)
         if not math.isnan(value):
             known[step] = value
-        # sorted() is stable: of equal values the earlier stays ahead.
-        entries = [Saved(*entry) for entry in sorted(known.items())]
-        ranked = sorted(entries, key=lambda saved: self._monitor.rank(saved.value))
+        ranked = [Saved(*entry) for entry in self._monitor.best_first(known)]
         return ranked[: max(self._save_top_k, 1)] if self._save_top_k else []
 
     def _fresh(self, trainer: Trainer) -> dict[str, float]:
@@ -281,30 +278,19 @@ class Checkpoint(Saver):
         names = ["last"] * self._save_last + ["best"] * is_best
         metrics = dict(self._fresh(trainer))
         kept = [saved.step for saved in self._ranking]
-        weights = self._judged_weights(trainer) if is_best and self._save_weights else None
+        best_weights = self._best_weights if is_best else None
+        if best_weights is not None:
+            best_weights.take(trainer)
 
         def write() -> None:
             self._staging.wait()
             store.save(payload, step=step, metrics=metrics, names=names)
             if self._save_top_k >= 0:
                 store.prune(kept)
-            if weights is not None:
-                self._write_weights(store.folder, weights)
+            if best_weights is not None:
+                best_weights.write(store.folder)
 
         return write
-
-    def _judged_weights(self, trainer: Trainer) -> Mapping[str, Any]:
-        with trainer.evaluation_weights():
-            weights = trainer.strategy.model_state(trainer.model)
-            # What the context lends is gone after it, written in the background or not.
-            return dict(self._weights_staging.copy(weights)) if trainer.is_main else weights
-
-    def _write_weights(self, folder: Path, weights: Mapping[str, Any]) -> None:
-        self._weights_staging.wait()
-        try:
-            write_safetensors(folder / "best.safetensors", weights)
-        except StorageError as error:
-            _log.warning("%s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranking, the state being saved included."""

@@ -69,11 +69,12 @@ class MetricsLog(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the file, and the keys of its last step."""
         offset = self._log.offset() if self._log is not None else self._offset
-        return {"offset": offset, "step": self._step, "keys": sorted(self._keys)}
+        return {"sizes": {FILE: offset}, "step": self._step, "keys": sorted(self._keys)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the size of the file and the keys of its last step."""
-        self._offset = state["offset"]
+        # Older checkpoints hold the size as `offset`.
+        self._offset = state["sizes"][FILE] if "sizes" in state else state["offset"]
         self._step, self._keys = state["step"], set(state["keys"])
 
 

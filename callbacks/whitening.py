@@ -10,6 +10,7 @@ from torch.nn.functional import unfold
 
 from callbacks.support.errors import CallbackError
 from conf.errors import Problem
+from data.batch import inputs_of
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _patches(images: Tensor, layer: nn.Conv2d) -> Tensor:
 
 
 def _inputs(batch: Any) -> Tensor:
-    inputs = batch[0] if isinstance(batch, list | tuple) else batch
+    inputs = inputs_of(batch)
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         raise CallbackError("callbacks.whitening: a batch must begin with images (n, C, H, W)")
     return inputs

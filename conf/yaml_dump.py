@@ -60,3 +60,9 @@ def escape(text: str) -> str:
             slashes = len(head) - len(head.rstrip("\\"))
             head = f"{head}{chr(92) * slashes}{chr(92)}${{{part}"
     return head
+
+
+def word(value: object) -> str:
+    """Return a single value as a command line writes it: `null`, `true`, `0.1`."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -91,6 +91,11 @@ def to_device(
     return map_tensors(moved, batch)
 
 
+def inputs_of(batch: Any) -> Any:
+    """Return what the model is given of a batch: its first part, or all of it."""
+    return batch[0] if isinstance(batch, list | tuple) else batch
+
+
 def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in a run of `dtype`; complex128 in a run of float64."""
     if tensor.is_complex():

@@ -30,7 +30,7 @@ def is_fault(error: BaseException) -> bool:
     return not getattr(error, "from_outside", isinstance(error, KeyboardInterrupt))
 
 
-def one_line(text: object, limit: int = 300) -> str:
+def shortened(text: object, limit: int = 300) -> str:
     """Return the text on one line of at most `limit` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
@@ -38,4 +38,4 @@ def one_line(text: object, limit: int = 300) -> str:
 
 def reason(error: BaseException) -> str:
     """Name an exception's type and message on one line."""
-    return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {shortened(error)}" if str(error) else type(error).__name__

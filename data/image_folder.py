@@ -4,7 +4,6 @@ import logging
 import os
 import unicodedata
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +15,8 @@ from data.decode import read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
-from data.splits import train_and_val
+from data.splits import rows_of_train
 from data.transforms import acts_on_batches
-from data.updates import Indices
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +133,24 @@ def image_folder(
     tree = _existing(root)
     classes = _class_names(tree / "train")
     in_folds = folds is not None and split != "test"
-    if split == "train" or in_folds or not (tree / split).is_dir():
-        cuts = in_folds or (not (tree / "val").is_dir() and val_fraction > 0)
-        shares = partial(train_and_val, seed=split_seed, fold=fold, folds=folds) if cuts else None
-        return _from_train(tree, split, classes, val_fraction, shares, channels, transform)
-    _check_same_classes(tree, split, classes)
-    paths, targets = _scan(tree / split, classes)
-    return ImageFolder(tree / split, paths, targets, classes, channels, transform)
+    cuts = in_folds or (split != "test" and val_fraction > 0 and not (tree / "val").is_dir())
+    if split != "train" and not in_folds and (tree / split).is_dir():
+        _check_same_classes(tree, split, classes)
+        paths, targets = _scan(tree / split, classes)
+        return ImageFolder(tree / split, paths, targets, classes, channels, transform)
+    if split != "train" and not cuts:
+        logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
+        return None
+    paths, targets = _scan(tree / "train", classes)
+    if cuts:
+        rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
+        if len(rows) == 0:
+            raise DataError(
+                f"data.root={tree} has too few images to cut a val split of val_fraction="
+                f"{val_fraction}: add a folder 'val', or set data.val=null and data.val_fraction=0"
+            )
+        paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
+    return ImageFolder(tree / "train", paths, targets, classes, channels, transform)
 
 
 def _existing(root: str) -> Path:
@@ -155,33 +164,6 @@ def _existing(root: str) -> Path:
             "put the images into data.root/train/<class>/"
         )
     return tree
-
-
-def _from_train(
-    tree: Path,
-    split: Split,
-    classes: list[str],
-    val_fraction: float,
-    shares: Callable[[list[int], int], tuple[Indices, Indices]] | None,
-    channels: int,
-    transform: Transform | None,
-) -> ImageFolder | None:
-    """Return train, less what is shared out to val; or that part; or None for no test."""
-    if split == "test" or (split == "val" and shares is None):
-        logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
-        return None
-    paths, targets = _scan(tree / "train", classes)
-    rows = np.arange(len(paths))
-    if shares is not None:
-        train, val = shares(targets, max(1, round(val_fraction * len(paths))))
-        rows = train if split == "train" else val
-    if len(rows) == 0:
-        raise DataError(
-            f"data.root={tree} has too few images to cut a val split of val_fraction="
-            f"{val_fraction}: add a folder 'val', or set data.val=null and data.val_fraction=0"
-        )
-    chosen, labels = [paths[row] for row in rows], [targets[row] for row in rows]
-    return ImageFolder(tree / "train", chosen, labels, classes, channels, transform)
 
 
 def _class_names(train: Path) -> list[str]:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data.decode import read_image
 from data.errors import DataError
 from data.image_folder import EXTENSIONS, files_below
 from data.images import Transform, resized
+
+_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 
 
 class Pictures:
@@ -43,6 +46,11 @@ class Pictures:
 
     def __getitem__(self, index: int) -> Any:
         return self.brought_to_form(read_image(self.path(index), self.channels))
+
+    def stand_in(self) -> Any:
+        """Return a black sample, for a batch of which no file can be read."""
+        side = self.size or _ANY_SIZE
+        return self.brought_to_form(torch.zeros(self.channels, *side, dtype=torch.uint8))
 
     def brought_to_form(self, image: Tensor) -> Any:
         """Return a uint8 image (C, H, W), resized and transformed."""

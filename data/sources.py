@@ -1,9 +1,8 @@
 """Image data sets by name: embedded, and downloaded through torchvision."""
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -11,15 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from data.errors import DataError, reason
 from data.images import ImageTensors, Transform, resized
 from data.splits import cut, train_and_val
-from data.updates import Indices
 
 Split = Literal["train", "val", "test"]
-Shares = Callable[[npt.ArrayLike], tuple[Indices, Indices]]  # from targets to train and val
 
 
 class Digits(ImageTensors):
@@ -70,65 +66,59 @@ def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
-class Cifar10(ImageTensors):
+class _Downloaded(ImageTensors):
+    """Images of a class of torchvision's, of which `val` is cut from the training images.
+
+    `val_size` of them (None: a tenth), stratified by `split_seed`; or fold number `fold` of
+    `folds`.
+    """
+
+    concurrent = True  # a lock lets one process of a machine download
+    kind: str  # the class in torchvision.datasets
+
+    def __init__(
+        self,
+        root: str,
+        split: Split,
+        image_size: int | None = None,
+        val_size: int | None = None,
+        split_seed: int = 0,
+        download: bool = True,
+        transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
+    ) -> None:
+        source = _torchvision(self.kind, root, _known(split) != "test", download)
+        images, targets = torch.as_tensor(source.data), torch.as_tensor(source.targets).long()
+        if split != "test":
+            size = len(targets) // 10 if val_size is None else val_size
+            train, val = train_and_val(targets.numpy(), size, split_seed, fold, folds)
+            if split == "val" and len(val) == 0:
+                message = "val_size=0 leaves no validation images: raise it or set data.val=null"
+                raise DataError(message)
+            rows = torch.from_numpy(train if split == "train" else val)
+            images, targets = images[rows], targets[rows]
+        images = images.permute(0, 3, 1, 2).contiguous() if images.ndim == 4 else images[:, None]
+        classes = [str(name) for name in source.classes]
+        super().__init__(resized(images, image_size), targets, classes, transform)
+
+
+class Cifar10(_Downloaded):
     """CIFAR-10 through torchvision: 60,000 colour images of 32 x 32, 10 classes.
 
-    `val` is cut from the 50,000 training images, `val_size` of them, stratified by `split_seed`;
-    or it is fold number `fold` of `folds`.
+    `val` is cut from the 50,000 training images: 5,000 of them, or `val_size`.
     """
 
-    concurrent = True  # a lock lets one process of a machine download
-
-    def __init__(
-        self,
-        root: str,
-        split: Split,
-        image_size: int | None = None,
-        val_size: int = 5000,
-        split_seed: int = 0,
-        download: bool = True,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
-    ) -> None:
-        from torchvision.datasets import CIFAR10
-
-        shares = partial(train_and_val, val_size=val_size, seed=split_seed, fold=fold, folds=folds)
-        images, targets, classes = _torchvision(CIFAR10, root, split, shares, download)
-        super().__init__(
-            resized(images.permute(0, 3, 1, 2).contiguous(), image_size),
-            targets,
-            classes,
-            transform,
-        )
+    kind = "CIFAR10"
 
 
-class FashionMnist(ImageTensors):
+class FashionMnist(_Downloaded):
     """Fashion-MNIST through torchvision: 70,000 grey images of 28 x 28, 10 classes.
 
-    `val` is cut from the 60,000 training images, `val_size` of them, stratified by `split_seed`;
-    or it is fold number `fold` of `folds`.
+    `val` is cut from the 60,000 training images: 6,000 of them, or `val_size`.
     """
 
-    concurrent = True  # a lock lets one process of a machine download
-
-    def __init__(
-        self,
-        root: str,
-        split: Split,
-        image_size: int | None = None,
-        val_size: int = 6000,
-        split_seed: int = 0,
-        download: bool = True,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
-    ) -> None:
-        from torchvision.datasets import FashionMNIST
-
-        shares = partial(train_and_val, val_size=val_size, seed=split_seed, fold=fold, folds=folds)
-        images, targets, classes = _torchvision(FashionMNIST, root, split, shares, download)
-        super().__init__(resized(images[:, None], image_size), targets, classes, transform)
+    kind = "FashionMNIST"
 
 
 def _known(split: str) -> str:
@@ -137,41 +127,23 @@ def _known(split: str) -> str:
     return split
 
 
-def _torchvision(
-    kind: Any, root: str, split: Split, shares: Shares, download: bool
-) -> tuple[Tensor, Tensor, list[str]]:
-    """Return images as torchvision keeps them, targets and class names of one split."""
-    _known(split)
+def _torchvision(name: str, root: str, train: bool, download: bool) -> Any:
+    """Return a data set of torchvision's; raises DataError where it cannot be had."""
+    from torchvision import datasets
+
     root = str(Path(root).expanduser())
     with locked(Path(root)) if download else nullcontext():
-        source = _opened(kind, root, split != "test", download)
-    images = torch.as_tensor(source.data)
-    targets = torch.as_tensor(source.targets).long()
-    if split != "test":
-        rows = _train_or_val(targets, split, shares)
-        images, targets = images[rows], targets[rows]
-    return images, targets, [str(name) for name in source.classes]
-
-
-def _train_or_val(targets: Tensor, split: Split, shares: Shares) -> Tensor:
-    train, val = shares(targets.numpy())
-    if split == "val" and len(val) == 0:
-        raise DataError("val_size=0 leaves no validation images: raise it or set data.val=null")
-    return torch.from_numpy(train if split == "train" else val)
-
-
-def _opened(kind: Any, root: str, train: bool, download: bool) -> Any:
-    try:
-        return kind(root, train=train, download=download)
-    except Exception as error:
-        way_out = (
-            "check the network, or put torchvision's files there by hand"
-            if download
-            else "set download=true or point data.root to the files"
-        )
-        raise DataError(
-            f"{kind.__name__} is not usable in data.root={root} ({reason(error)}): {way_out}"
-        ) from error
+        try:
+            return getattr(datasets, name)(root, train=train, download=download)
+        except Exception as error:
+            way_out = (
+                "check the network, or put torchvision's files there by hand"
+                if download
+                else "set download=true or point data.root to the files"
+            )
+            raise DataError(
+                f"{name} is not usable in data.root={root} ({reason(error)}): {way_out}"
+            ) from error
 
 
 @contextmanager

@@ -72,3 +72,17 @@ def train_and_val(
         return cut(targets, val_size, seed)
     labels = np.asarray(targets)
     return fold_of(len(labels), fold, folds, seed, labels)
+
+
+def rows_of_train(
+    split: str,
+    targets: npt.ArrayLike,
+    val_fraction: float,
+    seed: int,
+    fold: int | None,
+    folds: int | None,
+) -> Indices:
+    """Return the rows of train that `split`, train or val, takes where val is cut from train."""
+    wanted = max(1, round(val_fraction * len(np.asarray(targets))))
+    rest, part = train_and_val(targets, wanted, seed, fold, folds)
+    return rest if split == "train" else part

@@ -125,6 +125,11 @@ class Prompts:
         """Return the name of a text: its file and line."""
         return self._names[index]
 
+    def stand_in(self) -> tuple[Tensor, int, int]:
+        """Return a sample, for a batch of which no text can be continued."""
+        tokens = torch.zeros(self._context, dtype=torch.long)
+        return tokens if self._transform is None else self._transform(tokens), 1, 0
+
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         text = self.texts[index]
         unknown = "".join(dict.fromkeys(c for c in text if c not in self._numbers))

@@ -6,10 +6,12 @@ a ratio is taken within a turn: the machine's speed may change from turn to turn
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.console import Command
 
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
@@ -27,23 +29,29 @@ BENCHMARKS = {
 TAKE_OVERRIDES = ("cifar10_fast", "gpu")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark that is named and return the exit code."""
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    with Command() as command:
+        command.code = benchmark(sys.argv[1:])
+
+
+def benchmark(argv: Sequence[str]) -> int:
+    """Run the benchmark that is named and return the exit code. Raises ConfigError."""
     parser = _parser()
-    arguments = parser.parse_intermixed_args(argv)
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
     if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
         parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the commands do
-    benchmark = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
+    module = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
-    report = benchmark.measure(arguments.rounds, *given)
+    report = module.measure(arguments.rounds, *given)
     print(report.text())
     print(f"written to {report.write(arguments.output)}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
+    parser = command_parser("regimen benchmark", __doc__)
     listed = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("name", choices=BENCHMARKS, help=listed)
     parser.add_argument("overrides", nargs="*", help=f"of {', '.join(TAKE_OVERRIDES)}: key=value")
@@ -53,4 +61,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,18 +6,10 @@ regimen completion fish | source         # in ~/.config/fish/config.fish
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from scripts.catalog.completion import SCRIPTS, completions, key_of
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = completion(sys.argv[1:])
 
 
 def completion(argv: Sequence[str]) -> int:
@@ -37,7 +29,3 @@ def completion(argv: Sequence[str]) -> int:
     for word in completions(arguments.line, list(COMMANDS)):
         print(before + word)
     return 0
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,29 @@ TARGET becomes a plain checkpoint: a single file, which needs no folder of shard
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.console import Command, log_to_stderr
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    from scripts.cli.console import Command, log_to_stderr
+    with Command() as context:
+        context.code = command(sys.argv[1:])
 
-    arguments = _parser().parse_args()
+
+def command(argv: Sequence[str]) -> int:
+    """Do what a command line asks for."""
+    parser = command_parser("regimen convert", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
+    parser.add_argument("target", type=Path, help="the file to write")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
     log_to_stderr(verbose=True)
-    with Command() as command:
-        command.code = convert(arguments.checkpoint, arguments.target)
+    return convert(arguments.checkpoint, arguments.target)
 
 
 def convert(source: Path, target: Path) -> int:
@@ -25,7 +36,7 @@ def convert(source: Path, target: Path) -> int:
     Raises CheckpointError, StorageError.
     """
     from trainer.checkpoints.reader import read_whole
-    from trainer.checkpoints.store import write_checkpoint
+    from trainer.checkpoints.writer import write_checkpoint
     from trainer.errors import CheckpointError
     from trainer.files.log_format import on_one_line
 
@@ -34,17 +45,6 @@ def convert(source: Path, target: Path) -> int:
     write_checkpoint(target, read_whole(source))
     print(f"written to {on_one_line(target)}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", type=Path, help="a file such as checkpoints/last.pt")
-    parser.add_argument("target", type=Path, help="the file to write")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +10,8 @@ from scripts.catalog.copying import shown_use, write_new
 from scripts.catalog.groups import file_of, groups_in
 from scripts.catalog.json_schema import outside
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
 from scripts.composition.sources import CONF, check_folder
 from trainer.files.log_format import on_one_line
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = cp(sys.argv[1:])
 
 
 def cp(argv: Sequence[str]) -> int:
@@ -54,7 +46,3 @@ def _parser() -> argparse.ArgumentParser:
         "--config-dir", "-cd", action="append", default=[], type=Path, help="a folder of your own"
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

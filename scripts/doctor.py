@@ -1,7 +1,6 @@
 """`regimen doctor`: whether this machine can train, a line for each part and its cure."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +9,8 @@ from scripts.checkup.finding import Check, Finding, checked
 from scripts.checkup.machine import machine_checks
 from scripts.checkup.pair import pair
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command, importing
+from scripts.cli.console import importing
 from trainer.files.log_format import on_one_line
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = doctor(sys.argv[1:])
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -54,7 +47,3 @@ def _line(finding: Finding) -> str:
     mark = "good" if finding.good else "WARN"
     cure = f"; cure: {finding.cure}" if finding.cure else ""
     return on_one_line(f"{mark}  {finding.name:<20} {finding.text}{cure}")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ from typing import Any
 
 from scripts.cli.shadow import refuse_shadows
 
-_OWN = ("run", "checkpoint", "split", "artefact", "allow_code")
 _HELP = """\
 Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
 
@@ -34,13 +33,12 @@ def main() -> None:
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
     from conf.check import parse
-    from scripts.cli.arguments import of_run, parse_arguments
+    from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.keys import of_run
     from scripts.composition.compose import compose
 
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(_HELP, end="")
+    if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments.overrides)
@@ -61,7 +59,7 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure_of(own: dict[str, str]) -> Callable[[Any], dict[str, float]]:
+def _measure_of(own: dict[str, Any]) -> Callable[[Any], dict[str, float]]:
     """Return what tests a checkpoint, or an exported file."""
     if "artefact" not in own:
         from trainer.inference.evaluation import evaluate_run
@@ -71,30 +69,34 @@ def _measure_of(own: dict[str, str]) -> Callable[[Any], dict[str, float]]:
         )
     from trainer.export.evaluation import evaluate_artefact
 
-    allowed = own.get("allow_code") == "true"
-    return lambda config: evaluate_artefact(config, Path(own["artefact"]), own["split"], allowed)
+    path, allowed = Path(own["artefact"]), own.get("allow_code", False)
+    return lambda config: evaluate_artefact(config, path, own["split"], allowed)
 
 
-def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    from conf.errors import ConfigError, Problem
-    from scripts.cli.arguments import own_keys, run_problems
+def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    from conf.errors import Problem, raise_problems
+    from scripts.cli.keys import Take, one_of, own_keys, run_problems, taken, true_or_false
 
-    given, others = own_keys(overrides, _OWN)
-    own = {"checkpoint": "best", "split": "test", **given}
-    problems = run_problems(own.get("run"), "evaluate run=RUN_DIR")
-    if own["split"] not in ("test", "val"):
-        problems.append(Problem("split", f"{own['split']!r} is neither test nor val"))
+    keys: dict[str, Take] = {
+        "run": str,
+        "checkpoint": str,
+        "split": one_of("test", "val"),
+        "artefact": str,
+        "allow_code": true_or_false,
+    }
+    given, others = own_keys(overrides, keys)
+    own, problems = taken(given, keys)
+    problems += run_problems(given.get("run"))
+    if not given.get("run"):
+        problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))
     if "artefact" in given and "checkpoint" in given:
         message = "an exported file is tested, or a checkpoint: leave one of both out"
         problems.append(Problem("artefact", message))
-    if own.get("allow_code", "false") not in ("true", "false"):
-        problems.append(Problem("allow_code", f"is {own['allow_code']!r}: one of true, false"))
-    if problems:
-        raise ConfigError(problems)
-    return own, others
+    raise_problems(problems)
+    return {"checkpoint": "best", "split": "test", **own}, others
 
 
-def _show(run_dir: Path, own: dict[str, str], metrics: dict[str, float]) -> None:
+def _show(run_dir: Path, own: dict[str, Any], metrics: dict[str, float]) -> None:
     from conf.errors import one_line
     from trainer.files.atomic import write_text
 

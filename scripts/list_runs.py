@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
-from scripts.history.entry import Run, read_run, runs_in
+from scripts.history.entry import RunEntry, read_run, runs_in
 from scripts.history.removal import removable, remove
-from scripts.history.show import bytes_in_words, compared, comparison, differing, table_of
+from scripts.history.show import compared, comparison, differing, table_of
 from trainer.files.log_format import on_one_line
+from trainer.summary.text import size
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _CLEAN = """\
@@ -22,12 +21,6 @@ Remove runs that did not end well: failed, killed, preempted, damaged. What woul
 The best run of each name stays, and one that is running. With --keep N, finished runs go as well,
 all but the N best of each name.
 """
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = runs(sys.argv[1:])
 
 
 def runs(argv: Sequence[str]) -> int:
@@ -81,15 +74,15 @@ def _clean(argv: Sequence[str]) -> int:
         print(f"nothing to remove in {on_one_line(arguments.folder)}")
         return 0
     for run in chosen:
-        print(f"{run.state:<10} {bytes_in_words(run.size):>10}  {on_one_line(run.path)}")
-    size = bytes_in_words(sum(run.size for run in chosen))
-    if not (arguments.yes or _confirmed(f"remove {_counted(chosen)} ({size})? [y/N] ")):
+        print(f"{run.state:<10} {size(run.size):>10}  {on_one_line(run.path)}")
+    whole = size(sum(run.size for run in chosen))
+    if not (arguments.yes or _confirmed(f"remove {_counted(chosen)} ({whole})? [y/N] ")):
         print("nothing was removed (--yes removes without asking)")
         return 0
     return _remove(chosen)
 
 
-def _remove(chosen: Sequence[Run]) -> int:
+def _remove(chosen: Sequence[RunEntry]) -> int:
     left = [run for run in chosen if not remove(run)]
     for run in left:
         print(f"left alone, a process has begun to use it: {on_one_line(run.path)}")
@@ -97,7 +90,7 @@ def _remove(chosen: Sequence[Run]) -> int:
     return 0
 
 
-def _counted(runs: Sequence[Run]) -> str:
+def _counted(runs: Sequence[RunEntry]) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
@@ -121,7 +114,3 @@ def _print(table: object) -> None:
     from rich.console import Console
 
     Console(soft_wrap=False).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,13 @@
 """`regimen ls [GROUP]`: the groups of configs, their choices, and what each is for."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.catalog.groups import below, description, groups_in
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
 from scripts.composition.sources import CONF, check_folder
 from trainer.files.log_format import on_one_line
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = ls(sys.argv[1:])
 
 
 def ls(argv: Sequence[str]) -> int:
@@ -52,7 +44,3 @@ def _parser() -> argparse.ArgumentParser:
         "--config-dir", "-cd", action="append", default=[], type=Path, help="a folder of your own"
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """`regimen new DIR`: a small project of your own that trains at once."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,15 +8,8 @@ from conf.errors import ConfigError, Problem
 from scripts.catalog.copying import write_new
 from scripts.catalog.project import project_files
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
 from scripts.cli.shadow import ROOT
 from trainer.files.log_format import on_one_line
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = new(sys.argv[1:])
 
 
 def new(argv: Sequence[str]) -> int:
@@ -35,7 +27,3 @@ def new(argv: Sequence[str]) -> int:
         print(on_one_line(folder / name))
     print(f"train it: cd {shlex.quote(str(folder))} && train --config-dir conf experiment=mine")
     return 0
-
-
-if __name__ == "__main__":
-    main()

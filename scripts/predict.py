@@ -18,15 +18,14 @@ def main() -> None:
 
 def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from scripts.cli.arguments import of_run, parse_arguments
+    from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.keys import of_run
     from scripts.cli.request import Request
     from scripts.composition.compose import compose
     from scripts.prediction.command_line import HELP, take_apart
 
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(HELP, end="")
+    if (arguments := parse_or_help(argv, HELP)) is None:
         return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")
     if _names_a_file(arguments.overrides):

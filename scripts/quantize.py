@@ -1,11 +1,12 @@
 """`regimen quantize run=RUN_DIR`: a trained model with 8-bit integers, as ONNX."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from scripts.cli.shadow import refuse_shadows
+from conf.errors import raise_problems
+from scripts.cli.arguments import parse_or_help
+from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
 
 _HELP = """\
 Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU. It is compared with
@@ -25,44 +26,26 @@ the model before it has its name; what it gains and loses is printed.
   checkpoint     best (default), last, or a path
   overwrite      true replaces a folder that exists
 """
-_KEYS = (
-    "run",
-    "method",
-    "samples",
-    "max_drop",
-    "out",
-    "preprocessing",
-    "checkpoint",
-    "overwrite",
-)
-
-_CHOICES = {
-    "method": ("auto", "static", "dynamic"),
-    "preprocessing": ("outside", "inside"),
-    "overwrite": ("true", "false"),
-}
-
-
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
-
-    with Command() as command:
-        command.code = quantize(sys.argv[1:])
 
 
 def quantize(argv: Sequence[str]) -> int:
     """Do what a command line asks for."""
-    from scripts.cli.arguments import parse_arguments
-    from scripts.cli.console import importing, log_to_stderr
-
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(_HELP, end="")
+    if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     log_to_stderr(verbose=True)
-    values = _values(arguments.overrides)
+    keys: dict[str, Take] = {
+        "run": str,
+        "method": one_of("auto", "static", "dynamic"),
+        "samples": whole(),
+        "max_drop": _drop,
+        "out": Path,
+        "preprocessing": one_of("outside", "inside"),
+        "checkpoint": str,
+        "overwrite": true_or_false,
+    }
+    required = {"run": "regimen quantize run=RUN_DIR"}
+    values, problems = only_keys("quantize", arguments.overrides, keys, required)
+    raise_problems(problems)
     with importing():
         from trainer.export.quantization import quantize_run
         from trainer.inference.run import load_run
@@ -75,25 +58,14 @@ def quantize(argv: Sequence[str]) -> int:
     return 0
 
 
-def _values(overrides: Sequence[str]) -> dict[str, Any]:
-    from conf.errors import Problem, raise_problems
-    from scripts.cli.arguments import choice_problems, only_keys
-
-    usage = "regimen quantize run=RUN_DIR"
-    values, problems = only_keys("quantize", overrides, _KEYS, usage)
-    problems += choice_problems(values, _CHOICES)
-    typed: dict[str, Any] = dict(values)
-    for key, (kind, low) in {"samples": (int, 1), "max_drop": (float, 0)}.items():
-        if key in values:
-            try:
-                typed[key] = kind(values[key])
-            except ValueError:
-                typed[key] = low - 1
-            if not typed[key] >= low:
-                problems.append(Problem(key, f"is {values[key]!r}: a number from {low} on"))
-    raise_problems(problems)
-    typed |= {"overwrite": values.get("overwrite") == "true"}
-    return typed | ({"out": Path(values["out"])} if "out" in values else {})
+def _drop(text: str) -> float:
+    try:
+        drop = float(text)
+    except ValueError:
+        drop = -1.0
+    if not drop >= 0:  # NaN is not either
+        raise ValueError("a number from 0 on")
+    return drop
 
 
 def _table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -103,7 +75,3 @@ def _table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     for name, value in before.items():
         lines.append(f"{words.get(name, name):<16}{value:>10.4g}{after[name]:>10.4g}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ from pathlib import Path
 from conf.check import dataclass_in, spelled
 from conf.fields import REQUIRED, declared, default_of, rule_of
 from conf.schema import Config
+from conf.yaml_dump import word
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 START, END = "<!-- keys: python -m scripts.reference -->", "<!-- end of keys -->"
@@ -60,8 +61,7 @@ def _default(value: object) -> str:
         return "required"
     if dataclasses.is_dataclass(value):
         return ""
-    words = {None: "null", True: "true", False: "false"}
-    return f"`{words[value] if isinstance(value, bool | None) else value}`"
+    return f"`{word(value)}`"
 
 
 if __name__ == "__main__":

@@ -2,32 +2,41 @@
 
 import importlib
 import sys
-from typing import NoReturn
 
 from scripts.cli.shadow import refuse_shadows
 
-# The module of each command and what it is for; none is imported before it is asked for.
+# The function of each command, from its arguments to its exit code, and what the command is for.
+# No module is imported before its command is called.
 COMMANDS = {
-    "train": ("scripts.train", "train a model, sweep (-m), or show the plan (dry_run=true)"),
-    "evaluate": ("scripts.evaluate", "test a run's checkpoint again"),
-    "predict": ("scripts.predict", "a trained run's answers for files, as a table"),
-    "export": ("scripts.export", "a trained model as a file for other programs"),
-    "quantize": ("scripts.quantize", "a trained model with 8-bit integers: smaller, faster"),
-    "demo": ("scripts.demo", "a page that shows what a trained model answers"),
-    "ls": ("scripts.ls", "the groups of configs, their choices, what each is for"),
-    "cp": ("scripts.cp", "copy a config, to change the copy"),
-    "new": ("scripts.new", "a small project of your own that trains at once"),
-    "runs": ("scripts.list_runs", "a table of runs; also `runs diff A B`, `runs clean`"),
-    "report": ("scripts.sweeps.report.__main__", "what a sweep found: table, pictures, a page"),
-    "doctor": ("scripts.doctor", "whether this machine can train, and what would cure it"),
-    "schema": ("scripts.schema", "the JSON schema by which editors complete and check a config"),
-    "completion": ("scripts.completion", "what TAB completes, for bash, zsh and fish"),
-    "convert": ("scripts.convert", "put a sharded checkpoint together into one file"),
-    "benchmark": ("scripts.benchmark", "measure what a step, a start, a save costs"),
+    "train": ("scripts.train:train", "train a model, sweep (-m), or show the plan (dry_run=true)"),
+    "evaluate": ("scripts.evaluate:evaluate", "test a run's checkpoint again"),
+    "predict": ("scripts.predict:predict", "a trained run's answers for files, as a table"),
+    "export": ("scripts.export:export", "a trained model as a file for other programs"),
+    "quantize": (
+        "scripts.quantize:quantize",
+        "a trained model with 8-bit integers: smaller, faster",
+    ),
+    "demo": ("scripts.demo:demo", "a page that shows what a trained model answers"),
+    "ls": ("scripts.ls:ls", "the groups of configs, their choices, what each is for"),
+    "cp": ("scripts.cp:cp", "copy a config, to change the copy"),
+    "new": ("scripts.new:new", "a small project of your own that trains at once"),
+    "runs": ("scripts.list_runs:runs", "a table of runs; also `runs diff A B`, `runs clean`"),
+    "report": (
+        "scripts.sweeps.report.__main__:report",
+        "what a sweep found: table, pictures, a page",
+    ),
+    "doctor": ("scripts.doctor:doctor", "whether this machine can train, and what would cure it"),
+    "schema": (
+        "scripts.schema:schema",
+        "the JSON schema by which editors complete and check a config",
+    ),
+    "completion": ("scripts.completion:completion", "what TAB completes, for bash, zsh and fish"),
+    "convert": ("scripts.convert:command", "put a sharded checkpoint together into one file"),
+    "benchmark": ("scripts.benchmark:benchmark", "measure what a step, a start, a save costs"),
 }
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Run the command that the first word names and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -37,9 +46,11 @@ def main() -> NoReturn:
     if word not in COMMANDS:
         print(f"error: regimen has no command {word!r}: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"regimen {word}", *sys.argv[2:]]
-    importlib.import_module(COMMANDS[word][0]).main()
-    sys.exit(0)
+    from scripts.cli.console import Command
+
+    with Command() as command:
+        module, _, function = COMMANDS[word][0].partition(":")
+        command.code = getattr(importlib.import_module(module), function)(sys.argv[2:])
 
 
 def _help() -> str:

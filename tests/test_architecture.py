@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ ORDER = (
     ("trainer.lr_schedulers",),
     ("trainer.update",),
     ("trainer.epoch_lines", "trainer.evaluation", "trainer.snapshot"),
+    ("trainer.base",),
     ("trainer.trainer",),
     ("trainer.build",),
     ("trainer.inference",),
@@ -81,8 +83,11 @@ LIGHT = (
     "trainer.runs.directory",
 )
 
-LONGEST_FILE = 400
+LONGEST_FILE = 340
 LONGEST_FUNCTION = 60
+
+# Each is the usual term in both of its rooms: a callback and a metric, a network and a task.
+NAMED_TWICE = {"ConfusionMatrix", "GAN"}
 
 
 def sources() -> list[Path]:
@@ -270,6 +275,17 @@ def test_files_and_functions_stay_short() -> None:
                 if length > LONGEST_FUNCTION:
                     long.append(f"{named(path)}: {node.name} has {length} lines")
     assert long == []
+
+
+def test_classes_have_different_names() -> None:
+    names = Counter(
+        node.name
+        for path in sources()
+        if "benchmarks" not in path.parts
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} == NAMED_TWICE
 
 
 def test_nothing_is_called_for_its_effect_at_import_time() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,42 +72,3 @@ def histogram_of(values: Any, bins: int = 64) -> Histogram:
     array = tensor[tensor.isfinite()].numpy()
     counts, edges = np.histogram(array, bins=bins)
     return Histogram(edges, counts, float(array.sum()), float(array @ array))
-
-
-class MediaLog:
-    """The part of a trainer that hands to its callbacks what is more than numbers."""
-
-    hooks: Any
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes and prints."""
-        raise NotImplementedError
-
-    def log_image(self, name: str, image: Any) -> None:
-        """Hand an image to the callbacks; `trainer.media.as_image` says what may be one.
-
-        This and the next four do nothing, and read nothing from the device, where no callback of
-        the run receives such a thing, and on other processes than the main one.
-        """
-        self._show("on_image", name, lambda: as_image(image))
-
-    def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
-        """Hand the histogram of a tensor to the callbacks."""
-        self._show("on_histogram", name, lambda: histogram_of(values, bins))
-
-    def log_text(self, name: str, text: str) -> None:
-        """Hand a text, in Markdown, to the callbacks."""
-        self._show("on_text", name, lambda: text)
-
-    def log_figure(self, name: str, figure: Any) -> None:
-        """Hand a figure of matplotlib's to the callbacks; it stays open."""
-        self._show("on_figure", name, lambda: figure)
-
-    def log_pr_curve(self, name: str, curve: PRCurve) -> None:
-        """Hand precision and recall over thresholds to the callbacks."""
-        self._show("on_pr_curve", name, lambda: curve)
-
-    def _show(self, hook: str, name: str, value: Callable[[], Any]) -> None:
-        if self.is_main and self.hooks.listeners(hook):
-            self.hooks.emit(hook, self, name, value())

@@ -118,7 +118,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     path, payload = found
     store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and store.beyond(step_of(payload)):
+    if own and store.beyond(saved_step(payload)):
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"
@@ -197,9 +197,9 @@ def _warm_up(trainer: Trainer) -> None:
     trainer.strategy.warm_up(trainer.wrapped, compute)
 
 
-def load_weights(trainer: Trainer, payload: Mapping[str, Any]) -> None:
+def load_weights(trainer: Trainer, payload: Mapping[str, Any], path: Path | None = None) -> None:
     """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
-    compare_names(payload, trainer.model.state_dict())
+    compare_names(payload, trainer.model.state_dict(), path)
     parameters = dict(trainer.model.named_parameters())
     others = payload.get("state", {}).get("unsaved")
     average = name_of("average", payload)
@@ -226,14 +226,14 @@ def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
     return roles.get(role)
 
 
-def step_of(payload: Mapping[str, Any]) -> int:
+def saved_step(payload: Mapping[str, Any]) -> int:
     """Return the step at which a checkpoint was taken."""
     return int(payload["state"]["counters"]["global_step"])
 
 
 def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     """Return the step and the epoch of a checkpoint's weights."""
-    return LogPoint(step_of(payload), int(payload["state"]["counters"]["epoch"]))
+    return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from data.batch import inputs_of
 from trainer.errors import UserCodeError
 from trainer.nested import in_format
 from trainer.user_code import called, spelled
@@ -188,8 +189,7 @@ class Task:
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch."""
-        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-        return model(inputs)
+        return model(inputs_of(batch))
 
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""

@@ -1,4 +1,4 @@
-"""Which weights are pruned: rules over parameters, how far, and the masks that follow."""
+"""The weights to prune: rules over parameters, their sparsity, and the masks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callbacks.support.errors import CallbackError
 from conf.errors import Problem, did_you_mean, raise_problems
 from trainer.optimizers.param_groups import Claim, GroupRule, parse_rules, unused
 from trainer.optimizers.selectors import SELECTORS, candidates
@@ -20,7 +21,7 @@ SCOPES = ("global", "layer")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PruningSettings:
     """How the weights of a rule are pruned."""
 
     sparsity: float
@@ -62,7 +63,7 @@ class Pool:
     """Weights that are compared with each other: those of a rule, or of one layer of it."""
 
     rule: str
-    settings: Settings
+    settings: PruningSettings
     members: Mapping[str, nn.Parameter]
 
 
@@ -72,18 +73,18 @@ class Rules:
     A rule may replace any of `settings`. Raises ConfigError.
     """
 
-    def __init__(self, node: Any, settings: Settings) -> None:
+    def __init__(self, node: Any, settings: PruningSettings) -> None:
         problems = list(settings.problems())
         self._claim = Claim("rules", parse_rules(node, "rules", problems))
         if not self._claim.rules and not problems:
             problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
-        self._settings: dict[str, Settings] = {}
+        self._settings: dict[str, PruningSettings] = {}
         for rule in self._claim.rules:
             problems += _unknown_keys(rule)
             known = {k: v for k, v in rule.overrides.items() if k in _OPTIONS}
             self._settings[rule.key] = own = replace(settings, **known)
             problems += [replace(p, key=f"{rule.key}.{p.key}") for p in own.problems() if known]
-        # Whoever raises them knows the callback's key, which is put in front.
+        # The caller adds the callback's key in front.
         raise_problems(Problem("", str(problem)) for problem in problems)
 
     def pools(self, model: nn.Module) -> list[Pool]:
@@ -125,7 +126,7 @@ def _unknown_keys(rule: GroupRule) -> Iterator[Problem]:
         yield Problem(f"{rule.key}.{key}", "unknown key", hint)
 
 
-_OPTIONS = tuple(field.name for field in fields(Settings))
+_OPTIONS = tuple(field.name for field in fields(PruningSettings))
 
 
 def _divided(taken: Mapping[str, nn.Parameter], scope: str) -> Sequence[Mapping[str, nn.Parameter]]:
@@ -150,11 +151,13 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
         pruned[name].logical_or_(part.reshape(_unit_shape(parameter, pool.settings)))
 
 
-def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed: int) -> Tensor:
+def _scores(
+    name: str, weight: Tensor, pruned: Tensor, settings: PruningSettings, seed: int
+) -> Tensor:
     """Return a number for each unit, -1 where it is pruned already."""
     rows = _rows(weight, settings)
     if settings.method == "random":
-        # The same at every step: what a higher sparsity prunes contains what a lower one did.
+        # The same at every step: a higher sparsity prunes all that a lower one does.
         generator = torch.Generator().manual_seed(derived(seed, "pruning", name))
         drawn = torch.rand(len(rows), generator=generator, dtype=torch.float64)
         scores = drawn.to(rows.device)
@@ -166,14 +169,14 @@ def _scores(name: str, weight: Tensor, pruned: Tensor, settings: Settings, seed:
     return scores.masked_fill(_rows(pruned, settings).all(1), -1)
 
 
-def _rows(tensor: Tensor, settings: Settings) -> Tensor:
+def _rows(tensor: Tensor, settings: PruningSettings) -> Tensor:
     """Return a tensor as a matrix with a row for each unit."""
     if settings.method != "ln_structured":
         return tensor.reshape(-1, 1)
     return tensor.movedim(settings.dim, 0).flatten(1)
 
 
-def _unit_shape(weight: Tensor, settings: Settings) -> list[int]:
+def _unit_shape(weight: Tensor, settings: PruningSettings) -> list[int]:
     if settings.method != "ln_structured":
         return list(weight.shape)
     shape = [1] * weight.ndim
@@ -211,6 +214,14 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the share of the schedule that is done after the last pruning up to `step`."""
         return min((step - self.start) // self.every, self.count) / self.count if self.count else 1
+
+
+def check_step(key: str, step: float | None) -> None:
+    """Raise CallbackError for what is neither a number of updates nor a share of the run."""
+    if step is not None and (step < 0 or (step > 1 and step != int(step))):
+        raise CallbackError(
+            f"{key}={step}: choose a number of updates, or a share of the run up to 1.0"
+        )
 
 
 def _step(value: float, total: int | None, key: str) -> int:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.compression.masks import Pool, Rules, Schedule, Settings, extend
+from callbacks.compression.masks import (
+    Pool,
+    PruningSettings,
+    Rules,
+    Schedule,
+    check_step,
+    extend,
+)
 from callbacks.support.errors import CallbackError
 from conf.errors import problems_at
 from trainer.callback import Average, Callback
@@ -54,14 +61,13 @@ class Pruning(Callback):
         end_step: float | None = None,
         every_n_steps: int = 1,
     ) -> None:
-        self._rules = Rules(rules, Settings(sparsity, initial_sparsity, method, scope, norm, dim))
+        self._rules = Rules(
+            rules, PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
+        )
         if every_n_steps < 1:
             raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
-        for key, step in (("start_step", start_step), ("end_step", end_step)):
-            if step is not None and (step < 0 or (step > 1 and step != int(step))):
-                raise CallbackError(
-                    f"{key}={step}: choose a number of updates, or a share of the run up to 1.0"
-                )
+        check_step("start_step", start_step)
+        check_step("end_step", end_step)
         alike = isinstance(start_step, float) == isinstance(end_step, float)
         if end_step is not None and end_step < start_step and alike:
             raise CallbackError(f"end_step={end_step}: choose at least start_step={start_step}")
@@ -78,7 +84,7 @@ class Pruning(Callback):
         self._pools = self._rules.pools(model)
 
     def setup(self, trainer: Trainer) -> None:
-        """Find the weights, the averages of them, and the steps."""
+        """Find the weights, their averages, and the steps."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._schedule = Schedule.between(*self._steps, trainer.total_steps)
@@ -110,12 +116,12 @@ class Pruning(Callback):
             yield callback
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Prune what is due by now: at the first step, or where the run went on without masks."""
+        """Prune what is due: at the first step, or after a resume from a run without masks."""
         if trainer.state.global_step >= self._schedule.start:
             self._prune(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Prune where it is due, and mask what the update has moved."""
+        """Prune if it is due, and mask what the update has changed."""
         state = trainer.state
         if state.skipped_in_a_row:
             return
@@ -130,7 +136,7 @@ class Pruning(Callback):
         for pool in self._pools:
             extend(pool, self._pruned, pool.settings.level(progress), trainer.options.seed)
         self._apply(self._weights)
-        # An average of weights that are zero stays zero: only new masks concern it.
+        # An average of zero weights stays zero: only new masks apply to it.
         for average in self._averages:
             self._apply(average.tensors())
 
@@ -158,12 +164,12 @@ class Pruning(Callback):
         _log.info("callbacks.%s: %.1f%% of the weights are zero\n%s", self.name, 100 * share, text)
 
     def teardown(self, trainer: Trainer) -> None:
-        """Leave the gradients alone."""
+        """Remove the hooks of the gradients."""
         for handle in self._handles:
             handle.remove()
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
-        """Say what will be pruned, when, and how far."""
+        """Describe what will be pruned, when, and to which sparsity."""
         plan = Schedule.between(*self._steps, trainer.total_steps)
         when = f"at step {plan.start}"
         if plan.count:
@@ -190,5 +196,5 @@ class Pruning(Callback):
 
 
 def _masked_by(pruned: Tensor) -> Any:
-    """Return the hook that leaves pruned weights without a gradient: norms are of the others."""
+    """Return the hook that zeroes gradients of pruned weights: norms are those of the others."""
     return lambda grad: grad if grad.is_sparse else grad.masked_fill(pruned, 0)

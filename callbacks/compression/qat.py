@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from callbacks.compression.masks import Schedule
+from callbacks.compression.masks import Schedule, check_step
 from callbacks.model_summary import example
 from callbacks.support.errors import CallbackError
 from conf.errors import Problem, problems_at, raise_problems
@@ -41,11 +41,7 @@ class QuantizationAwareTraining(Callback):
     takes_shards = False
 
     def __init__(self, start_step: float = 0, momentum: float = 0.9) -> None:
-        if start_step < 0 or (start_step > 1 and start_step != int(start_step)):
-            raise CallbackError(
-                f"start_step={start_step}: choose a number of updates, or a share of the run up to "
-                "1.0"
-            )
+        check_step("start_step", start_step)
         if not 0 <= momentum < 1:
             raise CallbackError(f"momentum={momentum}: choose at least 0 and less than 1")
         self._start_step = start_step
@@ -95,7 +91,7 @@ class QuantizationAwareTraining(Callback):
         self.ranges.rounds = trainer.state.global_step >= self._start
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Forget what others than the updates have shown the model."""
+        """Drop the values that evaluations have shown."""
         self.ranges.forget()
 
     def on_update_end(self, trainer: Trainer) -> None:
@@ -107,7 +103,7 @@ class QuantizationAwareTraining(Callback):
         self.ranges.forget()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Say how to go on."""
+        """Log how many layers were trained, and the next command."""
         count = len(self.ranges.places.layers)
         _log.info(
             "callbacks.%s: %d layers were trained for 8 bits; regimen quantize writes them",
@@ -116,12 +112,12 @@ class QuantizationAwareTraining(Callback):
         )
 
     def teardown(self, trainer: Trainer) -> None:
-        """Leave the model as it was."""
+        """Remove the rounding from the model."""
         self._detach()
         self._detach = lambda: None
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
-        """Say what will be rounded, and from when on."""
+        """Describe what will be rounded, and from which step."""
         start = Schedule.between(self._start_step, None, 1, trainer.total_steps).start
         count = sum(type(module) in LAYERS for module in trainer.model.modules())
         yield f"callbacks.{self.name} rounds {count} layers to 8 bits from step {start} on"
@@ -139,7 +135,7 @@ def _over_processes(group: Group, seen: Tensor) -> Tensor:
     """Return the smallest and the largest values of all processes, [2, places]."""
     if group.world_size == 1:
         return seen
-    # The group adds up: each process has a place of its own in the sum.
+    # The group only sums: each process has its own row.
     own = torch.zeros(group.world_size, *seen.shape, device=seen.device)
     own[group.rank] = seen
     every = group.reduce(own)

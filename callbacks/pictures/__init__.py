@@ -1,1 +1,1 @@
-"""Callbacks that show what a network sees and answers, through the neutral door of the trainer."""
+"""Callbacks that log images, curves and texts of a run by the trainer's `log_` methods."""

@@ -1,4 +1,4 @@
-"""How well each class is told from the others."""
+"""Confusion matrices, and precision and recall of each class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from callbacks.support.drawing import matrix
 from callbacks.support.errors import CallbackError
-from callbacks.support.watching import ValidationPicture, class_names
+from callbacks.support.watching import ValidationPicture, class_names, labels_of
 from trainer.media import PRCurve
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConfusionMatrix(ValidationPicture):
-    """Show how often each class is taken for each, as `confusion/counts` and `confusion/shares`.
+    """Show how often each class is predicted for each, as `confusion/counts`, `confusion/shares`.
 
     Rows are labels, columns predictions; shares are those of a row. More than `max_classes` are not
     drawn.
@@ -35,26 +35,26 @@ class ConfusionMatrix(ValidationPicture):
         return trainer.task.output_kind == "classes" and bool(count and count <= self._max_classes)
 
     def start(self, trainer: Trainer) -> None:
-        """Begin with no sample."""
+        """Start with zero counts."""
         count = trainer.task.num_classes  # type: ignore[attr-defined]
         self._counts = torch.zeros(count * count, device=trainer.strategy.device)
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Count the pairs of label and prediction of a batch."""
         assert self._counts is not None
-        labels = batch[1].argmax(1) if batch[1].is_floating_point() else batch[1]
+        labels = labels_of(batch[1])
         known = labels >= 0
         pairs = labels.clamp(min=0) * output.shape[1] + output.argmax(1)
         self._counts.index_add_(0, pairs, known.to(self._counts.dtype))
 
     def show(self, trainer: Trainer) -> None:
-        """Log the counts of all processes."""
+        """Log the counts over all processes."""
         assert self._counts is not None
         counts = trainer.group.reduce(self._counts)
         if not trainer.is_main:
             return
         count = int(len(counts) ** 0.5)
-        table, names = counts.double().cpu().numpy().reshape(count, count), None
+        table = counts.double().cpu().numpy().reshape(count, count)
         names = class_names(trainer, count)
         trainer.log_image("confusion/counts", matrix(table, names))
         shares = table / np.maximum(table.sum(1, keepdims=True), 1)
@@ -81,11 +81,11 @@ class PRCurves(ValidationPicture):
         self._classes = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task answers with probabilities of classes or labels."""
+        """Return whether the task predicts probabilities of classes or labels."""
         return trainer.task.output_kind in ("classes", "labels")
 
     def start(self, trainer: Trainer) -> None:
-        """Begin with no sample."""
+        """Start with zero counts."""
         self._found, self._classes = None, 0
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
@@ -99,7 +99,7 @@ class PRCurves(ValidationPicture):
         if trainer.task.output_kind == "labels":
             positive, known = target[:, :count] > 0.5, torch.ones_like(scores)
         else:
-            labels = target.argmax(1) if target.is_floating_point() else target
+            labels = labels_of(target)
             positive = labels[:, None] == numbers
             known = (labels >= 0)[:, None].expand_as(scores).to(scores.dtype)
         place = (scores.clamp(0, 1) * (self._thresholds - 1)).long()
@@ -107,8 +107,8 @@ class PRCurves(ValidationPicture):
         self._found.index_add_(0, index.flatten(), known.flatten().to(self._found.dtype))
 
     def show(self, trainer: Trainer) -> None:
-        """Log the curves of the samples of all processes."""
-        count = max(trainer.group.gather(self._classes))  # a process may have had no sample
+        """Log the curves over the samples of all processes."""
+        count = max(trainer.group.gather(self._classes))  # a process may have no sample
         if not count:
             return
         if self._found is None:
@@ -123,7 +123,7 @@ class PRCurves(ValidationPicture):
 
 
 def _curve(negatives: Any, positives: Any) -> PRCurve:
-    """Return the curve of numbers of samples by the interval that their score lies in."""
+    """Return the curve from the numbers of samples in each interval of scores."""
     false, true = (np.cumsum(part[::-1])[::-1] for part in (negatives, positives))
     return PRCurve(
         thresholds=np.linspace(0, 1, len(true)),

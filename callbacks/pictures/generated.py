@@ -1,4 +1,4 @@
-"""What a model makes by itself: images, and text."""
+"""Images and text that a model generates."""
 
 from __future__ import annotations
 
@@ -9,33 +9,26 @@ from torch import Tensor
 
 from callbacks.support.drawing import is_picture, pixels, sheet
 from callbacks.support.errors import CallbackError
-from callbacks.support.watching import ValidationPicture, class_names, code_block
+from callbacks.support.watching import KeptSamples, class_names, code_block
+from data.batch import inputs_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class GeneratedImages(ValidationPicture):
-    """Show the images that a model answers with, as a GAN's generator does, as `generated/val`.
+class GeneratedImages(KeptSamples):
+    """Show the images that a model returns, as a GAN's generator does, as `generated/val`.
 
-    They are made from the first inputs (the noise) of the validation, so that they are comparable
-    from one validation to the next.
+    They are generated from the first inputs (the noise) of the validation, so that validations can
+    be compared.
     """
 
     def __init__(self, count: int = 32, every_n_validations: int | None = None) -> None:
-        super().__init__(every_n_validations)
-        if count < 1:
-            raise CallbackError(f"count={count}: choose at least 1")
-        self._wanted = count
-        self._kept: Tensor | None = None
+        super().__init__(count, every_n_validations)
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task's answers may be images."""
+        """Return whether the task's outputs may be images."""
         return trainer.is_main and trainer.task.output_kind == "array"
-
-    def start(self, trainer: Trainer) -> None:
-        """Forget the images."""
-        self._kept = None
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
@@ -48,12 +41,12 @@ class GeneratedImages(ValidationPicture):
             trainer.log_image("generated/val", sheet(pixels(self._kept)))
 
 
-class GeneratedText(ValidationPicture):
-    """Log text that a language model writes, as `generated/text`.
+class GeneratedText(KeptSamples):
+    """Log text that a language model generates, as `generated/text`.
 
     The first `prompt` tokens of the first samples of the validation are continued by `length`
-    tokens, drawn at `temperature` with random numbers of their own: training draws what it would
-    draw without them. Each token costs a forward pass. The names of the classes are their letters.
+    tokens, sampled at `temperature` with random states of their own, so that training does not
+    change. Each token costs a forward pass. The names of the classes are their letters.
     """
 
     def __init__(
@@ -64,24 +57,19 @@ class GeneratedText(ValidationPicture):
         temperature: float = 0.8,
         every_n_validations: int | None = None,
     ) -> None:
-        super().__init__(every_n_validations)
-        if min(count, prompt, length) < 1 or not temperature > 0:
+        super().__init__(count, every_n_validations)
+        if min(prompt, length) < 1 or not temperature > 0:
             raise CallbackError(
                 f"count={count}, prompt={prompt}, length={length}, temperature={temperature}: "
                 "choose at least 1, and a temperature above 0"
             )
-        self._wanted, self._prompt, self._length = count, prompt, length
+        self._prompt, self._length = prompt, length
         self._temperature = temperature
-        self._kept: Tensor | None = None
         self._context = 0
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task predicts tokens, as far as is known before a batch is seen."""
+        """Return whether the task may predict tokens; `collect` checks the batches."""
         return trainer.task.output_kind in ("text", "array")
-
-    def start(self, trainer: Trainer) -> None:
-        """Forget the prompts."""
-        self._kept = None
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first prompts."""
@@ -90,7 +78,7 @@ class GeneratedText(ValidationPicture):
             self._kept = batch[0][: self._wanted, : self._prompt].clone()
 
     def show(self, trainer: Trainer) -> None:
-        """Write the text, on all processes: a sharded model needs them."""
+        """Generate the text on all processes, which a sharded model needs."""
         kept = None if self._kept is None else (self._kept.cpu(), self._context)
         asked = trainer.group.broadcast(kept)
         if asked is None:
@@ -112,7 +100,7 @@ class GeneratedText(ValidationPicture):
 
 
 def _is_tokens(batch: Any, output: Any) -> bool:
-    """Return whether a batch has tokens [n, length], and the answer [n, vocabulary, length]."""
-    tokens = batch[0] if isinstance(batch, (tuple, list)) else batch
+    """Return whether a batch has tokens [n, length], and the output is [n, vocabulary, length]."""
+    tokens = inputs_of(batch)
     whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
     return whole and isinstance(output, Tensor) and output.ndim == 3

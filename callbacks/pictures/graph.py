@@ -11,6 +11,7 @@ from torch.utils.tensorboard._pytorch_graph import graph
 
 from callbacks.support.errors import CallbackError
 from callbacks.tensorboard import TensorBoard
+from data.batch import inputs_of
 from trainer import rng
 from trainer.callback import Callback
 
@@ -24,8 +25,8 @@ _log = logging.getLogger(__name__)
 class Graph(Callback):
     """Write the graph of the model, traced with the first sample, once.
 
-    It needs the TensorBoard callback: no other tool draws it. A model that cannot be traced is a
-    warning.
+    It needs the TensorBoard callback: no other tool shows graphs. A model that cannot be traced is
+    a warning.
     """
 
     takes_shards = False
@@ -44,9 +45,7 @@ class Graph(Callback):
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""
         if not trainer.state.updates and trainer.is_main:
-            batch = micro_batches[0].batch
-            inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-            self._inputs = inputs[:1].clone()
+            self._inputs = inputs_of(micro_batches[0].batch)[:1].clone()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""
@@ -55,7 +54,9 @@ class Graph(Callback):
         inputs, self._inputs = self._inputs, None
         modes = [(module, module.training) for module in trainer.model.modules()]
         with rng.preserved(trainer.strategy.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's tracer says what it takes for constant
+            warnings.simplefilter(
+                "ignore"
+            )  # torch's tracer warns about values that it treats as constants
             try:
                 drawn, _ = graph(trainer.model, (inputs,))  # type: ignore[no-untyped-call]
                 self._board.write_graph(drawn.SerializeToString())

@@ -1,4 +1,4 @@
-"""How large gradients and updates are, layer by layer."""
+"""Norms of gradients and updates of each layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Named = dict[str, Tensor]
 class LayerStatistics(Callback):
     """Log `grad_norm/<layer>` and `update_ratio/<layer>` every `every_n_steps` steps.
 
-    The norm is that of the clipped gradient. The ratio is the norm of what an update changed over
-    that of the weights before it: about 1e-3 is usual. For this the weights are copied in that
+    The norm is that of the clipped gradient. The ratio is the norm of the change in an update over
+    the norm of the weights before: about 1e-3 is usual. The weights are copied for it in that
     update. The values are in the next log line, so choose a multiple of trainer.log_every_n_steps.
     """
 
@@ -35,7 +35,7 @@ class LayerStatistics(Callback):
         self._measured: dict[str, Tensor] = {}
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Measure the gradients of a turn, and copy the weights before its step."""
+        """Compute the norms of a turn's gradients, and copy the weights before its step."""
         if (trainer.state.global_step + 1) % self._every or not trainer.is_main:
             return
         for name, parameter in trainer.model.named_parameters():
@@ -45,7 +45,7 @@ class LayerStatistics(Callback):
                 self._before[name] = parameter.detach().clone()
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Measure what the update changed."""
+        """Compute the norms of the changes."""
         if not self._before:
             return
         before, self._before = self._before, {}
@@ -62,7 +62,7 @@ class LayerStatistics(Callback):
             self._measured[f"update_ratio/{layer}"] = change / largest[layer].clamp(min=1e-12)
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
-        """Return what was measured since the last log line, in one transfer to the host."""
+        """Return the values since the last log line, in one transfer to the host."""
         if not self._measured:
             return {}
         names, values = list(self._measured), torch.stack(list(self._measured.values()))
@@ -71,7 +71,7 @@ class LayerStatistics(Callback):
 
 
 def _by_layer(squares: Named) -> Named:
-    """Return the norm over the parameters of each layer, whose names differ in the last part."""
+    """Return the norm over the parameters of each layer: names without their last part."""
     layers: Named = {}
     for name, square in squares.items():
         layer = name.rpartition(".")[0] or name

@@ -1,40 +1,28 @@
-"""Segmentation: the masks of labels and predictions over their images."""
+"""Segmentation: masks of labels and predictions drawn over the images."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from callbacks.support.drawing import is_picture, overlay, pixels, sheet
-from callbacks.support.errors import CallbackError
-from callbacks.support.watching import ValidationPicture
+from callbacks.support.watching import KeptSamples
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class Masks(ValidationPicture):
+class Masks(KeptSamples):
     """Show the first images of the validation, with label and prediction over them, as `masks/val`.
 
-    Each class has a color of its own; class 0, the background, has none, and pixels that no class
-    is known of are grey.
+    Each class but 0, the background, has a color; pixels without a known class are grey.
     """
 
     def __init__(self, count: int = 4, every_n_validations: int | None = None) -> None:
-        super().__init__(every_n_validations)
-        if count < 1:
-            raise CallbackError(f"count={count}: choose at least 1")
-        self._wanted = count
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        super().__init__(count, every_n_validations)
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task predicts a class of each pixel."""
         return trainer.is_main and trainer.task.output_kind == "mask"
-
-    def start(self, trainer: Trainer) -> None:
-        """Forget the images."""
-        self._kept = None
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images with their masks."""

@@ -1,4 +1,4 @@
-"""Samples as the network sees them, and what it makes of those of the validation."""
+"""Samples as the network gets them, and its predictions in a validation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from callbacks.support.drawing import BLACK, RIGHT, WRONG, is_picture, pixels, sheet
-from callbacks.support.errors import CallbackError
-from callbacks.support.watching import ValidationPicture, check_every, class_names, is_due
+from callbacks.support.watching import (
+    KeptSamples,
+    check_count,
+    check_every,
+    class_names,
+    is_due,
+    labels_of,
+)
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -21,12 +27,12 @@ if TYPE_CHECKING:
 class TrainingSamples(Callback):
     """Show the first images of an epoch, augmented, as `samples/train`.
 
-    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The values are spread over the range of
-    grey, from the smallest to the largest. Inputs that are no images are not shown.
+    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The smallest value is
+    black, the largest white. Inputs that are not images are not shown.
     """
 
     def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
-        self._count = _positive(count)
+        self._count = check_count(count)
         self._every = check_every(every_n_epochs, "every_n_epochs")
         self._kept: tuple[Tensor, Any] | None = None
 
@@ -36,20 +42,14 @@ class TrainingSamples(Callback):
         if state.position or not trainer.is_main or not is_due(state.epoch + 1, self._every):
             return
         batch = micro_batches[0].batch
-        inputs, target = (
-            batch[:2]
-            if isinstance(batch, (tuple, list)) and len(batch) > 1
-            else (
-                batch[0] if isinstance(batch, (tuple, list)) else batch,
-                None,
-            )
-        )
+        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+        inputs, target = parts[0], parts[1] if len(parts) > 1 else None
         if is_picture(inputs):
             is_label = isinstance(target, Tensor) and target.ndim == 1
             self._kept = inputs[: self._count].clone(), target if is_label else None
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Show them at the next log line, where the device may be waited for."""
+        """Show them at the next log line, where waiting for the device is allowed."""
         if self._kept is None:
             return
         (images, labels), self._kept = self._kept, None
@@ -57,28 +57,19 @@ class TrainingSamples(Callback):
         trainer.log_image("samples/train", sheet(pixels(images), captions))
 
 
-class ValidationSamples(ValidationPicture):
+class ValidationSamples(KeptSamples):
     """Show the first images of the validation with label and prediction, as `samples/val`."""
-
-    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
-        super().__init__(every_n_validations)
-        self._wanted = _positive(count)
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task predicts a class of each sample."""
         return trainer.is_main and trainer.task.output_kind == "classes"
-
-    def start(self, trainer: Trainer) -> None:
-        """Forget the images."""
-        self._kept = None
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
         if self._kept is None and is_picture(batch[0]):
             wanted = self._wanted
             probabilities = trainer.task.interpret(output[:wanted])
-            self._kept = batch[0][:wanted].clone(), _classes(batch[1])[:wanted], probabilities
+            self._kept = batch[0][:wanted].clone(), labels_of(batch[1])[:wanted], probabilities
 
     def show(self, trainer: Trainer) -> None:
         """Log the images."""
@@ -86,27 +77,18 @@ class ValidationSamples(ValidationPicture):
             trainer.log_image("samples/val", _judged(trainer, *self._kept))
 
 
-class Misclassified(ValidationPicture):
-    """Show the images of the validation that are most surely wrong, as `samples/misclassified`."""
-
-    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
-        super().__init__(every_n_validations)
-        self._wanted = _positive(count)
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+class Misclassified(KeptSamples):
+    """Show the wrong predictions with the highest probability, as `samples/misclassified`."""
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the task predicts a class of each sample."""
         return trainer.task.output_kind == "classes"
 
-    def start(self, trainer: Trainer) -> None:
-        """Forget the images."""
-        self._kept = None
-
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep the worst images so far, without asking the device how many there are."""
+        """Keep the worst images so far, without waiting for the device."""
         if not is_picture(batch[0]):
             return
-        probabilities, labels = trainer.task.interpret(output), _classes(batch[1])
+        probabilities, labels = trainer.task.interpret(output), labels_of(batch[1])
         worst = _wrongness(probabilities, labels).topk(min(self._wanted, len(labels))).indices
         found = batch[0][worst], labels[worst], probabilities[worst]
         if self._kept is not None:
@@ -133,13 +115,9 @@ class Misclassified(ValidationPicture):
 
 
 def _wrongness(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Return how sure each wrong prediction is; 0 for right ones and samples without a label."""
+    """Return the probability of each wrong prediction; 0 for correct ones and without a label."""
     sure, predicted = probabilities.max(1)
     return sure * ((predicted != labels) & (labels >= 0))
-
-
-def _classes(target: Tensor) -> Tensor:
-    return target.argmax(1) if target.is_floating_point() else target
 
 
 def _judged(trainer: Trainer, images: Tensor, labels: Tensor, probabilities: Tensor) -> Any:
@@ -161,9 +139,3 @@ def _labels(trainer: Trainer, labels: Tensor) -> list[str]:
     count = getattr(trainer.task, "num_classes", None) or 0
     names = class_names(trainer, count)
     return [names[i] if 0 <= i < len(names) else str(i) for i in labels.tolist()]
-
-
-def _positive(count: int) -> int:
-    if count < 1:
-        raise CallbackError(f"count={count}: choose at least 1")
-    return count

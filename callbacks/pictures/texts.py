@@ -1,4 +1,4 @@
-"""What a run is, in words: its configuration, its overrides and its plan."""
+"""The configuration, the overrides and the plan of a run as texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Texts(Callback):
         self._done = False
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Log the texts when all callbacks have begun; a resumed run has logged them before."""
+        """Log the texts after the setup of all callbacks; a resumed run has logged them already."""
         if self._done or trainer.resumed or not trainer.is_main or trainer.run_dir is None:
             return
         self._done = True
@@ -38,7 +38,7 @@ class Texts(Callback):
 
 
 def short_plan(trainer: Trainer) -> Iterator[str]:
-    """Yield how long a run trains, on what, and which parameters it trains how."""
+    """Yield the length of a run, its devices, its precision and its parameter groups."""
     options, strategy = trainer.options, trainer.strategy
     yield f"epochs      {options.max_epochs or '-'}, updates {trainer.total_steps or 'unknown'}"
     yield f"an epoch    {trainer.steps_per_epoch or 'unknown number of'} updates"

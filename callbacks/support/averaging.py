@@ -57,7 +57,7 @@ class WeightAverage:
 
     @contextmanager
     def exchanged(self, model: nn.Module) -> Iterator[None]:
-        """Copy the average into the model within the context; without one, do nothing.
+        """Copy the average into the model within the context; do nothing without an average.
 
         The tensors of the model stay the same objects, which wrappers, compiled graphs and
         optimizers refer to.

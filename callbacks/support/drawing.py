@@ -95,7 +95,7 @@ def matrix(values: NDArray[np.float64], names: Sequence[str], text: str = "{:.0f
 def curve(
     x: Sequence[float], y: Sequence[float], mark: float | None = None, title: str = ""
 ) -> Image:
-    """Return y over x, whose axis is logarithmic; `mark` is an x to draw a line at."""
+    """Plot y over a logarithmic x axis; `mark` is an x at which a line is drawn."""
     width, height, left, bottom, top = 640, 360, 70, 30, 24
     canvas = Pillow.new("RGB", (width, height), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(11)
@@ -125,7 +125,7 @@ def curve(
 
 
 def overlay(image: Image, mask: Tensor, num_classes: int) -> Image:
-    """Return an image with each class but the first as a color over it; other values are grey."""
+    """Return an image with each class but the first in a color over it; other values are grey."""
     colors = torch.tensor([_color(index, num_classes) for index in range(num_classes)])
     known = (mask >= 0) & (mask < num_classes)
     painted = colors[mask.where(known, torch.zeros_like(mask))].float()

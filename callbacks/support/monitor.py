@@ -73,6 +73,10 @@ class Monitor:
         """Return a key that sorts the best value first."""
         return -self._sign * value
 
+    def best_first(self, values: Mapping[int, float]) -> list[tuple[int, float]]:
+        """Return steps and their values, the best first; of equal values the earlier."""
+        return sorted(sorted(values.items()), key=lambda pair: self.rank(pair[1]))
+
     def value(self, metrics: Mapping[str, float]) -> float:
         """Return the metric. Raises CallbackError with the available names if it is missing."""
         if self.name is None or self.name not in metrics:

@@ -1,4 +1,4 @@
-"""The study of a search by Optuna: where it is stored, its pruner, and its errors in one line."""
+"""The Optuna study of a search: its storage, its pruner, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def import_optuna() -> Any:
 def open_storage(place: str, must_exist: bool = False) -> Any:
     """Open a study's storage: a URL, an SQLite file (`.db`), or else a journal.
 
-    With `must_exist` it is left as it is: nothing is created or mended. Raises ConfigError for a
-    place that is none, CheckpointError for a damaged or missing one, StorageError for one that is
-    locked or cannot be written.
+    With `must_exist` nothing is created or repaired. Raises ConfigError for an invalid place,
+    CheckpointError for a damaged or missing one, StorageError for one that is locked or cannot be
+    written.
     """
     optuna = import_optuna()
     place = as_url(place)
@@ -57,7 +57,7 @@ def open_storage(place: str, must_exist: bool = False) -> Any:
 
 
 def as_url(place: str) -> str:
-    """Return a place as Optuna's other programs know it: an SQLite file by its URL."""
+    """Return a place in the form of Optuna's own programs: an SQLite file by its URL."""
     database = "://" not in place and Path(place).suffix in _DATABASE
     return f"sqlite:///{place}" if database else place
 
@@ -71,7 +71,7 @@ def file_of(place: str) -> Path | None:
 
 
 def _cut_torn_line(path: Path, optuna: Any) -> None:
-    """Remove an incomplete last line, which a full disk or a kill left: the next would join it."""
+    """Remove an incomplete last line, left by a full disk or a kill, before the next is added."""
     journal = optuna.storages.journal
     with journal._file.get_lock_file(journal.JournalFileSymlinkLock(str(path))):
         content = path.read_bytes()
@@ -82,7 +82,7 @@ def _cut_torn_line(path: Path, optuna: Any) -> None:
 
 @contextmanager
 def study_errors(place: str, opening: bool = False) -> Iterator[None]:
-    """Raise what goes wrong with a storage as one of our errors; `opening`: it is read whole."""
+    """Raise errors of a storage as ours; `opening`: the whole study is read."""
     try:
         yield
     except (ConfigError, RunError):
@@ -116,7 +116,7 @@ def _known(place: str, error: Exception, opening: bool) -> Exception | None:
 
 
 def build_pruner(name: str | None, options: Mapping[str, Any]) -> Any:
-    """Return a pruner by its name in `PRUNERS`; None: one that ends no job. Raises ConfigError."""
+    """Return a pruner by its name in `PRUNERS`; None: no pruning. Raises ConfigError."""
     pruners = import_optuna().pruners
     if name is None:
         return pruners.NopPruner()

@@ -1,4 +1,4 @@
-"""What callbacks share that show something of a validation, or of the training now and then."""
+"""Base classes of callbacks that show something of a validation, and when it is due."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from trainer.callback import Callback
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer.trainer import Trainer
 
 
 def is_due(count: int, every: int | None) -> bool:
-    """Return whether to act the `count`-th time: each `every`-th, or the 1st, 2nd, 4th, 8th..."""
+    """Return whether the `count`-th time is due: each `every`-th, or the 1st, 2nd, 4th, 8th..."""
     return count & (count - 1) == 0 if every is None else count % every == 0
 
 
@@ -26,7 +28,7 @@ def check_every(every: int | None, name: str = "every_n_validations") -> int | N
 
 
 def class_names(trainer: Trainer, count: int) -> list[str]:
-    """Return the names of the classes, or their numbers where the data have none."""
+    """Return the names of the classes, or their numbers if the data have no names."""
     names: Any = None
     if trainer.run_dir is not None:
         try:
@@ -37,17 +39,29 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
     return [str(name) for name in names] if known else [str(index) for index in range(count)]
 
 
+def check_count(count: int) -> int:
+    """Return a number of samples. Raises CallbackError for one below 1."""
+    if count < 1:
+        raise CallbackError(f"count={count}: choose at least 1")
+    return count
+
+
+def labels_of(target: Tensor) -> Tensor:
+    """Return the class of each sample; of soft targets (MixUp) the largest."""
+    return target.argmax(1) if target.is_floating_point() else target
+
+
 def code_block(text: str) -> str:
-    """Return text as a block of code in Markdown, which shows it as it is."""
+    """Return text as a code block in Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 class ValidationPicture(Callback):
     """Base class: collect from the batches of a validation, and show at its end.
 
-    `every_n_validations`: null for the 1st, 2nd, 4th, 8th... and the last; so a long run spends
-    hardly any time on it. `collect` is called with each batch, on the device, and does not wait for
-    it; `show` once after the last batch, on all processes.
+    `every_n_validations`: null for the 1st, 2nd, 4th, 8th... and the last, which costs a long run
+    hardly any time. `collect` gets each batch on the device and must not wait for it; `show` is
+    called once after the last batch, on all processes.
     """
 
     def __init__(self, every_n_validations: int | None = None) -> None:
@@ -56,14 +70,14 @@ class ValidationPicture(Callback):
         self._due = False
 
     def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task is one whose answers can be shown."""
+        """Return whether the outputs of the task can be shown."""
         return True
 
     def start(self, trainer: Trainer) -> None:
-        """Forget what was collected."""
+        """Drop what was collected."""
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep something of a batch."""
+        """Collect from a batch."""
         raise NotImplementedError
 
     def show(self, trainer: Trainer) -> None:
@@ -71,14 +85,14 @@ class ValidationPicture(Callback):
         raise NotImplementedError
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        """Choose whether to look at this validation."""
+        """Decide whether this validation is shown."""
         regular = is_due(self._count + 1, self._every)
         self._due = self.fits(trainer) and (regular or (self._every is None and trainer.done))
         if self._due:
             self.start(trainer)
 
     def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Look at a batch."""
+        """Collect from a batch that is shown."""
         if self._due and output is not None:
             self.collect(trainer, batch, output)
 
@@ -87,7 +101,7 @@ class ValidationPicture(Callback):
         self._count += 1
         if self._due:
             self.show(trainer)
-            self.start(trainer)  # nothing of it stays in memory
+            self.start(trainer)  # frees the memory
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of validations."""
@@ -96,3 +110,16 @@ class ValidationPicture(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the number of validations."""
         self._count = int(state["count"])
+
+
+class KeptSamples(ValidationPicture):
+    """Base class: keep something of `count` samples of a validation, on their device."""
+
+    def __init__(self, count: int = 16, every_n_validations: int | None = None) -> None:
+        super().__init__(every_n_validations)
+        self._wanted = check_count(count)
+        self._kept: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Drop what was kept."""
+        self._kept = None

@@ -18,7 +18,7 @@ MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
 _MOST_CATEGORIES = 1000
 
 Numbers = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Columns:
         return f"{self.path}: row {self.first_row + row}, column {name!r}"
 
     def column(self, name: str, key: str) -> list[str | None]:
-        """Return a column that a key of the configuration names. Raises DataError."""
+        """Return the column that a key of the configuration names. Raises DataError."""
         if name not in self.cells:
             known = ", ".join(map(repr, self.cells))
             raise DataError(f"{key}: {self.path} has no column {name!r}; it has {known}")
@@ -46,7 +46,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """How a column becomes numbers: standardised, or one-hot over categories."""
+    """The encoding of a column: standardised numbers, or one-hot over categories."""
 
     name: str
     categories: tuple[str, ...] | None = None  # of the training rows; None: numbers
@@ -55,7 +55,7 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """The number of inputs that the column gives."""
+        """The number of inputs of the column."""
         return 1 if self.categories is None else len(self.categories)
 
 
@@ -69,11 +69,11 @@ def read_columns(path: Path) -> Columns:
 
 
 def fitted(
-    columns: Columns, rows: Rows, names: Sequence[str], categorical: Sequence[str] | None
+    columns: Columns, rows: RowNumbers, names: Sequence[str], categorical: Sequence[str] | None
 ) -> list[Feature]:
-    """Return the encoding of columns, with the statistics of the rows for training.
+    """Return the encoding of columns, with the statistics of the training rows.
 
-    categorical: the columns with categories; None: those whose first value is no number.
+    categorical: the columns with categories; None: those whose first value is not a number.
     """
     for name in categorical or ():
         columns.column(name, "data.categorical")
@@ -121,7 +121,9 @@ def in_order(values: set[str]) -> list[str]:
     return sorted(values)
 
 
-def _feature(columns: Columns, rows: Rows, name: str, categorical: Sequence[str] | None) -> Feature:
+def _feature(
+    columns: Columns, rows: RowNumbers, name: str, categorical: Sequence[str] | None
+) -> Feature:
     cells = columns.column(name, "data.features")
     first = next((cell for cell in cells if cell is not None), "")
     chosen = _number(first) is None if categorical is None else name in categorical

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from data.decode import decode_image
-from data.errors import DataError, one_line, reason
+from data.errors import DataError, reason, shortened
 from data.formats.columns import in_order
 from data.images import Transform
 from data.sources import Split
-from data.splits import train_and_val
+from data.splits import rows_of_train
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
-class Rows:
+class ArrowRows:
     """Rows of an Arrow table: samples are (input, target), or the input alone without a target.
 
     Images become uint8 tensors [C, H, W], numbers and lists of numbers tensors; texts stay texts,
@@ -51,11 +51,11 @@ class Rows:
         return len(self._table)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint that `datasets` keeps of a table and all that was done to it."""
+        """Return the fingerprint that `datasets` keeps of a table and its transformations."""
         return f"{self._table._fingerprint}-{len(self)}"
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture; of others nothing is known."""
+        """Return the form of pictures before the transforms; that of other inputs is unknown."""
         picture = {"kind": "picture", "channels": self.channels, "size": None}
         return picture if self._picture else {"kind": "array"}
 
@@ -109,7 +109,7 @@ def huggingface(
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
-) -> Rows | None:
+) -> ArrowRows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
 
     columns: `input` and, for training, `target`. name: a configuration of the data set. A missing
@@ -128,13 +128,14 @@ def huggingface(
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
             labels = np.unique(train[columns["target"]], return_inverse=True)[1]
-        wanted = max(1, round(val_fraction * len(train)))
-        rest, part = train_and_val(labels, wanted, split_seed, fold, folds)
-        table = train.select(rest if split == "train" else part)
+        rows = rows_of_train(split, labels, val_fraction, split_seed, fold, folds)
+        table = train.select(rows)
     if table is None:
         return None
     words = None if tokenizer is None else _tokenizer(tokenizer)
-    return Rows(_undecoded(table, columns), columns, classes, channels, words, length, transform)
+    return ArrowRows(
+        _undecoded(table, columns), columns, classes, channels, words, length, transform
+    )
 
 
 def _tables(path: str, name: str | None) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _tables(path: str, name: str | None) -> dict[str, Any]:
             else datasets.load_dataset(str(folder) if folder.exists() else path, name)
         )
     except Exception as error:  # of the hub, of file systems, of each format
-        raise DataError(f"data.path={path}: {one_line(reason(error))}") from error
+        raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 
@@ -185,7 +186,7 @@ def _classes(train: Any, columns: Mapping[str, str]) -> list[str]:
 
 
 def _undecoded(table: Any, columns: Mapping[str, str]) -> Any:
-    """Have images come as the bytes of their files: every image is decoded by `data.decode`."""
+    """Return a table whose images are the bytes of their files, for `data.decode`."""
     if type(table.features[columns["input"]]).__name__ != "Image":
         return table
     images = _import("datasets", "huggingface").Image(decode=False)
@@ -197,7 +198,7 @@ def _tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer={name}: {one_line(error)}") from error
+        raise DataError(f"data.tokenizer={name}: {shortened(error)}") from error
 
 
 def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
@@ -205,5 +206,5 @@ def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
         numbers = torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError) as error:
         shown = ", ".join(columns.values())
-        raise DataError(f"row {index} ({shown}): {one_line(error)}") from error
+        raise DataError(f"row {index} ({shown}): {shortened(error)}") from error
     return numbers.float() if numbers.is_floating_point() else numbers

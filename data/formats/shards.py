@@ -23,15 +23,15 @@ from data.formats.columns import in_order
 from data.image_folder import EXTENSIONS
 from data.images import Transform
 from data.sources import Split
-from data.splits import train_and_val
+from data.splits import rows_of_train
 
 logger = logging.getLogger(__name__)
 _LAYOUT = 1  # version of the index files
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """Where the images of shards lie, and their labels as text; an entry for each sample."""
+class ShardIndex:
+    """The positions of images in shards, and their labels as text; an entry for each sample."""
 
     shards: npt.NDArray[np.int64]  # number of the shard
     offsets: npt.NDArray[np.int64]  # bytes
@@ -39,12 +39,12 @@ class Index:
     names: npt.NDArray[np.bytes_]  # of the image in its shard
     labels: npt.NDArray[np.bytes_]
 
-    def __getitem__(self, rows: Any) -> "Index":
-        return Index(*(getattr(self, name)[rows] for name in self.__slots__))
+    def __getitem__(self, rows: Any) -> "ShardIndex":
+        return ShardIndex(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
 class TarShards:
-    """Images and classes in tar files, read by position: no sample before it is touched.
+    """Images and classes in tar files, read by position: only the samples that are asked for.
 
     root: a folder, or any URL that fsspec opens. paths: the shards, as the index counts them.
     """
@@ -55,7 +55,7 @@ class TarShards:
         self,
         root: str,
         paths: list[str],
-        index: Index,
+        index: ShardIndex,
         classes: list[str],
         channels: int = 3,
         transform: Transform | None = None,
@@ -84,7 +84,7 @@ class TarShards:
         return f"{shard}:{os.fsdecode(self._index.names[index])}"
 
     def input_form(self) -> dict[str, Any]:
-        """Return the form that the transforms expect of a picture: any size."""
+        """Return the form of pictures before the transforms: any size."""
         return {"kind": "picture", "channels": self.channels, "size": None}
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -157,9 +157,7 @@ def tar_shards(
         index = _indexed(root, own, label, place)
     elif cuts:
         numbers = np.unique(index.labels, return_inverse=True)[1]
-        wanted = max(1, round(val_fraction * len(numbers)))
-        rest, part = train_and_val(numbers, wanted, split_seed, fold, folds)
-        index = index[rest if split == "train" else part]
+        index = index[rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)]
     return TarShards(root, own or train, index, classes, channels, transform)
 
 
@@ -173,7 +171,7 @@ def _shards(root: str, split: str) -> list[str]:
     return sorted(map(str, found))
 
 
-def _classes(index: Index) -> list[str]:
+def _classes(index: ShardIndex) -> list[str]:
     """Return the names of the classes: numbers count from 0, names are sorted."""
     names = {label.decode() for label in np.unique(index.labels)}
     if all(name.isdigit() for name in names):
@@ -181,12 +179,12 @@ def _classes(index: Index) -> list[str]:
     return in_order(names)
 
 
-def _indexed(root: str, paths: list[str], label: str, place: Path | None) -> Index:
+def _indexed(root: str, paths: list[str], label: str, place: Path | None) -> ShardIndex:
     """Return the index of shards, each from its file in `place` if it is there."""
     parts = [_shard_index(root, path, label, place) for path in paths]
     numbers = [np.full(len(part["offsets"]), number) for number, part in enumerate(parts)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Index(shards=np.concatenate(numbers), **joined)
+    return ShardIndex(shards=np.concatenate(numbers), **joined)
 
 
 def _shard_index(root: str, path: str, label: str, place: Path | None) -> dict[str, Any]:

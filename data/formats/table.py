@@ -16,7 +16,7 @@ from data.formats.columns import (
     SUFFIXES,
     Columns,
     Feature,
-    Rows,
+    RowNumbers,
     encoded,
     fitted,
     in_order,
@@ -40,7 +40,7 @@ class TableRows:
         features: Sequence[Feature],
         missing: Missing = "error",
         transform: Transform | None = None,
-        rows: Rows | None = None,
+        rows: RowNumbers | None = None,
     ) -> None:
         self._path, self._first_row = columns.path, columns.first_row
         self.described = [asdict(feature) for feature in features]
@@ -80,7 +80,7 @@ class Table(TableRows):
         target_scale: tuple[float, float] | None,
         missing: Missing,
         transform: Transform | None,
-        rows: Rows | None,
+        rows: RowNumbers | None,
     ) -> None:
         super().__init__(columns, features, missing, transform, rows)
         self.answers = targets[torch.from_numpy(self.rows)]
@@ -150,11 +150,22 @@ def rows_to_predict(
     path: str, described: Sequence[dict[str, Any]], missing: Missing, transform: Transform | None
 ) -> TableRows:
     """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
+    columns = read_columns(Path(path).expanduser())
+    return rows_as_described(columns, described, missing, transform)
+
+
+def rows_as_described(
+    columns: Columns,
+    described: Sequence[dict[str, Any]],
+    missing: Missing,
+    transform: Transform | None,
+) -> TableRows:
+    """Encode columns as `TableRows.input_form` describes it. Raises DataError."""
     features = [
         Feature(d["name"], d["categories"] and tuple(d["categories"]), d["mean"], d["std"])
         for d in described
     ]
-    return TableRows(read_columns(Path(path).expanduser()), features, missing, transform)
+    return TableRows(columns, features, missing, transform)
 
 
 def _file_of(place: Path, split: str) -> Path | None:
@@ -173,14 +184,14 @@ def _parts(
     val_fraction: float,
     test_fraction: float,
     seed: int,
-    shares: Callable[[Rows, int], tuple[Rows, Rows]],
-) -> dict[str, Rows]:
+    shares: Callable[[RowNumbers, int], tuple[RowNumbers, RowNumbers]],
+) -> dict[str, RowNumbers]:
     """Return the rows of the train file that each split takes."""
     labels = np.zeros(len(train), dtype=np.int64)
     if classes is not None:
         labels = _targets(train, target, classes, None).numpy()
-    rest: Rows = np.arange(len(train))
-    parts: dict[str, Rows] = {}
+    rest: RowNumbers = np.arange(len(train))
+    parts: dict[str, RowNumbers] = {}
     for split, fraction in (("test", test_fraction), ("val", val_fraction)):
         wanted = 0 if files[split] is not None else round(fraction * len(train))
         of_rest = labels[rest]
@@ -214,7 +225,7 @@ def _targets(
     return torch.tensor([found[str(cell)] for cell in cells])
 
 
-def _scale(train: Columns, target: str, rows: Rows) -> tuple[float, float]:
+def _scale(train: Columns, target: str, rows: RowNumbers) -> tuple[float, float]:
     values = numbers(train, target, "error", "data.target")[rows]
     return float(values.mean()), float(values.std()) or 1.0
 

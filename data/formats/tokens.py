@@ -25,7 +25,7 @@ class TokenBlocks:
 
     Samples are `(tokens, following)`, both int64 [context]. Blocks do not overlap within an epoch.
     With `shift` the blocks of each epoch begin at another offset, a function of (seed, epoch). The
-    file is mapped, not read: memory does not grow with its size.
+    file is memory-mapped: memory does not grow with its size.
 
     path: `.bin` (numbers of `dtype`), `.npy` or `.txt` (its bytes, 256 classes).
     start, stop: the tokens of the file that are used.

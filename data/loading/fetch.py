@@ -162,9 +162,13 @@ class Fetcher:
         if len(kept) == len(piece.indices):
             return samples, piece
         if not kept:
-            sample = self._sample(piece.indices[0], piece.epoch)
-            return [sample], replace(piece, indices=piece.indices[:1], count=0)
+            return [self._stand_in(piece)], replace(piece, indices=piece.indices[:1], count=0)
         return samples, replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
+
+    def _stand_in(self, piece: Piece) -> Any:
+        """Return a sample that counts for nothing: of files without labels all may be broken."""
+        own = getattr(self.dataset, "stand_in", None)
+        return own() if callable(own) else self._sample(piece.indices[0], piece.epoch)
 
     def _load(self, index: int) -> Any:
         if self.interrupted():

@@ -22,7 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from conf.errors import ConfigError
 from scripts.benchmarks.report import Report, Row
+from trainer.errors import RunError
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 BY_HAND, OURS = "by hand", "Regimen"
@@ -90,8 +92,8 @@ def _root(overrides: Sequence[str]) -> Path:
         key, _, value = word.partition("=")
         if key == "data.root" and (Path(value) / "train").is_dir():
             return Path(value).absolute()
-    raise SystemExit(
-        "error: cifar10_fast needs CIFAR-10 as image files: give data.root=DIR with "
+    raise ConfigError(
+        "cifar10_fast needs CIFAR-10 as image files: give data.root=DIR with "
         "DIR/train/<class>/* and DIR/test/<class>/*"
     )
 
@@ -119,5 +121,5 @@ def _command(words: Sequence[str]) -> str:
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"error: {' '.join(words)} ended with {done.returncode}")
+        raise RunError(f"{' '.join(words)} ended with {done.returncode}")
     return done.stdout

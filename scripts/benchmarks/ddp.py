@@ -37,6 +37,7 @@ from scripts.benchmarks.report import Report, Row
 from trainer.callback import Callback
 from trainer.options import Clipping, TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -107,7 +108,7 @@ def _rank(rank: int, processes: int, port: int, rounds: int, results: Connection
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ["LOCAL_WORLD_SIZE"] = str(processes)  # as launchers set it
-    strategy = DDP(accelerator=DEVICE)
+    strategy = DDP(Processes(accelerator=DEVICE))
     strategy.setup()
     contenders = _contenders(strategy)
     speeds: dict[str, list[Speed]] = {name: [] for name in contenders}

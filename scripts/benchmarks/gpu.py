@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from conf.check import parse
+from conf.errors import ConfigError
 from models.resnet import ResNet
 from scripts.benchmarks.airbench_plain import train_by_hand
 from scripts.benchmarks.report import Report, Row
@@ -104,12 +105,10 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
 def _rig(overrides: Sequence[str]) -> Rig:
     given = dict(word.partition("=")[::2] for word in overrides)
     if unknown := given.keys() - {"data.root", "device", "limit", "widths"}:
-        raise SystemExit(
-            f"error: gpu does not know {', '.join(sorted(unknown))}: give data.root=DIR"
-        )
+        raise ConfigError(f"gpu does not know {', '.join(sorted(unknown))}: give data.root=DIR")
     device = torch.device(given.get("device", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("error: the benchmark gpu needs a GPU, and torch finds none here")
+        raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
     root = Path(given["data.root"]).absolute() if "data.root" in given else None
     return Rig(device, root, int(given.get("limit", 50)), given.get("widths") == "small")
 

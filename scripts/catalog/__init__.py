@@ -1,1 +1,1 @@
-"""What there is to choose from: the files of each group, listed, copied, completed."""
+"""The choices of each configuration group: listed, copied, completed."""

@@ -1,4 +1,4 @@
-"""What the word at the cursor can become: groups, choices, keys, directories of runs."""
+"""Completions of the word at the cursor: groups, choices, keys, directories of runs."""
 
 import os
 import typing
@@ -12,7 +12,7 @@ from conf.schema import Config
 from scripts.catalog.groups import groups_in
 from trainer.runs.status import MANIFEST
 
-# The shell has taken a word apart at "=", so only what follows the last one is replaced.
+# bash splits a word at "=", so only what follows the last one is replaced.
 BASH = """\
 _regimen_complete() {
   local IFS=$'\\n'
@@ -21,7 +21,7 @@ _regimen_complete() {
 }
 complete -o default -F _regimen_complete regimen train evaluate predict
 """
-# -S '' and -U: the word is replaced as it stands, without a blank after "=".
+# -S '' and -U: the word is replaced as it is, without a blank after "=".
 ZSH = """\
 _regimen_complete() {
   local -a found whole partial
@@ -51,7 +51,7 @@ _MOST_RUNS = 200
 
 
 def completions(line: str, commands: Sequence[str]) -> list[str]:
-    """Return what the last word of a command line can become, without what precedes its `=`."""
+    """Return the completions of the last word of a command line, without the part before `=`."""
     *before, word = line.split(" ")
     words = [text for text in before if text]
     if words == ["regimen"]:

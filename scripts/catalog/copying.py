@@ -25,7 +25,7 @@ def write_new(path: Path, text: str) -> None:
 def shown_use(path: Path, source: str) -> list[str]:
     """Return the command that picks the copy `path` of `group/choice`.
 
-    Empty where no folder of configs could hold it, because its folders are not the group's.
+    Empty if the path does not end with the folders of the group.
     """
     group = source.strip("/").rpartition("/")[0]
     depth = group.count("/") + 1

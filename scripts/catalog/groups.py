@@ -1,11 +1,11 @@
-"""The groups of configs, their choices, and what the first comment of a file says of it."""
+"""The groups of configs, their choices, and the description in a file's first comment."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from conf.errors import ConfigError, Problem, did_you_mean
 
-# Comments that say nothing to a reader of a list: commands, and what is for Hydra and editors.
+# Comments that are no description: commands, and lines for Hydra and editors.
 _FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
 
 
@@ -43,7 +43,7 @@ def file_of(groups: dict[str, dict[str, Path]], name: str) -> Path:
 
 
 def description(path: Path) -> str:
-    """Return the first comment of a file that is neither its command nor for Hydra or an editor."""
+    """Return the first comment of a file that is a description."""
     return next(_remarks(path), "")
 
 

@@ -16,7 +16,7 @@ from scripts.composition.argument_names import OWN_KEYS, SPECIAL, accepted
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FOLDER = CONF / "editor"  # one file for each group
 LINE = "# yaml-language-server: $schema="
-# Those of other packages change with the installed version.
+# Arguments in other packages change with the installed version.
 _OURS = ("models.", "data.", "trainer.", "callbacks.")
 
 
@@ -37,7 +37,7 @@ def schema_text(group: str | None) -> str:
 
 @cache
 def shipped_targets() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return, by section, the targets of ours that shipped files name, and what they take."""
+    """Return, by section, our targets in the shipped files, and their arguments."""
     named: dict[str, set[str]] = {}
     for path in sorted(CONF.rglob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def file_name(group: str | None) -> str:
 def with_line(text: str, schema: str) -> str:
     """Return a YAML file's text with the line that names its schema as the second one.
 
-    The line takes no path with a blank: such a text is returned without it.
+    A path with a blank cannot be in that line: the text is returned without it.
     """
     first, *rest = text.splitlines(keepends=True)
     rest = [line for line in rest if not line.startswith(LINE)]
@@ -88,7 +88,7 @@ def with_line(text: str, schema: str) -> str:
 
 
 def outside(text: str, group: str) -> str:
-    """Return a group's file as it is written outside of the shipped folder."""
+    """Return the text of a group's file for a folder outside the shipped one."""
     return with_line(text, str(FOLDER / file_name(group)))
 
 

@@ -1,4 +1,4 @@
-"""The keys of a group with their meanings: those of the schema, then what its files say."""
+"""The keys of a group with their meanings: from the schema, then from its files."""
 
 import re
 import typing
@@ -9,6 +9,7 @@ from pathlib import Path
 from conf.check import dataclass_in, spelled
 from conf.fields import REQUIRED, declared, default_of, rule_of
 from conf.schema import Config
+from conf.yaml_dump import word
 
 _LINE = re.compile(r"( *)([\w-]+):(?: +([^#]*?))? *(?:# *(.*))?$")
 _SKIPPED = ("_target_", "defaults", "_partial_", "_args_")
@@ -57,13 +58,8 @@ def _section(schema: type, prefix: str) -> Iterator[Key]:
             yield from _section(section, here)
             continue
         takes = "" if rule.node or rule.words else f" ({spelled(hints[name], rule)})"
-        value = "" if default is REQUIRED or isinstance(default, dict | list) else _shown(default)
+        value = "" if default is REQUIRED or isinstance(default, dict | list) else word(default)
         yield Key(here, value, f"{rule.doc}{takes}")
-
-
-def _shown(value: object) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if isinstance(value, bool | None) else str(value)
 
 
 def _written(path: Path, prefix: str) -> Iterator[Key]:

@@ -1,12 +1,11 @@
 """The command line: the options of Hydra, and ours."""
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
-from conf.errors import ConfigError, Problem, did_you_mean
+from conf.errors import ConfigError, Problem
 
 PRIMARY = "train"
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
@@ -87,7 +86,15 @@ def parse_command(
     if {"--help", "-h"} & set(argv):
         parser.print_help()
         return None
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(list(argv))
+
+
+def parse_or_help(argv: Sequence[str], text: str) -> Arguments | None:
+    """Parse a command line; None where its help `text` was asked for, and printed."""
+    arguments = parse_arguments(argv)
+    if arguments.help:
+        print(text, end="")
+    return None if arguments.help else arguments
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -111,68 +118,6 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         resolve=got.resolve,
         package=got.package,
         info=got.info,
-    )
-
-
-def own_keys(overrides: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Split overrides into the keys of a command on a finished run, by name, and all others."""
-    own: dict[str, str] = {}
-    others = []
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if equals and name in names:
-            own[name] = value
-        else:
-            others.append(override)
-    return own, others
-
-
-def only_keys(
-    command: str, overrides: Sequence[str], names: Sequence[str], usage: str
-) -> tuple[dict[str, str], list[Problem]]:
-    """Return the keys of a command on a finished run that takes no others, and their problems."""
-    own, others = own_keys(overrides, names)
-    unknown = [override.partition("=")[0] for override in others]
-    known = f"known are {', '.join(names)}"
-    problems = [
-        Problem(key, f"is no key of {command}", did_you_mean(key, names) or known)
-        for key in unknown
-    ]
-    return own, problems + run_problems(own.get("run"), usage)
-
-
-def choice_problems(
-    values: Mapping[str, str], allowed: Mapping[str, Sequence[str]], required: str = ""
-) -> list[Problem]:
-    """Return what is wrong with keys that take one of some words; `required` may not be missing."""
-    problems = []
-    for key, words in allowed.items():
-        if key in values and values[key] not in words:
-            what = f"is {values[key]!r}"
-        elif key == required and key not in values:
-            what = "missing"
-        else:
-            continue
-        problems.append(Problem(key, f"{what}: one of {', '.join(words)}"))
-    return problems
-
-
-def run_problems(run: str | None, usage: str) -> list[Problem]:
-    """Return what is wrong with the key `run` of a command on a finished run."""
-    if not run:
-        return [Problem("run", f"missing: {usage}")]
-    if not (Path(run) / "config.yaml").is_file():
-        return [Problem("run", f"{run} holds no run: it has no config.yaml")]
-    return []
-
-
-def of_run(arguments: Arguments, run_dir: str, overrides: Sequence[str]) -> Arguments:
-    """Return the command line that composes a run's own configuration, with overrides."""
-    return Arguments(
-        overrides=tuple(overrides),
-        config_name="config",
-        config_dirs=(run_dir,),
-        allow_targets=arguments.allow_targets,
     )
 
 

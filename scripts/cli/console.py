@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from trainer.files.log_format import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log` only
+_PR_SET_PDEATHSIG = 1
 _early: list[int] = []
 
 
@@ -133,6 +135,12 @@ def end_on_signals() -> None:
     """End the command on a signal, as long as there is nothing to save."""
     for number in stopping_signals():
         signal.signal(number, _stop_early)
+
+
+def end_with_parent(number: int) -> None:
+    """Ask Linux for a signal when the parent process dies; other systems send none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def heard_early() -> int | None:

@@ -33,7 +33,7 @@ NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
 
 
-class Groups(Protocol):
+class ConfigGroups(Protocol):
     """What `Overrides` needs to know about the folders of configs."""
 
     def group_exists(self, config_path: str) -> bool: ...
@@ -74,7 +74,7 @@ class Dimension:
 class Overrides:
     """The overrides of a composition, and their problems."""
 
-    groups: Groups
+    groups: ConfigGroups
     problems: list[Problem] = field(default_factory=list)
 
     def parse(self, texts: Iterable[str], parse: Callable[[str], Any], sweep: bool) -> list[Any]:

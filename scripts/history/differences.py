@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts.history.entry import Run
+from conf.yaml_dump import word
+from scripts.history.entry import RunEntry
 
 _ABSENT = "-"
 _TARGET = "_target_"
@@ -26,7 +27,7 @@ def varied(values: Sequence[Any], key: str = "", deep: bool = False) -> Iterator
         yield from varied([node.get(name, _ABSENT) for node in nodes], inner, deep)
 
 
-def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def differences(runs: Sequence[RunEntry]) -> list[dict[str, Any]]:
     """Return for each run its values of the keys that differ among the runs of its name."""
     keys = {}
     for name in {run.name for run in runs}:
@@ -47,7 +48,4 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 def shown(value: Any) -> str:
     """Return a value as the command line writes it; of a node its target."""
-    if isinstance(value, dict):
-        return str(value.get(_TARGET, value))
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return str(value.get(_TARGET, value)) if isinstance(value, dict) else word(value)

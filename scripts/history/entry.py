@@ -1,6 +1,5 @@
 """What a run's directory tells of the run, without holding it and without torch."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from conf.yaml_file import plain_values
 from trainer.checkpoints.journal import read_content
 from trainer.metric_names import epoch_metric
 from trainer.runs.directory import CONFIG
+from trainer.runs.metrics import read_metrics
 from trainer.runs.status import (
     CHECKPOINTS,
     MANIFEST,
-    METRICS,
     RunDirectoryError,
     holds_run,
     read_json,
@@ -32,7 +31,7 @@ _USUAL = ("val/accuracy", "val/f1", "val/miou", "val/loss")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunEntry:
     """One run; what cannot be read of it is None or empty."""
 
     path: Path
@@ -70,22 +69,22 @@ class Run:
         }
 
 
-def runs_in(folder: Path) -> list[Run]:
+def runs_in(folder: Path) -> list[RunEntry]:
     """Return the runs in a folder and below it, the oldest first; links are not followed."""
     found = [read_run(path) for path in _paths(folder)]
     return sorted(found, key=lambda run: (run.created, str(run.path)))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunEntry:
     """Read one run. Raises RunDirectoryError where there is none."""
     if not holds_run(path):
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
     status, damaged = _status(path)
     config = _config(path)
-    last = last_values(path, whole=False)
+    last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     checkpoint = _checkpoint_node(config)
     state = "damaged" if damaged or not status.get("state") else str(status["state"])
-    return Run(
+    return RunEntry(
         path=path,
         name=str(config.get("name", path.parent.name)),
         state=state,
@@ -101,26 +100,9 @@ def read_run(path: Path) -> Run:
     )
 
 
-def last_values(path: Path, whole: bool = True) -> dict[str, Any]:
-    """Return the last value of each key in a run's metrics; not `whole`: of the last line only."""
-    try:
-        with (path / METRICS).open("rb") as file:
-            if not whole:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    values: dict[str, Any] = {}
-    for line in lines if whole else reversed(lines):
-        try:
-            found = json.loads(line)
-        except ValueError:  # torn by a kill, or cut by the limit
-            continue
-        if isinstance(found, dict):
-            values |= found
-            if not whole:
-                break
-    return values
+def last_values(path: Path) -> dict[str, Any]:
+    """Return the last value of each key in a run's metrics."""
+    return {key: value for line in read_metrics(path) for key, value in line.items()}
 
 
 def results(path: Path) -> dict[str, Any]:

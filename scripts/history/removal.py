@@ -6,7 +6,7 @@ from pathlib import Path
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import Monitor
-from scripts.history.entry import Run
+from scripts.history.entry import RunEntry
 from trainer.files.storage import storage_error
 from trainer.runs.lock import RunLock
 from trainer.runs.status import MANIFEST
@@ -14,7 +14,7 @@ from trainer.runs.status import MANIFEST
 _GOOD = ("finished", "pruned", "stopped", "running")
 
 
-def removable(runs: Sequence[Run], keep: int | None = None) -> list[Run]:
+def removable(runs: Sequence[RunEntry], keep: int | None = None) -> list[RunEntry]:
     """Return the runs that did not end well, and with `keep` all but so many best of each name.
 
     The best of a name, and of those of one name with another metric, always stays. So does a run
@@ -32,7 +32,7 @@ def removable(runs: Sequence[Run], keep: int | None = None) -> list[Run]:
     return [run for run in chosen if not _holds(run.path, places)]
 
 
-def remove(run: Run) -> bool:
+def remove(run: RunEntry) -> bool:
     """Remove a run's directory; return False, and leave it, if a process holds it by now.
 
     Raises StorageError.
@@ -56,19 +56,19 @@ def _holds(path: Path, places: Sequence[Path]) -> bool:
     return len(inside) > 1
 
 
-def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+def _groups(runs: Sequence[RunEntry]) -> list[list[RunEntry]]:
     """Return the runs that have a value, by name and metric."""
-    groups: dict[tuple[str, str], list[Run]] = {}
+    groups: dict[tuple[str, str], list[RunEntry]] = {}
     for run in runs:
         if run.best is not None:
             groups.setdefault((run.name, run.best[0]), []).append(run)
     return list(groups.values())
 
 
-def _best_of(runs: Sequence[Run], number: int) -> Sequence[Run]:
+def _best_of(runs: Sequence[RunEntry], number: int) -> Sequence[RunEntry]:
     """Return the best runs of one metric; all of them where nobody knows which values are."""
 
-    def rank(run: Run) -> float:
+    def rank(run: RunEntry) -> float:
         assert run.best is not None
         return Monitor(run.best[0], run.mode).rank(run.best[1])
 

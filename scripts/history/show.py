@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.history.differences import at, differences, shown, varied
-from scripts.history.entry import Run, results
+from scripts.history.entry import RunEntry, results
 from trainer.files.log_format import on_one_line
+from trainer.summary.text import size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 _SHOWN = 8  # differences in a row of the table; --json has all
 
 
-def table_of(runs: Sequence[Run]) -> Table:
+def table_of(runs: Sequence[RunEntry]) -> Table:
     """Return the table of `regimen runs`."""
     columns = ["run", "status", "epoch", "best", "duration", "size", "differs in"]
     rows = []
     for run, changed in zip(runs, differences(runs), strict=True):
         words = [f"{key}={shown(value)}" for key, value in changed.items()]
         more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
-        cells = [_epoch(run), _best(run), duration(run.seconds), bytes_in_words(run.size)]
+        cells = [_epoch(run), _best(run), duration(run.seconds), size(run.size)]
         rows.append([str(run.path), run.state, *cells, " ".join(words[:_SHOWN] + more)])
     return _table(columns, rows)
 
 
-def compared(left: Run, right: Run) -> dict[str, dict[str, list[Any]]]:
+def compared(left: RunEntry, right: RunEntry) -> dict[str, dict[str, list[Any]]]:
     """Return what two runs differ in, and the metrics of both: pairs by name."""
     facts: dict[str, list[Any]] = {
         "status": [left.state, right.state],
@@ -41,7 +42,7 @@ def compared(left: Run, right: Run) -> dict[str, dict[str, list[Any]]]:
     return {"run": facts, "config": config, "metrics": metrics}
 
 
-def comparison(left: Run, right: Run) -> Table:
+def comparison(left: RunEntry, right: RunEntry) -> Table:
     """Return the table of `regimen runs diff`."""
     pairs = compared(left, right)
     seconds = pairs["run"].pop("seconds")
@@ -51,7 +52,7 @@ def comparison(left: Run, right: Run) -> Table:
     return _table(["", str(left.path), str(right.path)], rows)
 
 
-def differing(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+def differing(runs: Sequence[RunEntry]) -> list[Mapping[str, Any]]:
     """Return what `--json` prints: each run with its values of the keys that differ."""
     pairs = zip(runs, differences(runs), strict=True)
     return [run.as_json() | {"differs": changed} for run, changed in pairs]
@@ -67,22 +68,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m {rest:02}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
-def bytes_in_words(size: float) -> str:
-    """Return a number of bytes as `512 B`, `3.2 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _epoch(run: Run) -> str:
+def _epoch(run: RunEntry) -> str:
     if run.epoch is None:
         return ""
     return f"{run.epoch}/{run.max_epochs}" if run.max_epochs else str(run.epoch)
 
 
-def _best(run: Run) -> str:
+def _best(run: RunEntry) -> str:
     return "" if run.best is None else f"{run.best[0]} {_number(run.best[1])}"
 
 

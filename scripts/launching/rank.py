@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from scripts.cli.console import describe, end_on_signals, exit_code, importing, log_to_stderr
+from scripts.cli.console import (
+    describe,
+    end_on_signals,
+    end_with_parent,
+    exit_code,
+    importing,
+    log_to_stderr,
+)
 from scripts.cli.outlets import outlive_readers
 from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
 
-_PR_SET_PDEATHSIG = 1
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
 _MENDABLE = (1, 6, 8)
 _STOPPED = (130, 143)
@@ -22,7 +27,7 @@ _STOPPED = (130, 143)
 
 def main() -> None:
     """Run this process's part of a run; a failure is reported in the folder of the launcher."""
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)
     outlive_readers()
     end_on_signals()
     notes = LaunchNotes(Path(sys.argv[1]))
@@ -82,12 +87,6 @@ def _leave(code: int) -> None:
     if code:
         leave_at_once(code)
     sys.exit(0)
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process if its launcher is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

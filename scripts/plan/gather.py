@@ -59,13 +59,7 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
     return Plan(
         name=config.name,
         picks=request.choices,
-        settings={
-            "seed": str(config.seed),
-            "device": str(strategy.device),
-            "strategy": f"{strategy.name} ({strategy.devices} devices)",
-            "precision": trainer.precision.name,
-            "task": str(config.task["_target_"]),
-        },
+        settings=_settings(experiment),
         overrides=request.overrides,
         data=list(_data_rows(experiment)),
         model=summary,
@@ -74,16 +68,28 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
         split=split,
         updates_per_epoch=steps,
         total_steps=total,
-        horizon=", ".join(
-            f"trainer.{name}={value}"
-            for name in ("max_epochs", "max_steps", "max_time")
-            if (value := getattr(options, name)) is not None
-        ),
+        horizon=_horizon(options),
         memory=memory,
         callbacks={name: type(c).__name__ for name, c in trainer.callbacks.items()},
         run_dir=str(folder),
         notes=[*untried, *_notes(experiment, memory)],
     )
+
+
+def _settings(experiment: Experiment) -> dict[str, str]:
+    config, strategy = experiment.config, experiment.trainer.strategy
+    return {
+        "seed": str(config.seed),
+        "device": str(strategy.device),
+        "strategy": f"{strategy.name} ({strategy.devices} devices)",
+        "precision": experiment.trainer.precision.name,
+        "task": str(config.task["_target_"]),
+    }
+
+
+def _horizon(options: Any) -> str:
+    limits = {name: getattr(options, name) for name in ("max_epochs", "max_steps", "max_time")}
+    return ", ".join(f"trainer.{name}={v}" for name, v in limits.items() if v is not None)
 
 
 def _loss(task: Any, model: Any, batch: Any) -> Any:

@@ -1,74 +1,28 @@
-"""What is saved beside the table: one array for all samples, masks, and pictures with labels."""
+"""Pictures beside the table: masks, and samples with their labels."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from conf.errors import ConfigError, Problem
 from data.decode import read_image
 from data.images import resized
-from scripts.prediction.table import fsync
-from trainer.files.atomic import sync_folder
+from data.loading.fetch import path_of
+from data.pictures import Pictures
 from trainer.files.storage import storage_error
 
 _SMALLEST = 128  # pixels of a drawn picture's shorter side
 _LINE = 14  # pixels of a line of text
 
 
-class KeptArray:
-    """An array [samples, ...] in a .npy file, written batch by batch, named when it is whole.
-
-    Samples that could not be read are NaN, or 0 in an array of integers.
-    """
-
-    def __init__(self, path: Path, samples: int, resume: bool) -> None:
-        self.path = path
-        self._part = path.with_name(f"{path.name}.part")
-        self._samples = samples
-        self._resume = resume
-        self._array: Any = None
-
-    def write(self, indices: list[int], values: Tensor) -> None:
-        """Set the rows of samples. Raises StorageError."""
-        rows = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-        try:
-            if self._array is None:
-                self._array = self._opened(rows)
-            self._array[indices] = rows
-        except OSError as error:
-            raise storage_error(self._part, error) from error
-
-    def finish(self) -> None:
-        """Give the file its name. Raises StorageError."""
-        if self._array is None:
-            return
-        try:
-            self._array.flush()
-            fsync(self._part)
-            os.replace(self._part, self.path)
-            sync_folder(self.path.parent)
-        except OSError as error:
-            raise storage_error(self.path, error) from error
-
-    def _opened(self, rows: Any) -> Any:
-        shape = (self._samples, *rows.shape[1:])
-        if self._resume and self._part.exists():
-            array = np.lib.format.open_memmap(self._part, "r+")
-            if array.shape == shape and array.dtype == rows.dtype:
-                return array
-        array = np.lib.format.open_memmap(self._part, "w+", rows.dtype, shape)
-        if np.issubdtype(rows.dtype, np.floating):
-            array[:] = np.nan
-        return array
-
-
-class Masks:
+class MaskFiles:
     """Masks as PNG files with a palette, a file for each sample, in a folder beside the table."""
 
     def __init__(self, folder: Path) -> None:
@@ -85,13 +39,14 @@ class Masks:
 class Drawings:
     """Pictures with their labels written below, in a folder beside the table."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, picture: Callable[[int], Tensor]) -> None:
         self.folder = folder
+        self._picture = picture
         folder.mkdir(exist_ok=True)
 
-    def __call__(self, index: int, path: str, label: str) -> None:
+    def __call__(self, index: int, label: str) -> None:
         """Draw one picture, enlarged where it is small."""
-        image = read_image(path)
+        image = self._picture(index).expand(3, -1, -1)
         scale = max(1, -(-_SMALLEST // min(image.shape[-2:])))
         image = resized(image[None], [side * scale for side in image.shape[-2:]])[0]
         height, width = image.shape[-2:]
@@ -99,6 +54,21 @@ class Drawings:
         canvas.paste(Image.fromarray(image.permute(1, 2, 0).numpy()))
         ImageDraw.Draw(canvas).text((2, height + 1), label, fill="black")
         _save(canvas, self.folder / f"{index:06d}.png")
+
+
+def picture_of(dataset: Any, inputs: Mapping[str, Any]) -> Callable[[int], Tensor]:
+    """Return what gives a sample's picture before the transforms, uint8 [1 or 3, H, W], by index.
+
+    Raises ConfigError for samples that are no pictures, or none of which a file is known.
+    """
+    images = getattr(dataset, "images", None)
+    if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.shape[1] in (1, 3):
+        return images.__getitem__
+    is_file = isinstance(dataset, Pictures) or os.path.isfile(path_of(dataset, 0) or "")
+    if inputs["kind"] == "picture" and is_file:
+        return lambda index: read_image(str(path_of(dataset, index)))
+    hint = "source=DIR names picture files"
+    raise ConfigError(Problem("draw", "the samples are no picture files", hint))
 
 
 def mask_picture(mask: Tensor) -> Image.Image:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema_strategy import StrategyConfig
-from scripts.cli.arguments import Arguments, own_keys
-from scripts.prediction.options import Options, names, take_options
+from scripts.cli.arguments import Arguments
+from scripts.cli.keys import own_keys
+from scripts.prediction.options import KEYS, Options, take_options
 
 HELP = """\
 Answer for pictures, or for other samples, with a trained run.
@@ -23,7 +25,8 @@ Answer for pictures, or for other samples, with a trained run.
   checkpoint   best (default), last, or a path
   top_k        1; how many of the likeliest classes are written
   device       cpu, cuda, cuda:1, mps; default: what the machine has
-  save         logits, probabilities or embeddings:MODULE, into one .npy beside the table
+  save         logits, probabilities or embeddings:MODULE, in one array of all samples
+  save_to      its file, .npy or .safetensors; default: a .npy beside the table
   draw         true writes each picture with its label into a folder beside the table
   on_error     raise (default): a broken file ends it with exit 3; skip: its row has the reason
   resume       auto goes on after the last whole batch of a command that was interrupted
@@ -46,16 +49,27 @@ strategy.name=ddp strategy.devices=2. Answers are the same for the same batch si
 
 def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
     """Return the keys of `predict`, and the overrides of the run's configuration."""
-    own, overrides = own_keys(arguments.overrides, (*names(), "data.on_error"))
+    own, overrides = own_keys(arguments.overrides, (*KEYS, "data.on_error"))
     if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
         own["on_error"] = named
     options = take_options(own)
-    names_of = [o for o in overrides if o.startswith("strategy.name=")]
-    if not {*names_of} <= {"strategy.name=single", "strategy.name=ddp"}:
-        raise ConfigError([Problem("strategy.name", "predict computes on single or ddp")])
+    _check_strategy(overrides)
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so.
     return options, [*_own_strategy(), *overrides]
+
+
+def _check_strategy(overrides: Sequence[str]) -> None:
+    """Refuse what would compute otherwise than on whole models. Raises ConfigError."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("strategy", "strategy.name") and value not in ("single", "ddp"):
+            problem = (
+                f"{value!r}: predict needs the whole model on each device (single, ddp); the "
+                "checkpoint of a run of any strategy, sharded ones too, is put together for it"
+            )
+            hint = "leave it out, or strategy.name=ddp strategy.devices=N"
+            raise ConfigError([Problem(key, problem, hint)])
 
 
 def _own_strategy() -> list[str]:

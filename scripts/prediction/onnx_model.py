@@ -14,13 +14,29 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, raise_problems
 from data.errors import DataError, UnreadableError, reason
-from scripts.cli.arguments import own_keys
+from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
+from scripts.prediction.options import FORMATS
 from scripts.prediction.table import GrowingTable, check_format
 
 Array = Any  # of numpy
-_KEYS = ("model", "source", "out", "top_k", "on_error", "overwrite", "batch_size")
+_KEYS: dict[str, Take] = {
+    "model": Path,
+    "source": str,
+    "out": Path,
+    "top_k": whole(),
+    "on_error": one_of("raise", "skip"),
+    "overwrite": true_or_false,
+    "batch_size": whole(),
+}
+_DEFAULTS = {
+    "out": Path("predictions.csv"),
+    "top_k": 1,
+    "on_error": "raise",
+    "overwrite": False,
+    "batch_size": 32,
+}
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -127,24 +143,20 @@ def read_model(path: Path) -> OnnxModel:
 def answer_without_torch(overrides: Sequence[str], lines: Sequence[str]) -> int:
     """Write the table of `predict model=FILE.onnx source=...`."""
     values = _options(overrides)
-    table, size = Path(values["out"]), int(values["batch_size"])
+    table, size = values["out"], values["batch_size"]
     check_format(table)
-    model = read_model(Path(values["model"]))
+    model = read_model(values["model"])
     files = _files(values["source"], lines)
-    header = {k: v for k, v in values.items() if k != "overwrite"} | {"samples": len(files)}
-    broken = 0
+    header = {k: str(v) for k, v in values.items() if k != "overwrite"} | {"samples": len(files)}
     with closing(GrowingTable(table, header, size, resume=False)) as rows:
         for start in range(0, len(files), size):
-            some = list(_rows_of(model, files[start : start + size], values))
-            broken += sum("error" in row for row in some)
-            rows.write(some)
+            rows.write(_rows_of(model, files[start : start + size], values))
         rows.finish()
-    count = f"{len(files)} samples" + (f", {broken} of them broken" if broken else "")
-    print(f"{count}, written to {table}")
+    print(rows.told())
     return 0
 
 
-def _rows_of(model: OnnxModel, names: Sequence[str], values: Mapping[str, str]) -> Iterator[Any]:
+def _rows_of(model: OnnxModel, names: Sequence[str], values: Mapping[str, Any]) -> Iterator[Any]:
     pictures, failed = {}, {}
     for name in names:
         try:
@@ -158,38 +170,21 @@ def _rows_of(model: OnnxModel, names: Sequence[str], values: Mapping[str, str]) 
         if len(shapes) > 1:
             raise DataError(f"pictures of several sizes, such as {sorted(shapes)[:2]}: resize them")
     found = list(pictures)
-    rows = model.rows(found, list(pictures.values()), int(values["top_k"])) if found else []
+    rows = model.rows(found, list(pictures.values()), values["top_k"]) if found else []
     answers = dict(zip(found, rows, strict=True))
     for name in names:
         yield answers.get(name) or {"file": name, "error": failed[name]}
 
 
-def _options(overrides: Sequence[str]) -> dict[str, str]:
-    given, others = own_keys(overrides, _KEYS)
-    known = f"known with model=FILE.onnx are {', '.join(_KEYS)}"
-    problems = [Problem(o.partition("=")[0], "is no key of predict model=", known) for o in others]
-    values = {
-        "out": "predictions.csv",
-        "top_k": "1",
-        "on_error": "raise",
-        "overwrite": "false",
-        "batch_size": "32",
-        **given,
-    }
-    if not values.get("source"):
-        problems.append(Problem("source", "missing: a folder, a file, a glob or -"))
-    for key, allowed in (("on_error", ("raise", "skip")), ("overwrite", ("true", "false"))):
-        if values[key] not in allowed:
-            problems.append(Problem(key, f"is {values[key]!r}, not one of {', '.join(allowed)}"))
-    problems += [
-        Problem(key, f"is {values[key]!r}, not a number from 1 on")
-        for key in ("top_k", "batch_size")
-        if not (values[key].isdigit() and 0 < int(values[key]) < 10**6)
-    ]
-    if Path(values["out"]).exists() and values["overwrite"] != "true":
+def _options(overrides: Sequence[str]) -> dict[str, Any]:
+    required = {"source": "a folder, a file, a glob or -"}
+    given, problems = only_keys("predict model=FILE.onnx", overrides, _KEYS, required)
+    values = {**_DEFAULTS, **given}
+    if values["out"].suffix not in FORMATS:
+        problems.append(Problem("out", f"{values['out']} ends with none of {', '.join(FORMATS)}"))
+    if values["out"].exists() and not values["overwrite"]:
         problems.append(Problem("out", f"{values['out']} exists", "overwrite=true replaces it"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return values
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from conf.errors import ConfigError, Problem
+from data.errors import DataError
 from trainer.errors import CheckpointError
 from trainer.files.atomic import replacing, write_json
+from trainer.files.log_format import on_one_line
 from trainer.files.storage import storage_error
 
 _CHUNK = 10_000  # rows of a parquet table that are in memory at once
@@ -33,11 +35,12 @@ class GrowingTable:
     ) -> None:
         self.path = path
         self.rows = 0
+        self.broken = 0  # of them; known once it is finished
         self._header = dict(header)
         self._part = path.with_name(f"{path.name}.part")
         try:
             self._file: IO[bytes] = open(self._part, "a+b")  # noqa: SIM115 (closed by `close`)
-            self._hold()
+            hold(self._file, self._part)
             self._begin(batch_size, resume)
         except OSError as error:
             raise storage_error(self._part, error) from error
@@ -63,18 +66,17 @@ class GrowingTable:
         self.close()
         self._part.unlink()
 
+    def told(self) -> str:
+        """Return how many rows there are, and where. Raises DataError if all files were broken."""
+        where = on_one_line(self.path)
+        if self.rows and self.broken == self.rows:
+            raise DataError(f"none of {self.rows} samples could be read: {where} has the reasons")
+        broken = f", {self.broken} of them broken" if self.broken else ""
+        return f"{self.rows} samples{broken}, written to {where}"
+
     def close(self) -> None:
         """Let go of the file; the rows stay for `resume=auto`."""
         self._file.close()
-
-    def _hold(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(
-                [Problem("out", f"another process is writing {self._part}: choose another name")]
-            ) from None
 
     def _begin(self, batch_size: int, resume: bool) -> None:
         kept = self._size_of_batches(batch_size) if resume else 0
@@ -113,7 +115,9 @@ class GrowingTable:
     def _columns(self) -> dict[str, Any]:
         """Return each column's first value, in the order of the table; the errors come last."""
         columns: dict[str, Any] = {}
+        self.broken = 0
         for row in self._saved_rows():
+            self.broken += "error" in row
             for name, value in row.items():
                 columns.setdefault(name, value)
         if "error" in columns:
@@ -175,3 +179,14 @@ def fsync(path: Path) -> None:
     """Make a file's content durable."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def hold(file: IO[bytes], path: Path) -> None:
+    """Keep other processes from writing an open file. Raises ConfigError where one does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        hint = "choose another name"
+        problem = Problem("out", f"another process is writing {path}", hint)
+        raise ConfigError([problem]) from None

@@ -20,7 +20,8 @@ from data.pictures import Pictures, find_pictures
 from data.text import Prompts, find_prompts
 from scripts.cli.console import StoppedEarlyError, exit_code
 from scripts.cli.request import Request
-from scripts.prediction.arrays import Drawings, KeptArray, Masks
+from scripts.prediction.array_file import ArrayFile
+from scripts.prediction.arrays import Drawings, MaskFiles, picture_of
 from scripts.prediction.options import SPLITS, Options
 from scripts.prediction.table import GrowingTable, check_format
 from trainer.build.check import check_targets
@@ -28,7 +29,6 @@ from trainer.build.data import build_data, eval_loader
 from trainer.build.strategy import build_strategy
 from trainer.checkpoints.archive import digest
 from trainer.errors import Interrupted
-from trainer.files.log_format import on_one_line
 from trainer.inference.facts import InferenceFacts
 from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import Answers, Predictor
@@ -61,10 +61,12 @@ def answer(request: Request) -> int:
         facts.outputs["kind"] == "text" and options.source in SPLITS
     )
     if unnamed and options.save is None:
-        hint = "save=logits writes its answers into a .npy file"
+        hint = "save=logits writes its answers into a file"
         raise ConfigError([Problem("task", "says nothing of what its outputs mean", hint=hint)])
     dataset = _dataset(options, config, facts, request.files)
     generation = _generation(options, config, dataset)
+    if options.draw:
+        picture_of(dataset, facts.inputs)  # refuses what cannot be drawn
     strategy = build_strategy(config)
     strategy.setup()
     try:
@@ -188,9 +190,7 @@ def _write_all(
             for answers in predictor(loader, start):
                 writer.write(answers)
         writer.finish()
-    count = f"{writer.table.rows} samples"
-    broken = f", {writer.broken} of them broken" if writer.broken else ""
-    print(f"{count}{broken}, written to {on_one_line(options.table)}")
+    print(writer.table.told())
 
 
 @contextmanager
@@ -204,7 +204,9 @@ def _writing(
     with ExitStack() as stack:
         table = GrowingTable(options.table, header, header["batch_size"], resume)
         stack.callback(table.close)
-        yield _Writer(options, facts, loader, table, resume)
+        writer = _Writer(options, facts, loader, table, header)
+        stack.callback(writer.close)
+        yield writer
 
 
 @contextmanager
@@ -229,31 +231,35 @@ class _Writer:
         facts: InferenceFacts,
         loader: OnDevice,
         table: GrowingTable,
-        resume: bool,
+        header: dict[str, Any],
     ) -> None:
         self.table = table
-        self.broken = 0
         self.batches_done = table.rows // loader.sampler.batch_size
         self.dataset = loader.dataset
         path, stem = options.table, options.table.stem
-        masks = Masks(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
+        masks = (
+            MaskFiles(path.with_name(f"{stem}_masks")) if facts.outputs["kind"] == "mask" else None
+        )
         prompts = self.dataset.texts if isinstance(self.dataset, Prompts) else None
         prompt_of = None if prompts is None else prompts.__getitem__
         self._rows = Rows(facts, options.top_k or 1, self._name, masks, prompt_of)
-        self._drawings = Drawings(path.with_name(f"{stem}_pictures")) if options.draw else None
+        self._drawings = None
+        if options.draw:
+            picture = picture_of(self.dataset, facts.inputs)
+            self._drawings = Drawings(path.with_name(f"{stem}_pictures"), picture)
         self._array = None
-        if options.save is not None:
-            name = f"{stem}.{options.save.partition(':')[0]}.npy"
-            self._array = KeptArray(path.with_name(name), len(self.dataset), resume)
+        if options.array is not None:
+            samples = len(self.dataset)
+            self._array = ArrayFile(options.array, options.saved, samples, header, table.rows)
 
     def write(self, answers: Answers) -> None:
         """Write a batch's rows."""
         rows = list(self._rows(answers))
-        if self._array is not None and answers.kept is not None and len(answers.indices):
-            self._array.write(list(answers.indices), answers.kept)
+        order = sorted((*answers.indices, *answers.broken))
+        if self._array is not None and answers.kept is not None:
+            self._array.write(order, list(answers.indices), answers.kept)
         if self._drawings is not None:
-            self._draw(answers, rows)
-        self.broken += len(answers.broken)
+            self._draw(order, answers, rows)
         self.table.write(rows)
 
     def finish(self) -> None:
@@ -262,12 +268,16 @@ class _Writer:
             self._array.finish()
         self.table.finish()
 
-    def _draw(self, answers: Answers, rows: list[Row]) -> None:
+    def close(self) -> None:
+        """Let go of the array; the table is closed by whoever opened it."""
+        if self._array is not None:
+            self._array.close()
+
+    def _draw(self, order: list[int], answers: Answers, rows: list[Row]) -> None:
         assert self._drawings is not None
-        order = sorted((*answers.indices, *answers.broken))
         for index, row in zip(order, rows, strict=True):
             if index not in answers.broken:
-                self._drawings(index, row["file"], _label(row))
+                self._drawings(index, _label(row))
 
     def _name(self, index: int) -> str:
         return path_of(self.dataset, index) or str(index)

@@ -32,8 +32,7 @@ class Moment:
     """A point in the history of a run, with the sizes of its logs, from a checkpoint."""
 
     step: int = 0
-    metrics: int = 0  # bytes of metrics.jsonl
-    events: Mapping[str, int] = field(default_factory=dict)  # bytes of TensorBoard's files
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of the logs, by file name
     best: tuple[int, ...] = ()  # steps of checkpoints, the best first
 
     @classmethod
@@ -41,11 +40,15 @@ class Moment:
         """Return the point at which the checkpoint `payload` was saved."""
         callbacks = payload["callbacks"]
         saver = callbacks.get(name_of("saver", payload) or "", {})
-        sizes = [state["sizes"] for state in callbacks.values() if "sizes" in state]
+        known = [state.get("sizes") for state in callbacks.values()]
+        sizes = {
+            name: int(n) for part in known if isinstance(part, dict) for name, n in part.items()
+        }
+        before = callbacks.get("metrics_log", {}).get("offset")  # of older checkpoints
+        sizes |= {} if before is None else {_METRICS.name: int(before)}
         return cls(
             step=int(payload["state"]["counters"]["global_step"]),
-            metrics=int(callbacks.get("metrics_log", {}).get("offset", 0)),
-            events={name: size for known in sizes for name, size in known.items()},
+            sizes=sizes,
             best=tuple(int(step) for step, _ in saver.get("ranking", ())),
         )
 
@@ -96,9 +99,8 @@ def _noted(run: Path, step: int) -> Path:
 
 def _longer(run: Path, moment: Moment) -> dict[Path, int]:
     """Return the logs that are longer than at `moment`, with their sizes at that point."""
-    events = (run / _EVENTS[0]).glob(_EVENTS[1])
-    sizes = {path: moment.events.get(path.name, 0) for path in events}
-    sizes[run / _METRICS] = moment.metrics
+    logs = [run / _METRICS, *(run / _EVENTS[0]).glob(_EVENTS[1])]
+    sizes = {path: moment.sizes.get(path.name, 0) for path in logs}
     return {path: size for path, size in sizes.items() if path.is_file() and _size(path) > size}
 
 

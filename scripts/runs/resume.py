@@ -214,7 +214,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = differences({**saved, "sweep": None}, {**raw, "sweep": None})
+    changes = changed_leaves({**saved, "sweep": None}, {**raw, "sweep": None})
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
     resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
@@ -235,7 +235,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     return resume
 
 
-def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the leaves of two nested dicts that differ, by dotted key.
 
     For transforms and optimizers a different order of keys is a difference as well.
@@ -245,7 +245,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
     found: dict[str, tuple[Any, Any]] = {}
     for name in {**old, **new}:
         child = f"{key}.{name}" if key else str(name)
-        found |= differences(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
+        found |= changed_leaves(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
     shared = [n for n in old if n in new]
     if shared != [n for n in new if n in old] and key.startswith(("transforms", "optimizer")):
         found[f"{key} (order)"] = (shared, [n for n in new if n in old])
@@ -262,7 +262,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
     saved = saved_config(payload, None)
-    return any(k in _HORIZON for k in differences(saved, raw))
+    return any(k in _HORIZON for k in changed_leaves(saved, raw))
 
 
 def _with_harmless(

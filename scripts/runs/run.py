@@ -31,7 +31,7 @@ from scripts.runs.record import (
     record_skipped,
 )
 from scripts.runs.report import final_block
-from scripts.runs.resume import Resume, differences, find_resume
+from scripts.runs.resume import Resume, changed_leaves, find_resume
 from scripts.runs.signals import stop_signals
 from trainer import snapshot
 from trainer.build.check import check_targets
@@ -77,7 +77,7 @@ def _compare(configs: Sequence[dict[str, Any]]) -> None:
     problems = [
         Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
         for rank, config in enumerate(configs)
-        if (keys := differences(configs[0], config))
+        if (keys := changed_leaves(configs[0], config))
     ]
     if problems:
         raise ConfigError(problems)

@@ -1,76 +1,61 @@
-"""From the bytes of an uploaded picture to a run's answer."""
+"""From the body of a request to a run's answer."""
 
 from __future__ import annotations
 
 import io
 import time
-import warnings
 from base64 import b64encode
 from collections import Counter
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from conf.errors import ConfigError, Problem, one_line
-from data.errors import DataError, reason
+from conf.errors import ConfigError
+from data.errors import DataError
 from data.loading.collate import collate
 from scripts.prediction.arrays import mask_picture, palette
+from scripts.serving.intake import PictureIntake, UploadError, intake_of
 from trainer import rng
+from trainer.errors import ModelError
 from trainer.export.artefact import provenance
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
-from trainer.inference.run import Run, as_picture
+from trainer.inference.run import Run
 from trainer.rng import derived
-
-MAX_PIXELS = 40_000_000  # of an upload: half a gigabyte as floats while it is resized
-# Those that `data.image_folder` reads; of Pillow's others some call programs or read slowly.
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-_SHOWN = ("classes", "labels", "values", "mask")
-
-
-class UploadError(Exception):
-    """An upload that is not answered: the HTTP status, and the reason on one line."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(one_line(message))
-        self.status = status
 
 
 class Answerer:
-    """A run's model, loaded to answer for one picture at a time, in one thread.
+    """A run's model, loaded to answer for one sample at a time, in one thread.
 
-    Raises ConfigError for a run that takes no pictures or whose answers have no known meaning.
+    Raises ConfigError for a run whose answers have no known meaning.
     """
 
     def __init__(self, run: Run, checkpoint: str, top_k: int) -> None:
-        check_run(run)
+        self._intake = intake_of(run)
         self.run = run
         self.top_k = top_k
         self._checkpoint = checkpoint
         self._trainer = run.trainer(checkpoint)
         self._predictor = Predictor(self._trainer)
-        self._pictures = run.pictures([])
         self._weights = ExitStack()
 
     @torch.inference_mode()
     def open(self) -> None:
-        """Put the evaluated weights into the model, until `close`, and ask it once."""
+        """Load the evaluated weights into the model until `close`, and run it once."""
         self._weights.enter_context(self._predictor.ready())
-        file = io.BytesIO()
-        Image.new("L", (64, 64)).save(file, "PNG")
         with suppress(UploadError):  # the first answer takes many times as long as the others
-            self(file.getvalue())
+            self(self._intake.example)
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Take them out again."""
+        """Restore the weights of the checkpoint."""
         self._weights.close()
 
     def card(self) -> dict[str, Any]:
-        """Return what the page says about the run, as plain values."""
+        """Return the facts about the run that the page shows, as plain values."""
         facts, origin = self.run.facts, provenance(self.run, self._checkpoint)
         weights = "" if origin["average"] is None else f", average {origin['average']}"
         parameters = sum(p.numel() for p in self._trainer.model.parameters())
@@ -83,7 +68,8 @@ class Answerer:
         return {
             "name": origin["name"],
             "kind": facts.outputs["kind"],
-            "channels": facts.inputs["channels"],
+            "channels": facts.inputs.get("channels"),
+            "example": None if self._pictures else self._intake.example.decode(),
             "top_k": min(self.top_k, facts.num_classes or self.top_k),
             "facts": {
                 "model": f"{facts.model['_target_']}, {parameters:,} parameters",
@@ -91,37 +77,52 @@ class Answerer:
                 "checkpoint": f"{origin['checkpoint']}, step {origin['step']}{weights}",
                 **results,
                 "classes": ", ".join(facts.classes or ()) or "not named",
-                "input": _input_form(facts.inputs),
+                "input": self._intake.words,
                 "versions": ", ".join(f"{k} {v}" for k, v in origin["versions"].items()),
             },
         }
 
     @torch.inference_mode()
     def __call__(self, data: bytes, top_k: int | None = None, show: bool = False) -> Row:
-        """Return the row of `Run.predict` for a picture file, and the time it took.
+        """Return the row of `Run.predict` for the body of a request, and the time it took.
 
-        show: with `input`, what the network was given, and for a mask the classes in it.
-        Raises UploadError for what is no picture, or none that the run can take.
+        show: with `input`, the picture that the network was given, and for a mask the classes in
+        it. Raises UploadError for what is no sample, or none that the run can take.
         """
-        check_upload(data)
+        if not data:
+            raise UploadError(422, f"the request has no body: send {self._intake.words}")
         trainer = self._trainer
         began = time.perf_counter()
         seed = derived(trainer.options.seed, "predict")
         try:
-            with rng.keyed(trainer.strategy.device, seed):  # each picture as the first of its own
-                sample = self._pictures.brought_to_form(as_picture(data, self._pictures.channels))
+            with rng.keyed(trainer.strategy.device, seed):  # each request draws as the first does
+                asked = self._intake(data)
                 ready = time.perf_counter()
-                values, _ = self._predictor.ask(trainer.to_device(collate([sample])), 1)
-        except (DataError, ConfigError) as error:
+                predictor = self._predictor
+                if asked.generation is not None:
+                    predictor = Predictor(trainer, generation=asked.generation)
+                values, _ = predictor.ask(trainer.to_device(collate([asked.sample])), 1)
+        except (DataError, ConfigError, ModelError) as error:
             raise UploadError(422, str(error)) from error
         ended = time.perf_counter()
-        rows = Rows(self.run.facts, top_k or self.top_k, str, lambda _, mask: _mask_url(mask))
+        rows = Rows(
+            self.run.facts,
+            top_k or self.top_k,
+            str,
+            lambda _, mask: _mask_url(mask),
+            lambda _: asked.prompt,
+        )
         row = next(rows(Answers([0], values, None, {})))
         del row["file"]
         if show:
-            row |= {"input": _shown(sample)} | self._areas(values)
+            row |= {"input": _shown(asked.sample)} if self._pictures else {}
+            row |= self._areas(values)
         row["milliseconds"] = {"read": 1e3 * (ready - began), "model": 1e3 * (ended - ready)}
         return row
+
+    @property
+    def _pictures(self) -> bool:
+        return isinstance(self._intake, PictureIntake)
 
     def _areas(self, values: Tensor) -> dict[str, Any]:
         """Return the share and the colour of each class of a mask, the largest first."""
@@ -139,45 +140,6 @@ class Answerer:
                 for number, count in counts
             ]
         }
-
-
-def check_run(run: Run) -> None:
-    """Raise ConfigError for a run that the page has no form for."""
-    inputs, outputs = run.facts.inputs["kind"], run.facts.outputs["kind"]
-    if inputs != "picture":
-        hint = "predict run=RUN_DIR answers for its data"
-        problem = f"{run.path} was not trained on pictures (its inputs: {inputs})"
-    elif outputs not in _SHOWN:
-        hint = "predict save=logits writes its answers"
-        problem = f"the task of {run.path} says nothing of what its outputs mean"
-    else:
-        return
-    raise ConfigError(Problem("run", problem, hint))
-
-
-def check_upload(data: bytes) -> None:
-    """Raise UploadError for what is no picture, or too large a one; nothing is decoded."""
-    if not data:
-        raise UploadError(422, "the request has no body: send a picture file")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-            with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-                width, height = picture.size
-    except UnidentifiedImageError as error:
-        raise UploadError(415, f"this is no picture: {', '.join(FORMATS)} are read") from error
-    except Image.DecompressionBombError as error:
-        raise UploadError(422, f"more than {MAX_PIXELS:,} pixels") from error
-    except Exception as error:  # Pillow raises what its decoders do: struct.error, OSError...
-        raise UploadError(422, f"cannot decode the picture: {reason(error)}") from error
-    if width * height > MAX_PIXELS:
-        raise UploadError(422, f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
-
-
-def _input_form(inputs: dict[str, Any]) -> str:
-    colours = "grey" if inputs["channels"] == 1 else "RGB"
-    size = inputs["size"]
-    return colours if size is None else f"{colours}, resized to {size[0]} x {size[1]}"
 
 
 def _shown(sample: Any) -> str | None:

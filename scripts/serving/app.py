@@ -1,4 +1,4 @@
-"""The HTTP side of `demo`: three addresses, who may use them, and how much they take."""
+"""The HTTP side of `demo`: three addresses, access to them, and limits on uploads."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from scripts.serving.answers import Answerer, UploadError
+from scripts.serving.answers import Answerer
+from scripts.serving.intake import UploadError
 
 logger = logging.getLogger("regimen")
 
 MAX_BYTES = 20_000_000  # of an upload
-MAX_WAITING = 32  # requests at once; their uploads are in memory together
+MAX_WAITING = 32  # requests at once; all their uploads are in memory
 _READ_SECONDS = 30
-_DRAINED = 1_000_000_000  # bytes that a client may send before it reads that they are too many
+_DRAINED = 1_000_000_000  # bytes that are read, so that a client receives the refusal
 _PAGE = Path(__file__).with_name("page.html")
 _TOP_K = re.compile(r"[1-9]\d{0,5}")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may ask. Without a token those who reach this machine by a name of its own.
+    """Access control: by a token, or without one by a local name in Host.
 
     A foreign page's requests to 127.0.0.1 carry the foreign name in Host (DNS rebinding) or in
     Origin.
@@ -62,7 +63,7 @@ class Access:
 
 
 class Demo:
-    """Answer requests with a run's model, one at a time in the thread of `worker`."""
+    """Answer requests with a run's model, one after another in the thread of `worker`."""
 
     def __init__(
         self, answerer: Answerer, worker: Executor, access: Access, card: Mapping[str, Any]
@@ -87,7 +88,7 @@ class Demo:
     def _guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that tells every refusal in one line of JSON."""
+        """Return an endpoint that reports every refusal as JSON."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -97,7 +98,7 @@ class Demo:
             except UploadError as error:
                 return self._refused(error.status, str(error))
             except MemoryError:
-                return self._refused(503, "out of memory for this picture")
+                return self._refused(503, "out of memory for this request")
             except ClientDisconnect:
                 return self._refused(400, "the upload broke off")
             except Exception:
@@ -115,7 +116,7 @@ class Demo:
     async def _predict(self, request: Request) -> Response:
         top_k, show = self._query(request)
         if self._waiting >= MAX_WAITING:
-            raise UploadError(503, f"{MAX_WAITING} pictures are waiting: send it again later")
+            raise UploadError(503, f"{MAX_WAITING} requests are waiting: send it again later")
         self._waiting += 1
         try:
             data = await _body(request)
@@ -141,7 +142,7 @@ class Demo:
 
 
 def _name(host: str) -> str | None:
-    """Return the name in a Host header, without the port: a tunnel may have changed it."""
+    """Return the name in a Host header without the port, which a tunnel may have changed."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -152,7 +153,7 @@ async def _body(request: Request) -> bytes:
     """Return the upload. Raises UploadError for one too large, too slow or of several parts."""
     kind = request.headers.get("content-type", "")
     if kind.startswith("multipart/"):
-        raise UploadError(415, "send the picture file itself: curl --data-binary @FILE")
+        raise UploadError(415, "send the file itself: curl --data-binary @FILE")
     too_large = UploadError(413, f"more than {MAX_BYTES:,} bytes")
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_BYTES and (announced > _DRAINED or request.headers.get("expect")):
@@ -166,7 +167,7 @@ async def _body(request: Request) -> bytes:
                     data += chunk
                 elif size > _DRAINED:
                     break
-                else:  # read on: who is cut off while sending does not read the answer
+                else:  # read on: a client that is cut off while sending does not read the answer
                     data.clear()
     except TimeoutError:
         raise UploadError(408, f"the upload took longer than {_READ_SECONDS} s") from None
@@ -176,7 +177,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _headers(html: str) -> dict[str, str]:
-    """Return the headers of every answer: the page may run its own script and ask this server."""
+    """Return the headers of every answer: only the page's own script and requests are allowed."""
     found = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
     assert found is not None
     digest = b64encode(sha256(found[1].encode()).digest()).decode()

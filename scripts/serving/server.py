@@ -16,14 +16,14 @@ from scripts.serving.app import Access, Demo
 from trainer.errors import EXIT_CODES, stopping_signals
 from trainer.inference.run import Run
 
-_CONNECTIONS = 512  # open at once; further ones are answered with 503
+_CONNECTIONS = 512  # open at once; further ones get status 503
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def serve(run: Run, checkpoint: str, top_k: int, host: str, port: int) -> int:
     """Show a run on `host`; return the exit code of the signal that ended it.
 
-    Raises ConfigError for an address that cannot be had or a run without pictures.
+    Raises ConfigError for an address that is not available or a run without pictures.
     """
     listener = _listen(host, port)
     local = is_local(host)
@@ -41,7 +41,7 @@ def serve(run: Run, checkpoint: str, top_k: int, host: str, port: int) -> int:
             lifespan="off",
             log_config=None,
             log_level="warning",
-            access_log=False,  # it would hold the token
+            access_log=False,  # it would contain the token
             server_header=False,
             limit_concurrency=_CONNECTIONS,
             timeout_graceful_shutdown=2,
@@ -54,7 +54,7 @@ def serve(run: Run, checkpoint: str, top_k: int, host: str, port: int) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Say where the page is once requests are taken."""
+    """Print the address once the server accepts requests."""
 
     def __init__(self, config: uvicorn.Config, where: str) -> None:
         super().__init__(config)
@@ -82,7 +82,7 @@ def address(listener: socket.socket, host: str, token: str | None) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded, so that a port in use is known at once."""
+    """Bind before the model is loaded, so that a port in use is reported at once."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -102,7 +102,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _ends_by_signal(server: uvicorn.Server) -> list[int]:
-    """Let each signal that stops a command stop the server; return where their codes arrive."""
+    """Stop the server on each signal that stops a command; return the list of their exit codes."""
     codes: list[int] = []
 
     def stop(number: int, _: object) -> None:

@@ -1,7 +1,7 @@
-"""Hold configurations against torch and their targets: what `check` has done in a process.
+"""Build the targets of configurations on stand-ins; `check` runs this in a process with torch.
 
-It reads a JSON list of overrides for each job, and writes the mistakes, each once, and the metric
-of the first job's task.
+The input is a JSON list with the overrides of each job. The output has all mistakes, each once, and
+the metric of the first job's task.
 """
 
 import json
@@ -18,7 +18,7 @@ from trainer.build.check import check_targets, stand_ins
 
 
 def problems_of(arguments: Arguments, overrides: Sequence[str]) -> list[Problem]:
-    """Return the mistakes of one job; what is no mistake of its configuration is left to it."""
+    """Return the mistakes in a job's configuration; the job reports any other error itself."""
     try:
         composed = compose(replace(arguments, overrides=tuple(overrides)))
         with composed.locating():
@@ -31,7 +31,7 @@ def problems_of(arguments: Arguments, overrides: Sequence[str]) -> list[Problem]
 
 
 def monitor_of(arguments: Arguments, overrides: Sequence[str]) -> str | None:
-    """Return the metric of a job's task; None if there is none, or it cannot be told."""
+    """Return the metric of a job's task; None if it has none, or its task cannot be built."""
     try:
         composed = compose(replace(arguments, overrides=tuple(overrides)))
         return stand_ins(parse(composed.config)).task.monitor()
@@ -40,7 +40,7 @@ def monitor_of(arguments: Arguments, overrides: Sequence[str]) -> str | None:
 
 
 def main() -> None:
-    """Check every job of the list in one file, and write what is found into another."""
+    """Check every job of the list in one file, and write the result to another."""
     *given, asked, answer = sys.argv[1:]
     arguments = parse_arguments(given)
     jobs = json.loads(Path(asked).read_text(encoding="utf-8"))

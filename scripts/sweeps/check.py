@@ -1,4 +1,4 @@
-"""Check the jobs of a sweep before the first starts: all composed, some held against torch."""
+"""Check the jobs of a sweep before the first starts: all are composed, some are built."""
 
 import json
 import tempfile
@@ -36,7 +36,7 @@ def check_built(
     """Find the mistakes for which torch and the targets must be imported, in one process.
 
     One job is checked for each combination of the swept values that are no numbers: groups and
-    words. A single job finds its own mistakes, unless it is to be checked `alone`.
+    words. A single job checks itself, unless `alone` is true.
     Returns the metric of the first job's task, such as accuracy, if known. Raises ConfigError.
     """
     if len(jobs) < 2 and not alone:
@@ -57,7 +57,7 @@ def check_built(
 
 
 def _asked(arguments: Arguments, texts: list[list[str]], server: Server) -> dict[str, Any]:
-    """Return what a process with torch finds; where it fails, the jobs tell."""
+    """Return the result of a process with torch; if it fails, each job reports its own mistakes."""
     with tempfile.TemporaryDirectory(prefix="regimen-") as folder:
         asked, answer = Path(folder, "jobs.json"), Path(folder, "found.json")
         asked.write_text(json.dumps(texts), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`tensorboard/` of a sweep: a link to each job's own folder, called by what varies in the job."""
+"""`tensorboard/` of a sweep: a link to each job's folder, named after its varied values."""
 
 import os
 import shutil

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from scripts.sweeps.leaderboard import short_keys
 from scripts.sweeps.process import NOT_STARTED, Outcome
-from scripts.sweeps.progress import Progress, in_words, progress_of, seconds_left
+from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from scripts.sweeps.sweep import Job, Sweep
 from trainer.files.log_format import on_one_line
 
@@ -108,7 +108,7 @@ class _Table:
 
         self.it = it
         self.account = _Account(it)
-        self.running: dict[int, Progress] = {}
+        self.running: dict[int, JobProgress] = {}
         self._title = it.launcher.describe()
         self._drawn = 0.0
         self._console = Console()
@@ -117,7 +117,7 @@ class _Table:
 
     def started(self, outcome: Outcome, job: Job, start: int) -> None:
         """Show a job as running."""
-        self.running[outcome.number] = Progress()
+        self.running[outcome.number] = JobProgress()
         self._live.refresh()
 
     def ended(self, outcome: Outcome, again: bool) -> None:

@@ -20,7 +20,7 @@ from trainer.runs.status import (
 )
 
 RUNS = Path("runs")
-_STAMP = len(timestamp())  # behind it stands the number of a sweep that began in the same second
+_STAMP = len(timestamp())  # a number follows for a sweep that began in the same second
 
 
 def find_sweep(config: dict[str, Any]) -> Path | None:
@@ -39,7 +39,7 @@ def find_sweep(config: dict[str, Any]) -> Path | None:
 
 
 def newest_unfinished(sweeps: Path) -> Path | None:
-    """Return the newest sweep in a folder with a job that has not finished, and nobody's now."""
+    """Return the newest sweep in a folder with an unfinished job that no process holds."""
     boards = sorted(sweeps.glob(f"*/{FILE}"), key=_age, reverse=True)
     found = (b.parent for b in boards if not _all_finished(b) and not is_held(b.parent))
     return next(found, None)
@@ -54,23 +54,22 @@ def _all_finished(board: Path) -> bool:
     try:
         with board.open(newline="", encoding="utf-8") as file:
             _, *rows = csv.reader(file)
-    except (OSError, ValueError):  # unreadable: its jobs tell
+    except (OSError, ValueError):  # unreadable: the status of each job decides
         return False
     return all(row[1] in ENDED_WELL for row in rows if len(row) > 1)
 
 
 def hold_folder(config: dict[str, Any], found: Path | None) -> tuple[Path, RunLock]:
-    """Make the folder of a new sweep where none was found, and hold it.
+    """Make the folder of a new sweep if none was found, and lock it.
 
-    Raises ConfigError where it cannot be made, RunDirectoryError where another process holds it.
+    Raises ConfigError if it cannot be made, RunDirectoryError if another process holds it.
     """
     folder = found or _make_folder(config)
     lock = RunLock(folder)
     holder = lock.acquire()
     if holder is not None:
-        raise RunDirectoryError(
-            f"{folder}: the sweep is in use by {holder}: choose another run_dir"
-        )
+        message = f"the sweep in {folder} is in use by {holder}"
+        raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
     return folder, lock
 
 
@@ -98,12 +97,12 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
             texts = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
             folders.setdefault(identity(map(str, texts)), path)
         except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
-            continue  # whose it is cannot be told: nobody's
+            continue  # the folder of no known job
     return folders
 
 
 def has_finished(job: Path, config: dict[str, Any]) -> bool:
-    """Return whether a job has finished, with just this configuration."""
+    """Return whether a job has finished with exactly this configuration."""
     try:
         if read_status(job).get("state") not in ENDED_WELL:
             return False

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep through its launcher, and the lost ones again."""
+"""Run the jobs of a sweep with its launcher, and restart those that were lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +12,19 @@ from scripts.sweeps.sweep import Job, Sweep
 from trainer.runs.status import holds_run
 
 Asked = tuple[Outcome, Job]
-_PATIENCE = 0.5  # seconds between two looks at signals and at the table
-_STOPPED = (-15, -2, 130, 143)  # before it had begun, where there is no run
-_LOST = (6, 8, 130, 143)  # exit codes: a lost process, memory, and signals that were not ours
+_PATIENCE = 0.5  # seconds between two checks for signals and updates of the table
+_STOPPED = (-15, -2, 130, 143)  # exit codes before a run exists
+_LOST = (
+    6,
+    8,
+    130,
+    143,
+)  # exit codes: a lost process, out of memory, and signals that the sweep did not send
 
 
 @dataclass(slots=True)
 class _Run:
-    """The jobs that run, those that are to run again, and how often each did."""
+    """The running jobs, those that wait for a restart, and the number of starts of each."""
 
     it: Sweep
     running: dict[int, Asked] = field(default_factory=dict)
@@ -28,7 +33,7 @@ class _Run:
     exhausted: bool = False
 
     def next(self, ask: Callable[[], Asked | None]) -> Asked | None:
-        """Return what is to run next, if anything is."""
+        """Return the next job to run; None if there is none."""
         if not self.waiting and not self.exhausted:
             asked = ask()
             if asked is None:
@@ -38,7 +43,7 @@ class _Run:
         return self.waiting[0] if self.waiting else None
 
     def is_to_run_again(self, end: Ended) -> bool:
-        """Return whether a job was lost for a reason of the machine's, and has a start left."""
+        """Return whether the machine lost a job that has a retry left."""
         lost = end.code < 0 or end.code in _LOST
         left = self.starts[end.number] <= self.it.settings.retries
         return lost and left and self.it.stop.number is None
@@ -49,10 +54,10 @@ def run_jobs(
     ask: Callable[[], Asked | None],
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> None:
-    """Run jobs until there are none or the sweep is to end, up to `sweep.jobs` at a time.
+    """Run jobs until there are none left or the sweep must end, up to `sweep.jobs` at a time.
 
-    `ask` gives the next job when there is room for it, None where there is none any more; `tell`
-    hears of each that has ended for good.
+    `ask` returns the next job, None after the last one. `tell` is called with each job that has
+    ended and is not restarted.
     """
     run, launcher = _Run(it), it.launcher
     most = it.settings.jobs or (None if launcher.quiet else 1)
@@ -75,10 +80,10 @@ def run_jobs(
 
 
 def _start(run: _Run, asked: Asked, display: Display) -> bool:
-    """Start a job; false where there is no room for it."""
+    """Start a job; return False if there is no room for it."""
     outcome, job = asked
     start, launcher = run.starts.get(outcome.number, 0) + 1, run.it.launcher
-    if not launcher.quiet:  # it is alone, and its own words come next
+    if not launcher.quiet:  # it runs alone, and its own output follows
         display.started(outcome, job, start)
     if not launcher.start(_launch(run.it, asked)):
         return False

@@ -28,7 +28,7 @@ class Outcome:
     seconds: float | None = None
     results: dict[str, float] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
-    more: list[str] = field(default_factory=list)  # overrides that are no part of what it trains
+    more: list[str] = field(default_factory=list)  # overrides that do not affect what it trains
 
     @property
     def failed(self) -> bool:
@@ -38,14 +38,14 @@ class Outcome:
 
 @dataclass(slots=True)
 class Stop:
-    """Which signal asked the sweep to end, and those that its jobs are to be told of."""
+    """The signal that asked the sweep to end, and the signals that its jobs have not received."""
 
     number: int | None = None
     untold: list[int] = field(default_factory=list)
 
     @property
     def code(self) -> int:
-        """Return the exit code that the signal stands for."""
+        """Return the exit code of the signal."""
         return 130 if self.number == signal.SIGINT else 143
 
     @contextmanager
@@ -59,7 +59,7 @@ class Stop:
                 signal.signal(number, handler)
 
     def heard(self) -> list[int]:
-        """Return the signals that the jobs have not been told of, once."""
+        """Return the signals to forward to the jobs, each once."""
         heard = self.untold.copy()
         del self.untold[: len(heard)]
         return heard
@@ -70,7 +70,7 @@ class Stop:
 
 
 def words(flags: Sequence[str], overrides: Sequence[str], run_dir: Path) -> list[str]:
-    """Return the words behind `train` on the command line of a job."""
+    """Return the arguments of `train` for a job."""
     return [*flags, *overrides, f"run_dir={quoted(str(run_dir))}"]
 
 

@@ -1,19 +1,17 @@
 """How far jobs are, read from the files that they write."""
 
-import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.runs.status import METRICS
+from trainer.runs.metrics import read_metrics
 
 _TAIL = 1 << 14  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """Where a job stands."""
 
     share: float = 0.0  # of the updates or epochs that it may make
@@ -21,14 +19,14 @@ class Progress:
     value: float | None = None  # of the metric, the newest
 
 
-def progress_of(run_dir: Path, config: Mapping[str, Any], metric: str) -> Progress:
+def progress_of(run_dir: Path, config: Mapping[str, Any], metric: str) -> JobProgress:
     """Read the end of a job's metrics; nothing where there are none yet."""
-    lines = list(_last_lines(run_dir / METRICS))
+    lines = list(read_metrics(run_dir, _TAIL))
     if not lines:
-        return Progress()
+        return JobProgress()
     values = (line[metric] for line in reversed(lines) if isinstance(line.get(metric), float))
     last = lines[-1]
-    return Progress(
+    return JobProgress(
         _share(last, config.get("trainer") or {}), last.get("epoch"), next(values, None)
     )
 
@@ -37,23 +35,6 @@ def _share(line: Mapping[str, Any], limits: Mapping[str, Any]) -> float:
     pairs = (("epoch", "max_epochs"), ("step", "max_steps"))
     shares = [line.get(k, 0) / limits[limit] for k, limit in pairs if limits.get(limit)]
     return min(1.0, max(shares, default=0.0))
-
-
-def _last_lines(path: Path) -> Iterable[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - _TAIL)
-            file.seek(start)
-            whole = file.read().split(b"\n")[bool(start) : -1]  # the ends may be torn
-    except OSError:
-        return
-    for line in whole:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def seconds_left(elapsed: float, done: float, jobs: int) -> float | None:

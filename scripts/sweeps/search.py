@@ -19,18 +19,18 @@ JOURNAL = "study.journal"  # in the sweep's folder
 def search(arguments: Arguments) -> int:
     """Run the jobs of a study, and return the first failed one's exit code.
 
-    The study is a function of the seed and of what the jobs return. Gone on with, it remembers its
-    jobs, and those that were interrupted come first. A job that fails teaches it nothing.
+    The study is a function of the seed and of the results of the jobs. A resumed study keeps its
+    jobs, and interrupted ones run first. It learns nothing from a job that fails.
     """
     space, fixed, settings = _space(arguments)
     jobs = [[*fixed, *values] for values in space.samples()]
     checked(arguments, jobs)
     import_optuna()
-    from scripts.sweeps.study import Plan, check_space, enqueue, open_study
+    from scripts.sweeps.study import StudyPlan, check_distributions, enqueue, open_study
     from scripts.sweeps.trials import Trials
 
     config = space.composed.config
-    plan = Plan(settings, config["seed"], space)
+    plan = StudyPlan(settings, config["seed"], space)
     entries = space.entries(settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, space.names, settings.n_trials)
     monitor = check_built(arguments, jobs, it.server, alone=True)
@@ -38,7 +38,7 @@ def search(arguments: Arguments) -> int:
     with it.held():
         place, name = as_url(settings.storage or str(it.folder / JOURNAL)), config["name"]
         study = open_study(place, name, it.ranking.name, it.ranking.rank_of(1.0) < 0, plan)
-        check_space(study, space.dimensions)
+        check_distributions(study, space.dimensions)
         print(f"study {name}: optuna-dashboard {place}", flush=True)
         with study_errors(place):
             enqueue(study, entries)
@@ -50,7 +50,7 @@ def search(arguments: Arguments) -> int:
 
 
 def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:
-    """Return what varies, the overrides that all jobs have, and what is said of the search."""
+    """Return the space, the overrides of all jobs, and the settings of the search."""
     texts, varied = split_search(arguments)
     space = Space(arguments, texts, varied)
     settings = parse(space.composed.config).sweep or SweepConfig()

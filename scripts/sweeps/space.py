@@ -18,7 +18,7 @@ _WORDS = ("values", "step", "when")  # of an entry of `sweep.params`
 
 
 def given(arguments: Arguments, params: Mapping[str, Any], known: Iterable[str]) -> list[Dimension]:
-    """Read the dimensions of `sweep.params` that the command line leaves as they are.
+    """Read the dimensions of `sweep.params` that the command line does not replace.
 
     Raises ConfigError.
     """
@@ -72,9 +72,9 @@ def _with_entry(dimension: Dimension, entry: Mapping[str, Any]) -> Dimension:
 
 
 class Space:
-    """The dimensions of a search, each behind those that its condition asks about.
+    """The dimensions of a search, each after those that its condition depends on.
 
-    Raises ConfigError for conditions on keys that there are not, or that wait for each other.
+    Raises ConfigError for conditions on keys that do not exist, or that depend on each other.
     """
 
     def __init__(self, arguments: Arguments, fixed: Sequence[str], given: Sequence[Dimension]):
@@ -100,10 +100,10 @@ class Space:
         )
 
     def samples(self) -> list[tuple[Swept, ...]]:
-        """Return values that show every mistake in the space that a few jobs can show.
+        """Return values for a check of the space before the search.
 
-        That is all combinations of the choices if they are not too many, else each choice once; of
-        numbers the lowest and the highest.
+        All combinations of the choices if there are at most 100, else each choice once. Of a range
+        of numbers, the lowest and the highest.
         """
         lists = [[*values_of(d)] for d in self.dimensions]
         longest = max(map(len, lists))
@@ -165,7 +165,7 @@ class Space:
         return compose(replace(self._arguments, overrides=overrides, multirun=False))
 
     def _held(self, composed: Composed, key: str) -> Any:
-        """Return what a key has that does not vary: the choice of a group, or a value."""
+        """Return the fixed value of a key: the choice of a group, or a value."""
         return composed.choices.get(key) or held(composed.config, key)
 
 
@@ -179,7 +179,7 @@ def _conditions(dimension: Dimension, known: Mapping[str, Dimension]) -> list[st
 
 
 def _ordered(dimensions: Sequence[Dimension]) -> list[Dimension]:
-    """Return dimensions behind those that they depend on, otherwise as they were."""
+    """Return dimensions after those that they depend on, otherwise in their order."""
     left, ordered = list(dimensions), list[Dimension]()
     while left:
         waiting = {d.name for d in left}

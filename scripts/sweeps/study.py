@@ -103,7 +103,7 @@ def keyed_sampler(settings: SweepConfig, seed: int, space: Space) -> KeyedSample
     return KeyedSampler(make)
 
 
-class Plan:
+class StudyPlan:
     """How a study chooses values, and which jobs it ends early. Raises ConfigError."""
 
     def __init__(self, settings: SweepConfig, seed: int, space: Space) -> None:
@@ -113,7 +113,7 @@ class Plan:
 
 
 def open_study(
-    place: str, name: str, metric: str, larger_is_better: bool, plan: Plan
+    place: str, name: str, metric: str, larger_is_better: bool, plan: StudyPlan
 ) -> optuna.Study:
     """Open a study, or create it. Raises as `open_storage`, and CheckpointError.
 
@@ -142,7 +142,7 @@ def open_study(
         return study
 
 
-def check_space(study: optuna.Study, space: Sequence[Dimension]) -> None:
+def check_distributions(study: optuna.Study, space: Sequence[Dimension]) -> None:
     """Raise ConfigError for values that the study, which has begun with others, cannot take."""
     problems: dict[str, Problem] = {}
     for trial in study.get_trials(deepcopy=False):

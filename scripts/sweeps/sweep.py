@@ -42,10 +42,10 @@ class Sweep:
     """
 
     arguments: Arguments
-    config: dict[str, Any]  # of the first job: the metric that all are compared by
+    config: dict[str, Any]  # of the first job; it has the metric by which all are compared
     varied: Sequence[str]  # keys
-    count: int  # jobs, those included that are not known yet
-    metric: str | None = None  # of the task, where it was asked for
+    count: int  # jobs, including those that are not known yet
+    metric: str | None = None  # of the task, if it is known
     settings: SweepConfig = field(init=False)
     group_by: Sequence[str] = field(init=False)
     found: Path | None = field(init=False)  # the sweep to go on with
@@ -72,11 +72,11 @@ class Sweep:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the sweep's folder, and note signals instead of ending at once."""
+        """Lock the sweep's folder, and record signals instead of ending at once."""
         self.folder, lock = hold_folder(self.config, self.found)
         self.taken = {path.name for path in self.folder.iterdir()}
         if self.settings.launcher != "local":
-            self.server.close()  # it was there to check
+            self.server.close()  # it was needed for the checks only
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         dashboard.begin(self.folder, self.varied)
@@ -113,18 +113,18 @@ class Sweep:
         return list(self.planned.values())
 
     def words(self, outcome: Outcome, job: Job) -> list[str]:
-        """Return the words behind `train` on a job's command line."""
+        """Return the arguments of `train` for a job."""
         texts = [override.text for override in job if not _placed(override.key)] + outcome.more
         started = holds_run(outcome.run_dir)
         if started:
             texts.append("resume=auto")
-        elif self.config["resume"] not in (None, "auto"):  # a checkpoint that all jobs begin from
+        elif self.config["resume"] not in (None, "auto"):  # a checkpoint from which all jobs begin
             texts += [override.text for override in job if override.key == "resume"]
         return words(flags(self.arguments), texts, outcome.run_dir)
 
     @property
     def ended(self) -> bool:
-        """Return whether no further job is to start: after a signal, or a failure if so asked."""
+        """Return whether no further job starts: after a signal, or a failure with `fail_fast`."""
         failed = any(outcome.failed for outcome in self.outcomes)
         return self.stop.number is not None or (self.settings.fail_fast and failed)
 
@@ -133,7 +133,7 @@ class Sweep:
         dashboard.arrange(self.folder, self.outcomes, self.varied)
         try:
             write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
-        except StorageError as error:  # the jobs that run are none the worse for it
+        except StorageError as error:  # the running jobs are not affected
             if str(error) not in self.complaints:
                 logger.warning("warning: %s", error)
             self.complaints.add(str(error))
@@ -170,7 +170,7 @@ class Sweep:
 
 
 def report(folder: Path) -> None:
-    """Write pictures and page in a process of its own: drawing takes memory, and may fail."""
+    """Write the report in a separate process: drawing takes memory, and may fail."""
     argv = [sys.executable, "-P", "-m", "scripts.sweeps.report", str(folder)]
     done = subprocess.run([*argv, "--quiet"], capture_output=True, text=True, errors="replace")
     print(done.stdout, end="")
@@ -202,5 +202,5 @@ def _key(text: str) -> str:
 
 
 def _placed(key: str) -> bool:
-    """Return whether the sweep decides about a key of its jobs."""
+    """Return whether the sweep, not the command line, sets a key of its jobs."""
     return belongs_outside(key) and key != "resume_policy"

@@ -1,4 +1,4 @@
-"""The jobs of a search: asked of its study one by one, told how they ended."""
+"""The jobs of a search: the study suggests each one and is told its result."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from scripts.sweeps.space import Space, swept
 from scripts.sweeps.study import started, suggested
 from scripts.sweeps.sweep import Job, Sweep
 
-_GOES_ON = ("preempted", "killed")  # the trial of such a job is still open
+_GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
 _SWEEP, _JOB = "sweep", "job"  # a trial's attributes: the folder, and the number of the job in it
 
 
 class Trials:
-    """The jobs that a study chooses: `ask` for the next one, `tell` how it ended.
+    """The jobs that a study suggests: `ask` for the next one, `tell` its result.
 
     Several may be asked for before the first is told.
     """
@@ -36,8 +36,8 @@ class Trials:
         self._study = study
         self._base = base
         self._place = place
-        self._open: list[FrozenTrial] = []  # trials whose jobs an earlier start did not end
-        self._waiting: dict[int, list[optuna.Trial]] = {}  # for the end of the job of that number
+        self._open: list[FrozenTrial] = []  # trials whose jobs were interrupted in an earlier start
+        self._waiting: dict[int, list[optuna.Trial]] = {}  # by number of the job that they wait for
         self._total = it.settings.n_trials
         if it.settings.sampler == "grid":
             self._total = min(self._total, space.size() + len(it.settings.enqueue))
@@ -58,8 +58,8 @@ class Trials:
     def ask(self) -> tuple[Outcome, Job] | None:
         """Return the next job to run; None if there is none to start.
 
-        A combination that has been chosen before has its result already, or shares the one that is
-        under way.
+        A combination that was suggested before has a result already, or shares that of the running
+        job.
         """
         with study_errors(self._place):
             while (trial := self._next()) is not None:
@@ -114,7 +114,7 @@ class Trials:
         try:
             (config,) = checked(self.it.arguments, [job])
         except ConfigError:
-            config = {}  # of combinations that were not sampled, the job tells
+            config = {}  # not checked before the search: the job reports the mistake
         outcome = self.it.plan(job, config, trial.user_attrs.get(_JOB))
         trial.set_user_attr(_SWEEP, str(self.it.folder.resolve()))
         trial.set_user_attr(_JOB, outcome.number)
@@ -125,7 +125,7 @@ class Trials:
         return [*self._base, *(swept(keys.get(k, k), value) for k, value in values.items())]
 
     def _about(self, number: int) -> list[str]:
-        """Return what a job is told of its trial: to report to it, where jobs may end early."""
+        """Return the overrides with which a job reports to its trial, if jobs may be pruned."""
         if self.it.settings.pruner is None:
             return []
         values = f"storage: {quoted(self._place)}, study: {quoted(self._study.study_name)}"
@@ -137,7 +137,7 @@ class Trials:
         return own or trial.user_attrs.get(_SWEEP) == str(self.it.folder.resolve())
 
     def _read(self, trial: FrozenTrial) -> None:
-        """Note how the job of a trial that was told about has ended."""
+        """Record how the job of a completed trial has ended."""
         outcome = self.it.plan(self._job(trial.params), {}, trial.user_attrs[_JOB])
         if "reason" in trial.user_attrs:
             outcome.state, outcome.code = "failed", trial.user_attrs["code"]

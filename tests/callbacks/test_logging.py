@@ -1,4 +1,4 @@
-"""The neutral door: what is logged reaches every callback that receives it, in one form."""
+"""Images, histograms, texts and figures reach every callback that receives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages and writers of checkpoints are known by their class, whatever they are called."""
+"""Averages and writers of checkpoints are found by their class, under any name."""
 
 from __future__ import annotations
 

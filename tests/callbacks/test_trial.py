@@ -1,4 +1,4 @@
-"""A job of a search reports to its study, and ends where the pruner says so."""
+"""A job of a search reports to its study, and ends if the pruner decides so."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -55,10 +55,10 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
     os.chdir(folder)
     if tmpfs is not None:
         mount(*tmpfs)
-    sys.argv = [command, *arguments]
+    sys.argv = ["regimen", command, *arguments]
     if names := environment.get("STANDARD_INPUT"):
         sys.stdin = open(names)  # noqa: SIM115 (until the process ends)
-    module = importlib.import_module(f"scripts.{command}")
+    module = importlib.import_module("scripts.regimen")
 
     if AS_ON_A_GPU.items() <= environment.items():
         train_as_on_a_gpu()

@@ -18,7 +18,7 @@ def test_a_working_directory_that_takes_nothing_is_code_7(train):
 @pytest.mark.parametrize(
     ("place", "code", "text"),
     [
-        pytest.param("/", 2, "run_dir=/ is the root of the file system", id="root"),
+        pytest.param("/", 2, "run_dir: / is the root of the file system", id="root"),
         pytest.param("x" * 300, 7, "the name is too long", id="300-characters"),
     ],
 )

@@ -104,7 +104,7 @@ def test_of_two_runs_in_one_folder_the_second_is_refused(start, train, job, tmp_
     third = train([*job, "trainer.max_epochs=200", f"run_dir={path}", "resume=auto"])
     for refused in (second, third):
         assert refused.code == 2, refused.err
-        assert f"run dir in use by pid {first.pid} on " in refused.error
+        assert f"in use by pid {first.pid} on " in refused.error
     first.kill()
 
 
@@ -114,7 +114,7 @@ def test_two_runs_that_start_together_end_as_one(start, job, whole, tmp_path):
     codes = sorted(run.wait().code for run in runs)
     assert codes == [0, 2], [run.err for run in runs]
     refused = next(run for run in runs if run.code == 2)
-    assert "run dir in use" in refused.error or "already holds a run" in refused.error
+    assert "in use" in refused.error or "already holds a run" in refused.error
     assert differences(whole, path) == []
 
 

@@ -11,11 +11,13 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from models.small_cnn import SmallCNN
-from scripts.cli.arguments import of_run, parse_arguments
+from scripts.cli.arguments import parse_arguments
+from scripts.cli.keys import of_run
 from scripts.cli.request import Request
 from scripts.composition.compose import compose
 from scripts.prediction.command_line import take_apart
@@ -122,6 +124,30 @@ def test_a_broken_file_ends_it_or_has_a_row(predict, whole, pictures, tmp_path):
     assert "1 of them broken" in done.out
 
 
+def test_a_source_without_a_readable_file_is_an_error(predict, whole, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_bytes(b"no picture")
+    asked = [f"run={whole}", f"source={tmp_path}", "loader.batch_size=2", "save=logits"]
+    done = predict([*asked, "on_error=skip", f"out={tmp_path}/p.csv"])
+    assert done.code == 3
+    assert "none of 5 samples could be read" in done.error
+    rows = read_csv(tmp_path / "p.csv")
+    assert all("no image format" in row["error"] for row in rows)
+    shutil.copytree(tmp_path, tmp_path / "more")
+    Image.new("L", (8, 8)).save(tmp_path / "more" / "z.png")
+    done = predict(
+        [
+            *asked[:1],
+            f"source={tmp_path}/more",
+            *asked[2:],
+            "on_error=skip",
+            f"out={tmp_path}/q.csv",
+        ]
+    )
+    assert done.code == 0, done.err
+    assert np.isnan(np.load(tmp_path / "q.logits.npy")).all(1).tolist() == [True] * 5 + [False]
+
+
 def test_killed_and_resumed_it_is_the_same_table(start, predict, whole, pictures, tmp_path):
     wanted = [f"run={whole}", "source=-", "loader.batch_size=2", "loader.num_workers=0"]
     names = sorted(str(path) for path in pictures.rglob("*.png")) * 40
@@ -130,7 +156,8 @@ def test_killed_and_resumed_it_is_the_same_table(start, predict, whole, pictures
     piped = {"STANDARD_INPUT": str(listing)}
     done = predict([*wanted, "save=logits", f"out={tmp_path}/whole.csv"], environment=piped)
     assert done.code == 0, done.err
-    mine = [*wanted, "save=logits", f"out={tmp_path}/killed.csv"]
+    tensors = f"save_to={tmp_path}/killed.safetensors"
+    mine = [*wanted, "save=logits", tensors, f"out={tmp_path}/killed.csv"]
     part = tmp_path / "killed.csv.part"
     run = start(mine, command="predict", environment=piped)
     run.until(lambda: part.exists() and part.read_bytes().count(b"\n") > 20)
@@ -140,9 +167,9 @@ def test_killed_and_resumed_it_is_the_same_table(start, predict, whole, pictures
     assert done.code == 0, done.err
     assert "going on after" in done.err
     assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
-    arrays = [np.load(tmp_path / f"{name}.logits.npy") for name in ("killed", "whole")]
-    np.testing.assert_array_equal(*arrays)
-    assert not part.exists()
+    found = load_file(tmp_path / "killed.safetensors")["logits"]
+    np.testing.assert_array_equal(found, np.load(tmp_path / "whole.logits.npy"))
+    assert list(tmp_path.glob("*.part")) == []
 
 
 def test_a_signal_ends_it_and_another_source_is_refused(start, predict, whole, pictures, tmp_path):
@@ -216,8 +243,12 @@ def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experime
     limits = ["trainer.max_steps=1", "loader.num_workers=0", "trainer.limit_val_batches=1"]
     done = train([f"experiment={experiment}", *limits, f"run_dir={run}"])
     assert done.code == 0, done.err
-    done = predict([f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"])
+    asked = [f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"]
+    done = predict(asked)
     assert done.code == 0, done.err
+    if experiment == "regression":
+        done = predict([*asked, "draw=true", "overwrite=true"])
+        assert (done.code, "draw: the samples are no picture" in done.err) == (2, True)
     rows = read_csv(tmp_path / "p.csv")
     assert [row["file"] for row in rows] == [str(number) for number in range(len(rows))]
     assert all(check(row) is not False for row in rows)
@@ -234,9 +265,15 @@ def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experime
         pytest.param(["source=test", "device=tpu"], 2, "device", id="device"),
         pytest.param(["source=test", "save=embeddings:fc"], 2, "no such module", id="module"),
         pytest.param(["source=test", "checkpoint=x"], 4, "no such checkpoint", id="checkpoint"),
+        pytest.param(
+            ["source=test", "model.widths=[4,8]"],
+            4,
+            "best.pt: does not fit the model",
+            id="architecture",
+        ),
         pytest.param(["source=predict"], 2, "data.predict", id="no-split"),
         pytest.param(["source=test", "loader.batchsize=3"], 2, "batch_size", id="unknown-key"),
-        pytest.param(["source=test", "strategy.name=fsdp"], 2, "single or ddp", id="fsdp"),
+        pytest.param(["source=test", "strategy.name=fsdp"], 2, "put together for it", id="fsdp"),
     ],
 )
 def test_mistakes_write_nothing(predict, whole, tmp_path, arguments, code, said):
@@ -260,6 +297,19 @@ def test_a_run_is_asked_on_one_device_however_it_was_trained(tmp_path, more):
     assert strategy["accelerator"] == "cpu"
     assert strategy["wrap_modules"] is None
     assert expected.items() <= strategy.items()
+
+
+def test_pictures_are_drawn_with_their_labels(predict, whole, pictures, tmp_path):
+    done = predict([f"run={whole}", f"source={pictures}/3", "draw=true", f"out={tmp_path}/a.csv"])
+    assert done.code == 0, done.err
+    done = predict([f"run={whole}", "source=test", "draw=true", f"out={tmp_path}/b.csv"])
+    assert done.code == 0, done.err
+    for name in ("a", "b"):
+        drawn = sorted((tmp_path / f"{name}_pictures").iterdir())
+        assert len(drawn) == len(read_csv(tmp_path / f"{name}.csv"))
+        with Image.open(drawn[0]) as picture:
+            label = np.array(picture)[-14:]
+            assert label.min() < 128 < label.max()
 
 
 def test_a_table_is_not_replaced_unless_asked(predict, whole, tmp_path):

@@ -15,7 +15,7 @@ from trainer.build.assembly import Assembly, Known
 from trainer.build.data import build_transforms
 from trainer.build.folds import fold_problems
 from trainer.build.loss_check import loss_problems
-from trainer.build.node_kinds import misfit
+from trainer.build.node_kinds import wrong_class
 from trainer.build.nodes import optimizer_nodes, with_classes
 from trainer.lr_schedulers.nodes import target_nodes as schedule_nodes
 from trainer.metric_names import epoch_metric
@@ -102,7 +102,7 @@ def _wrong_kind(key: str, node: Any) -> Problem | None:
         target = functools.partial if node.get("_partial_") is True else locate(node["_target_"])
     except TargetError:
         return None  # reported with its arguments
-    reason = misfit(key, target) if isinstance(target, type) else None
+    reason = wrong_class(key, target) if isinstance(target, type) else None
     return Problem(f"{key}._target_", reason) if reason else None
 
 

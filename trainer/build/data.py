@@ -27,7 +27,7 @@ from data.streams import as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.folds import in_folds
-from trainer.build.node_kinds import misfit_of
+from trainer.build.node_kinds import wrong_object
 from trainer.build.nodes import build_named, with_classes
 from trainer.distributed.machine import check_workers
 from trainer.strategies.strategy import Strategy
@@ -37,6 +37,16 @@ from trainer.targets.instantiate import instantiate
 logger = logging.getLogger("regimen")
 
 SPLITS = ("train", "val", "test")
+_OF_LOADER = (
+    "num_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "persistent_workers",
+    "timeout",
+    "collate_fn",
+    "worker_init_fn",
+    "multiprocessing_context",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +228,7 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
     asked = inspect.signature(locate(node["_target_"])).parameters
     given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
     made = instantiate(node, _key_=key, **given)
-    if (reason := misfit_of(key, made)) is not None:
+    if (reason := wrong_object(key, made)) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))
     return made
 
@@ -244,19 +254,7 @@ def _loader(
     evaluating: bool = False,
 ) -> Loader:
     options = config.loader
-    values: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in (
-            "num_workers",
-            "pin_memory",
-            "prefetch_factor",
-            "persistent_workers",
-            "timeout",
-            "collate_fn",
-            "worker_init_fn",
-            "multiprocessing_context",
-        )
-    }
+    values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
     if evaluating:
         own = {name: getattr(options.eval, name, None) for name in values}
         values |= {name: value for name, value in own.items() if value is not None}

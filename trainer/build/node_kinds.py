@@ -54,7 +54,7 @@ def kind_of(key: str) -> Kind | None:
     return next(found, None)
 
 
-def misfit(key: str, cls: type) -> str | None:
+def wrong_class(key: str, cls: type) -> str | None:
     """Return why objects of `cls` do not fit `key`; None if they do."""
     kind = kind_of(key)
     if kind is None or kind.fits(cls):
@@ -62,6 +62,6 @@ def misfit(key: str, cls: type) -> str | None:
     return f"makes no {kind.called} but a {cls.__module__}.{cls.__qualname__}"
 
 
-def misfit_of(key: str, made: Any) -> str | None:
+def wrong_object(key: str, made: Any) -> str | None:
     """Return why an object does not fit `key`; None if it does."""
-    return misfit(key, type(made))
+    return wrong_class(key, type(made))

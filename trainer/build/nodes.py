@@ -8,7 +8,7 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem, raise_problems
 from data.errors import DataError
-from trainer.build.node_kinds import misfit_of
+from trainer.build.node_kinds import wrong_object
 from trainer.lr_schedulers.nodes import target_nodes as schedule_nodes
 from trainer.optimizers.nodes import sections
 from trainer.targets.allow_list import TargetError
@@ -21,7 +21,7 @@ def build_node(node: dict[str, Any], key: str) -> Any:
         made = instantiate(node, _key_=key)
     except DataError as error:  # about an argument, as no data are open
         raise TargetError(Problem(key, str(error))) from error
-    if (reason := misfit_of(key, made)) is not None:
+    if (reason := wrong_object(key, made)) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))
     return made
 

@@ -16,6 +16,7 @@ from trainer.errors import ModelError
 from trainer.strategies.ddp import DDP
 from trainer.strategies.dp import DataParallel
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Planned, Strategy, count_devices
 
 _DDP = (
@@ -62,16 +63,16 @@ def _group(options: StrategyConfig) -> Strategy:
         return Planned(options.name, count, None if on_cpu else _device(options))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(here, options.accelerator, options.backend)
-    common: dict[str, Any] = {
-        "backend": None if options.backend == "auto" else options.backend,
-        "timeout": options.timeout,
-        "accelerator": options.accelerator,
-        "numbers": options.devices if isinstance(options.devices, list) else None,
-        "sync_batchnorm": options.sync_batchnorm,
-    }
-    own = _FSDP if options.name == "fsdp" else _DDP
-    values = {name: getattr(options, name) for name in own}
-    return FSDP(**common, **values) if options.name == "fsdp" else DDP(**common, **values)
+    processes = Processes(
+        None if options.backend == "auto" else options.backend,
+        options.timeout,
+        options.accelerator,
+        options.devices if isinstance(options.devices, list) else None,
+        options.sync_batchnorm,
+    )
+    names = _FSDP if options.name == "fsdp" else _DDP
+    values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return FSDP(processes, **values) if options.name == "fsdp" else DDP(processes, **values)
 
 
 def _device(options: StrategyConfig) -> torch.device | None:

@@ -4,16 +4,14 @@ import logging
 import math
 import os
 import re
-import zipfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 import torch.distributed
 
 from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.hashing import HashingFile
 from trainer.checkpoints.index import Entry, Index, finite, layout_of
 from trainer.checkpoints.reader import (
     FORMAT_VERSION,
@@ -24,14 +22,14 @@ from trainer.checkpoints.reader import (
 from trainer.checkpoints.repair import repair
 from trainer.checkpoints.rewind import beyond, rewind
 from trainer.checkpoints.shards import remove_unused, shard_facts
-from trainer.errors import CheckpointError, ResourceError, StorageError
-from trainer.files.atomic import link_or_copy, remove_orphans, replacing
-from trainer.files.storage import check_space, storage_error
+from trainer.checkpoints.writer import check_room, verify_written, write_checkpoint
+from trainer.errors import CheckpointError
+from trainer.files.atomic import link_or_copy, remove_orphans
+from trainer.files.storage import storage_error
 from trainer.runs import manifest
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 
-_MARGIN = 1.2  # of the last checkpoint's size must be free before the next is written
 _STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
 _log = logging.getLogger(__name__)
 
@@ -63,12 +61,12 @@ class CheckpointStore:
         path = self.path_of(step)
         self.prepare()
         index = Index.read(self.folder)
-        _check_space(path, index, payload)
+        check_room(path, index, payload)
         if index.files.pop(path.name, None) is not None:
             index.write(self.folder)  # or the old digest would be compared with the new file
         content = {**payload, "format_version": FORMAT_VERSION}
         size, sha256 = write_checkpoint(path, content)
-        _verify(path, size)
+        verify_written(path, size)
         facts = {**_circumstances(content), **shard_facts(content), **self._facts}
         entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
         entry = index.add(entry, layout_of(content.get("model", {})))
@@ -202,73 +200,6 @@ class CheckpointStore:
         far = {self.folder / f"{name}.pt" for name in known if known[name].step > bound}
         steps = [path for step, path in files if step <= bound]
         return steps + [copy for copy in own if copy not in far and os.path.lexists(copy)]
-
-
-def write_checkpoint(path: Path, payload: dict[str, Any]) -> tuple[int, str]:
-    """Write `payload` to `path` durably; return its size in bytes and its sha256.
-
-    Raises StorageError, or ResourceError if memory runs out.
-    """
-    with replacing(path, need=_estimate(payload)) as file, HashingFile(file) as hashing:
-        try:
-            torch.save(payload, cast(BinaryIO, hashing))
-        except (RuntimeError, MemoryError) as error:
-            if hashing.error is not None:
-                raise hashing.error from None
-            if _lacks_memory(error):
-                raise ResourceError(
-                    f"cannot write {path}: no memory left; the earlier checkpoints are whole"
-                ) from error
-            raise
-    return hashing.size, hashing.hexdigest()
-
-
-def _lacks_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out, by the chain of exceptions of torch's archive writer."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, MemoryError) or "allocate memory" in text or "new thread" in text:
-            return True
-        error = error.__context__
-    return False
-
-
-def _verify(path: Path, size: int) -> None:
-    """Check size and directory of the archive. Raises StorageError.
-
-    The bytes are not read back: a fresh read comes from the page cache, not from the disk.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            whole = path.stat().st_size == size and bool(archive.namelist())
-    except OSError as error:
-        raise storage_error(path, error) from error
-    except zipfile.BadZipFile:
-        whole = False
-    if not whole:
-        raise StorageError(f"cannot write {path}: what was written cannot be read back")
-
-
-def _check_space(path: Path, index: Index, payload: Mapping[str, Any]) -> None:
-    last = max(index.files.values(), key=lambda entry: entry.step, default=None)
-    need = max(int(_MARGIN * last.size) if last else 0, _estimate(payload))
-    check_space(path, need)
-
-
-def _estimate(payload: Any) -> int:
-    """Return the size of all tensors' storages in bytes, counting shared ones once."""
-    sizes: dict[int, int] = {}
-    pending = [payload]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor) and value.device.type != "meta":
-            storage = value.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, Mapping):
-            pending.extend(value.values())
-        elif isinstance(value, list | tuple):
-            pending.extend(value)
-    return sum(sizes.values())
 
 
 def _circumstances(payload: Mapping[str, Any]) -> dict[str, Any]:

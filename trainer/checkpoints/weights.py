@@ -25,8 +25,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise DamagedCheckpointError(f"{path}: damaged, or not a .safetensors file") from error
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Replace `path` by a file of these tensors. Raises StorageError.
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Replace `path` by a file of these tensors, and of text about them. Raises StorageError.
 
     Tied weights are written once for each name: the format has no shared tensors.
     """
@@ -38,7 +40,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         values[name] = value.clone() if storage in storages else value
         storages.add(storage)
     try:
-        content = safetensors.torch.save(values, {"format": "pt"})
+        content = safetensors.torch.save(values, {**(metadata or {}), "format": "pt"})
     except (SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"cannot write {path}: the format does not support {error}") from error
     with replacing(path, need=len(content)) as file:

@@ -1,4 +1,4 @@
-"""Write a run's model in another format: verified before it has its name, whole or absent (I7)."""
+"""Write a run's model in another format: verified, and complete or absent (I7)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.batch import inputs_of
 from data.errors import DataError
+from models.weights import no_initial_weights
 from trainer.build.data import build_data, build_pipeline, eval_loader
 from trainer.checkpoints.archive import digest
 from trainer.checkpoints.weights import read_safetensors, write_safetensors
@@ -26,7 +28,7 @@ from trainer.export.network import Network, Preprocessing, build_network
 from trainer.files.atomic import write_json, write_text
 from trainer.inference.run import Run, find_checkpoint
 from trainer.runs import manifest
-from trainer.runs.status import read_status
+from trainer.runs.status import MANIFEST, read_json, read_status
 from trainer.strategies.strategy import Strategy
 from trainer.targets.instantiate import instantiate
 
@@ -40,17 +42,12 @@ _TOLERANCE = 1e-4  # of the largest answer, at least of 1
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how far its answers are from the model's."""
+    """The written files, and the largest difference of their outputs to the model's."""
 
     folder: Path
     file: Path
     difference: float
     remark: str
-
-
-def formats() -> list[str]:
-    """Name the formats."""
-    return [*FORMATS, WEIGHTS]
 
 
 def export_run(
@@ -63,8 +60,8 @@ def export_run(
 ) -> Exported:
     """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
 
-    Raises ModelError for what cannot be exported or answers differently, CheckpointError,
-    StorageError. Nothing half-written stays.
+    Raises ModelError for a model that cannot be exported or whose file has other outputs,
+    CheckpointError, StorageError. Nothing incomplete is left.
     """
     if name in FORMATS:
         check_libraries(name)
@@ -86,7 +83,7 @@ def complete(run: Run, made: Path, facts: dict[str, Any]) -> None:
 
 
 def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
-    """Return where a model comes from."""
+    """Return the provenance of a model: run, checkpoint, results, versions."""
     path = find_checkpoint(run.path, checkpoint)
     trainer = run.trainer(checkpoint)
     average = trainer.average
@@ -98,6 +95,8 @@ def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "average": None if average is None else average.name,
         "results": read_status(run.path).get("results") or {},
+        "data": read_json(run.path / MANIFEST).get("data") or [],
+        "config": (run.path / "config.yaml").read_text(encoding="utf-8"),
         "versions": manifest.versions(),
     }
 
@@ -122,7 +121,7 @@ def _write_graph(
         plain = Network(model, task, torch.nn.Sequential(), interprets=True).eval()
         with torch.inference_mode():
             trained = plain(samples_of(run, list(pipeline.steps))[0])
-            moved = float((network(samples) - trained).abs().max())
+            moved = _largest(network(samples), trained)
         verified["difference_of_preprocessing"] = moved
     return form.file, facts
 
@@ -136,7 +135,7 @@ def graph_facts(
     samples: Tensor,
     checkpoint: str,
 ) -> dict[str, Any]:
-    """Return what users of a graph must know of it, and where it comes from."""
+    """Return the facts that users of a graph need, and its provenance."""
     return {
         "format": name,
         "file": file,
@@ -147,6 +146,7 @@ def graph_facts(
         "outputs": run.facts.outputs,
         "inputs": run.facts.inputs,
         "classes": run.facts.classes,
+        "num_classes": run.facts.num_classes,
         "provenance": provenance(run, checkpoint),
     }
 
@@ -175,20 +175,26 @@ def _verify(
     for asked, wanted, found in zip(
         questions, expected, answer(path, questions, scratch), strict=True
     ):
-        scale = max(1.0, float(wanted.abs().max()))
-        same = found.shape == wanted.shape
-        off = float((found.to(wanted) - wanted).abs().max()) if same else float("inf")
+        scale = max(1.0, float(wanted.abs().max())) if wanted.is_floating_point() else 1.0
+        off = _largest(found, wanted) if found.shape == wanted.shape else float("inf")
         if not off <= _TOLERANCE * scale:
             raise ModelError(
-                f"{path.name} answers otherwise than the model (by {off:.2g}, batch of "
+                f"the outputs of {path.name} differ from the model's (by {off:.2g}, batch of "
                 f"{len(asked)}): does its forward branch on its data, or draw random numbers?"
             )
         largest = max(largest, off)
     return largest
 
 
+def _largest(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference; of class numbers the share of those that differ."""
+    if not wanted.is_floating_point():
+        return float((found != wanted).double().mean())
+    return float((found.to(wanted) - wanted).abs().max())
+
+
 def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
-    """Return inputs after the named transforms: the run's own, or random ones without its data."""
+    """Return inputs after the named transforms: the run's, or random ones without its data."""
     kept = {name: run.config.transforms.eval[name] for name in names}
     transforms = replace(run.config.transforms, eval=kept)
     loader_options = replace(run.config.loader, num_workers=0, eval_batch_size=_SAMPLES)
@@ -199,7 +205,7 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
             batch = next(iter(loader.epoch(0, 0, 1))).batch
-            inputs = _one_view(batch[0] if isinstance(batch, tuple | list) else batch)
+            inputs = _one_view(inputs_of(batch))
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     except DataError as error:
         logger.warning("the run's data are not there (%s): verified with random inputs", error)
@@ -221,7 +227,7 @@ def _random(run: Run, whole: bool) -> Tensor:
 
 
 def _one_view(batch: Any) -> Tensor:
-    """Return one view of each sample: averages over views are the caller's."""
+    """Return one view of each sample: the caller averages over views."""
     if not isinstance(batch, Tensor):
         kind = type(batch).__name__
         raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
@@ -231,17 +237,10 @@ def _one_view(batch: Any) -> Tensor:
 def _write_weights(
     run: Run, name: str, folder: Path, preprocessing: Preprocessing, checkpoint: str
 ) -> tuple[str, dict[str, Any]]:
-    """Write the weights and the configuration; a bare model must take them."""
+    """Write the weights and the configuration; a newly built model must load them."""
     weights: Mapping[str, Tensor] = run.model(checkpoint).state_dict()
     path = folder / "model.safetensors"
-    write_safetensors(path, weights)
-    shutil.copyfile(run.path / "config.yaml", folder / "config.yaml")
-    bare = instantiate(run.facts.model, _key_="model")
-    bare.load_state_dict(read_safetensors(path))
-    equal = all(torch.equal(v, weights[k].cpu()) for k, v in bare.state_dict().items())
-    if not equal:
-        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
-    facts = {
+    facts: dict[str, Any] = {
         "format": name,
         "file": path.name,
         "model": run.facts.model,
@@ -250,22 +249,17 @@ def _write_weights(
         "output": "logits",
         "classes": run.facts.classes,
         "provenance": provenance(run, checkpoint),
-        "verified": {"samples": "weights, bit for bit", "largest_difference": 0.0},
     }
+    write_safetensors(path, weights, {"regimen": json.dumps(facts)})
+    shutil.copyfile(run.path / "config.yaml", folder / "config.yaml")
+    with no_initial_weights():
+        bare = instantiate(run.facts.model, _key_="model")
+    bare.load_state_dict(read_safetensors(path))
+    equal = all(torch.equal(v, weights[k].cpu()) for k, v in bare.state_dict().items())
+    if not equal:
+        raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
+    facts["verified"] = {"samples": "weights, bit for bit", "largest_difference": 0.0}
     return path.name, facts
-
-
-def how_to_load(folder: Path) -> list[str]:
-    """Return the lines of Python that load weights without Regimen's trainer."""
-    facts = json.loads((folder / FACTS).read_text())
-    node = dict(facts["model"])
-    module, _, kind = str(node.pop("_target_")).rpartition(".")
-    arguments = ", ".join(f"{key}={value!r}" for key, value in node.items())
-    return [
-        f"from {module} import {kind}; from safetensors.torch import load_file",
-        f"model = {kind}({arguments})",
-        f"model.load_state_dict(load_file({str(folder / facts['file'])!r}))",
-    ]
 
 
 def _dtype(tensor: Tensor) -> str:

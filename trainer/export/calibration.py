@@ -1,4 +1,4 @@
-"""The ranges of a network's values: seen on training samples, or learnt in training."""
+"""The ranges of a network's activations: of training samples, or learnt in training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BATCH = 32
 def calibrated(run: Run, model: nn.Module, checkpoint: str, samples: int) -> Ranges:
     """Return the ranges of a network's values over `samples` training samples.
 
-    These are the first of the run's first epoch, with the transforms of evaluation: the same for
-    the same run. Raises ModelError without the training data.
+    These are the first samples of the run's first epoch, with the transforms of evaluation: the
+    same in each call. Raises ModelError without the training data.
     """
     forward = _forward(run, checkpoint)
     batches = _training_batches(run.config, samples)
@@ -46,7 +46,7 @@ def calibrated(run: Run, model: nn.Module, checkpoint: str, samples: int) -> Ran
 
 
 def learnt(run: Run, model: nn.Module, checkpoint: str, example: Any) -> Ranges | None:
-    """Return the ranges that a run was trained with; None if it was not. Raises ModelError."""
+    """Return the ranges that a run has learnt; None if it has none. Raises ModelError."""
     path = find_checkpoint(run.path, checkpoint)
     state = learnt_state(CheckpointStore(path.parent).load(path))
     if state is None or not state["known"]:
@@ -60,7 +60,7 @@ def learnt(run: Run, model: nn.Module, checkpoint: str, example: Any) -> Ranges 
 
 
 def learnt_state(payload: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the ranges in a checkpoint, whichever callback learnt them."""
+    """Return the ranges in a checkpoint, of whichever callback."""
     states = payload["callbacks"].values()
     return next((s[LEARNT] for s in states if isinstance(s, Mapping) and LEARNT in s), None)
 
@@ -102,6 +102,6 @@ def _training_batches(config: Config, samples: int) -> Iterator[Any]:
         found.close()
     except DataError as error:
         raise ModelError(
-            f"method=static observes training samples, and the run's data are not there ({error}): "
+            f"method=static needs training samples, and the run's data are not there ({error}): "
             "put them back (data.root), or train with callbacks=[default,qat]"
         ) from error

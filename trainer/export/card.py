@@ -1,9 +1,9 @@
-"""The model card beside an exported model: what it is, where it comes from, what is not known."""
+"""The model card beside an exported model: inputs and outputs, provenance, metrics, limits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.inference.run import Run
@@ -14,8 +14,34 @@ _CURVE = 20  # validations that are listed
 def model_card(run: Run, facts: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     origin = facts["provenance"]
-    verified = facts["verified"]
-    lines = [
+    return "\n".join(
+        [
+            *_description(run, facts, origin),
+            "## Metrics of the run",
+            "",
+            *[f"- {name}: {value:.4f}" for name, value in _numbers(origin["results"])],
+            "",
+            *_quantization(facts),
+            *_curve(run),
+            *_verification(facts["verified"]),
+            "## Limits",
+            "",
+            "- The metrics hold for data like the run's. Nothing was measured on any other data.",
+            "- Fairness, calibration and robustness were not measured.",
+            "",
+            "## Configuration",
+            "",
+            "```yaml",
+            origin["config"].rstrip("\n"),
+            "```",
+            "",
+        ]
+    )
+
+
+def _description(run: Run, facts: Mapping[str, Any], origin: Mapping[str, Any]) -> list[str]:
+    """Return what the model is, takes and returns, and where it comes from."""
+    return [
         f"# {origin['name']}",
         "",
         f"Model: `{run.facts.model['_target_']}`, as `{facts['format']}`: {facts['file']}.",
@@ -33,15 +59,14 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
         f"- Run `{origin['run']}`, checkpoint `{origin['checkpoint']}` (sha256 "
         f"`{origin['sha256']}`), step {origin['step']}",
         f"- Weights: {_weights(origin['average'])}",
-        f"- Data: `{_data(run)}`",
+        *[f"- Data: {line}" for line in _data(run, origin["data"])],
         f"- Versions: {', '.join(f'{k} {v}' for k, v in origin['versions'].items())}",
         "",
-        "## Metrics of the run",
-        "",
-        *[f"- {name}: {value:.4f}" for name, value in origin["results"].items() if value],
-        "",
-        *_quantization(facts),
-        *_curve(run),
+    ]
+
+
+def _verification(verified: Mapping[str, Any]) -> list[str]:
+    lines = [
         "## Verified",
         "",
         f"- Against the model in PyTorch on samples: {verified['samples']}; largest difference "
@@ -49,15 +74,7 @@ def model_card(run: Run, facts: Mapping[str, Any]) -> str:
     ]
     if (moved := verified.get("difference_of_preprocessing")) is not None:
         lines.append(f"- Preprocessing in the graph against that of training: {moved:.2g}")
-    lines += [
-        "",
-        "## Limits",
-        "",
-        "- The metrics hold for data like the run's. Nothing was measured on any other data.",
-        "- Fairness, calibration and robustness were not measured.",
-        "",
-    ]
-    return "\n".join(lines)
+    return [*lines, ""]
 
 
 def _listed(classes: list[str] | None) -> str:
@@ -68,13 +85,25 @@ def _weights(average: str | None) -> str:
     return "of the checkpoint" if average is None else f"the average of `callbacks.{average}`"
 
 
-def _data(run: Run) -> str:
+def _data(run: Run, splits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each split that the run noted, or what its configuration names."""
     node = run.config.data.train or {}
-    return str(node.get("_target_", "not named"))
+    target = str(node.get("_target_", "not named"))
+    if not splits:
+        return [f"`{target}`"]
+    return [
+        f"{split['split']}: `{target}`, "
+        + ", ".join(f"{key} {value}" for key, value in split.items() if key != "split")
+        for split in splits
+    ]
+
+
+def _numbers(results: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in results.items() if value is not None]
 
 
 def _quantization(facts: Mapping[str, Any]) -> list[str]:
-    """Return what 8-bit integers cost and gain; nothing for a model in floats."""
+    """Return accuracy, size and speed before and after quantization; nothing without it."""
     told = facts.get("quantization")
     if not told:
         return []

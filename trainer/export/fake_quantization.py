@@ -1,4 +1,4 @@
-"""Fake quantization: a network in floats that rounds as one in 8-bit integers does."""
+"""Fake quantization: a network in floats that rounds as an 8-bit integer network does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALLEST = 1e-12  # a scale: a channel may be all zeros
 
 
 class Ranges:
-    """The range of the values at each place, and what is rounded to it.
+    """The range of the values at each place, to which they are rounded.
 
     Values are `low` to `high`, [places], and always include zero.
     """
@@ -33,7 +33,7 @@ class Ranges:
         self.rounds = True  # where the ranges are known
 
     def at(self, x: Tensor, place: int) -> Tensor:
-        """Note the values at a place, and round them where its range is known."""
+        """Record the values at a place, and round them if its range is known."""
         if self.observes():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
@@ -51,12 +51,12 @@ class Ranges:
         return torch.stack([self._seen_low, self._seen_high])
 
     def forget(self) -> None:
-        """Begin to observe anew."""
+        """Reset the observed values."""
         self._seen_low.zero_()
         self._seen_high.zero_()
 
     def follow(self, seen: Tensor, momentum: float) -> None:
-        """Move the ranges towards those seen by a factor of `1 - momentum`; first: take them."""
+        """Move the ranges towards `seen` by `1 - momentum`; the first call sets them."""
         weight = 1 - momentum if self.known else 1.0
         self.low.lerp_(seen[0], weight)
         self.high.lerp_(seen[1], weight)
@@ -72,7 +72,7 @@ class Ranges:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take ranges over. Raises ValueError for those of another network."""
+        """Load ranges. Raises ValueError for those of another network."""
         if list(state["places"]) != list(self.places.names):
             raise ValueError("the ranges are of a network with other layers")
         self.low.copy_(state["low"])
@@ -81,14 +81,14 @@ class Ranges:
 
 
 def scale_and_zero(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the size of a step and the integer that stands for zero; no host is asked."""
+    """Return the step size and the integer for zero, without waiting for the device."""
     scale = ((high - low) / LEVELS).clamp_min(_SMALLEST)
     zero = (-low / scale).round().clamp(0, LEVELS)
     return scale, zero.to(torch.int32)
 
 
 def weight_scale(weight: Tensor) -> Tensor:
-    """Return the size of a step of each output channel, [channels]."""
+    """Return the step size of each output channel, [channels]."""
     return (weight.detach().flatten(1).abs().amax(1) / LARGEST).float().clamp_min(_SMALLEST)
 
 
@@ -141,10 +141,10 @@ _ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = dict(
 
 
 def attach(model: nn.Module, ranges: Ranges) -> Callable[[], None]:
-    """Let a network round its weights and the values at its places; return what undoes it.
+    """Make a network round its weights and the values at its places; return the undo function.
 
-    The names and the values of its parameters stay: only the classes of the layers change, to ones
-    that round what they compute with.
+    Names and values of its parameters stay: only the classes of the layers change, to ones that
+    round their weights.
     """
     undo: list[Callable[[], None]] = [
         _observed(model, name, number, ranges) for number, name in enumerate(ranges.places.names)

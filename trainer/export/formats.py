@@ -1,4 +1,4 @@
-"""How each format is written, and how it answers when it is loaded again."""
+"""Each export format: how it is written, and how it is loaded again and run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from torch.export import Dim, ExportedProgram, export, save
 from trainer.errors import ModelError
 from trainer.export.network import Network
 
-# Loaded in a process of its own: what works there needs nothing of this one.
+# Loaded in a separate process, which has nothing of this one.
 _LOAD = {
     "torch_export": "torch.export.load(path).module()",
     "torchscript": "torch.jit.load(path)",
     "aoti": "torch._inductor.aoti_load_package(path)",
 }
+_LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
 _COMPILERS = ("g++", "clang++", "c++")
 _FRESH = """
 import sys, torch
@@ -48,7 +49,7 @@ class Format:
     write: Callable[[Network, Tensor, Path, Mapping[str, Any]], None]
     answer: Callable[[Path, Sequence[Tensor], Path], list[Tensor]]  # with a folder for its use
     needs: tuple[str, ...] = ()  # libraries
-    extra: str = ""  # that brings them
+    extra: str = ""  # extra that installs them
     remark: str = ""
     compiles: bool = False  # with the machine's C++ compiler
 
@@ -69,6 +70,7 @@ def check_libraries(name: str) -> None:
 def exported_program(network: Network, example: Tensor) -> ExportedProgram:
     """Export with a free batch size: without Python's own control flow first, then with it."""
     shapes = ({0: Dim("batch", min=1)},)
+    failures = []
     for strict in (False, True):
         try:
             return export(
@@ -79,12 +81,12 @@ def exported_program(network: Network, example: Tensor) -> ExportedProgram:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
         except Exception as error:
-            failure = error
-    reason = " ".join(str(failure).split())[:300]
+            failures.append(error)
+    reason = " ".join(str(failures[0]).split())[:300]
     raise ModelError(
         f"the model cannot be exported by torch.export: {reason}; "
         "format=torchscript or format=safetensors may do"
-    ) from failure
+    ) from failures[0]
 
 
 def _write_program(
@@ -118,7 +120,7 @@ def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping
 
 @contextmanager
 def silently() -> Iterator[None]:
-    """Keep what exporters say of their own passes from the terminal."""
+    """Suppress the exporters' output about their passes."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -142,9 +144,23 @@ def _write_torchscript(
     network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
 ) -> None:
     extra = {"regimen.json": json.dumps(metadata)}
-    with silently():  # that it is deprecated is said once, by us
+    with silently():  # the deprecation is mentioned once, in `remark`
+        torch.jit.save(_scripted(network, example), str(path), _extra_files=extra)
+
+
+def _scripted(network: Network, example: Tensor) -> torch.jit.ScriptModule:
+    """Trace a network; its model is compiled from source where a trace may lose a branch."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", _LOST)
         traced = torch.jit.trace(network, (example,))  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, str(path), _extra_files=extra)
+    if not any(issubclass(w.category, _LOST) for w in told):
+        return traced  # type: ignore[no-any-return]
+    try:
+        model = torch.jit.script(network.model)
+    except Exception:  # Python that TorchScript does not know; whether the trace will do is tried
+        return traced  # type: ignore[no-any-return]
+    again = network.with_model(model).eval()
+    return torch.jit.trace(again, (example,))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _write_package(
@@ -154,7 +170,11 @@ def _write_package(
     program = exported_program(network, example)
     try:
         with silently(), torch.inference_mode():
-            inductor.aoti_compile_and_package(program, package_path=str(path))
+            inductor.aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                inductor_configs={"aot_inductor.metadata": {"regimen": json.dumps(metadata)}},
+            )
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
@@ -169,7 +189,7 @@ def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Te
         code = _FRESH.format(load=_LOAD[name])
         command = [sys.executable, "-P", "-W", "ignore", "-c", code]
         done = subprocess.run(
-            [*command, str(path), str(asked), str(answered)],
+            [*command, str(path.absolute()), str(asked), str(answered)],
             capture_output=True,
             text=True,
             check=False,
@@ -185,7 +205,7 @@ def _answer_fresh(name: str) -> Callable[[Path, Sequence[Tensor], Path], list[Te
 
 
 def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
-    """Return how long a call takes: the median of 20, after three that warm up."""
+    """Return the time of a call: the median of 20, after three for warm-up."""
     times = []
     with torch.inference_mode():
         for _ in range(23):
@@ -196,7 +216,7 @@ def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
 
 
 def speed_of_package(network: Network, path: Path, samples: Tensor) -> dict[str, float]:
-    """Return what a compiled package and the model take, in milliseconds, for 1 and 32 samples."""
+    """Return the milliseconds of a compiled package and of the model, for 1 and 32 samples."""
     inductor: Any = importlib.import_module("torch._inductor")
     package = inductor.aoti_load_package(str(path))  # written, loaded and compared just before
     speed = {}

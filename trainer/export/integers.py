@@ -1,4 +1,4 @@
-"""A network with 8-bit integer weights and activations, as ONNX describes them."""
+"""A network with 8-bit integer weights and activations in ONNX's representation."""
 
 from __future__ import annotations
 
@@ -66,15 +66,24 @@ class IntegerLayer(nn.Module):
             bias = (bias.double() / self.bias_scale.double()).round().clamp(-largest, largest)
             bias = bias.to(torch.int32)
         self.register_buffer("bias", bias)
-        self._convolution = None if isinstance(layer, nn.Linear) else [layer]  # not a submodule
+        self._layer = [layer]  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a network reads of the layer itself, such as `in_features`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_layer" not in self.__dict__:  # in `__init__`
+                raise
+            return getattr(self._layer[0], name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map what the layer maps."""
+        """Compute what the layer computes."""
         weight = _in_floats(self.weight, self.scale)
         bias = None if self.bias is None else _in_floats(self.bias, self.bias_scale)
-        if self._convolution is None:
+        if isinstance(self._layer[0], nn.Linear):
             return F.linear(x, weight, bias)
-        return self._convolution[0]._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+        return self._layer[0]._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def integer_network(model: nn.Module, ranges: Ranges) -> nn.Module:

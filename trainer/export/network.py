@@ -1,4 +1,4 @@
-"""What is exported: a network with, or without, the preprocessing that can be part of a graph."""
+"""The network to export, with or without the preprocessing that can be part of a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.task import Task
 Preprocessing = Literal["outside", "inside"]
 
 
-class Scale(nn.Module):
+class ToUnitRange(nn.Module):
     """Turn bytes into floats from 0 to 1; leave floats as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Normalize(nn.Module):
 
 
 class Network(nn.Module):
-    """A model as its task asks it; `steps` come before it, `interpret` after it."""
+    """A model as its task calls it, after `steps` and, if asked for, before `interpret`."""
 
     def __init__(self, model: nn.Module, task: Task, steps: nn.Module, interprets: bool) -> None:
         super().__init__()
@@ -48,8 +48,12 @@ class Network(nn.Module):
         self._task = task
         self._interprets = interprets
 
+    def with_model(self, model: nn.Module) -> Network:
+        """Return the same around another model."""
+        return Network(model, self._task, self.steps, self._interprets)
+
     def forward(self, x: Tensor) -> Tensor:
-        """Map a batch of inputs to outputs (logits), or to what the task makes of them."""
+        """Map a batch of inputs to outputs (logits), or to their interpretation by the task."""
         output = self._task.prediction_step(self.model, self.steps(x))
         return self._task.interpret(output) if self._interprets else output  # type: ignore[no-any-return]
 
@@ -57,11 +61,11 @@ class Network(nn.Module):
 def build_network(
     model: nn.Module, task: Task, pipeline: Pipeline, preprocessing: Preprocessing
 ) -> tuple[Network, list[str]]:
-    """Return the network to export, and the names of the transforms that callers must do.
+    """Return the network to export, and the names of the transforms that callers must apply.
 
-    `inside`: bytes in, what the task makes of the outputs (probabilities) out; of the transforms,
-    those that follow the last one that changes sizes. `outside`: floats in, outputs (logits) out.
-    Raises ModelError for a transform that can be part of no graph and is no change of size.
+    `inside`: bytes in, interpreted outputs (probabilities) out; it has the transforms after the
+    last one that changes sizes. `outside`: floats in, outputs (logits) out. Raises ModelError for a
+    transform after that one which cannot be part of a graph.
     """
     names = list(pipeline.steps)
     if preprocessing == "outside":
@@ -70,7 +74,7 @@ def build_network(
     while names and (module := _as_module(pipeline.steps[names[-1]])) is not None:
         inside.insert(0, module)
         names.pop()
-    if not inside or not isinstance(inside[0], Scale):
+    if not inside or not isinstance(inside[0], ToUnitRange):
         last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
         raise ModelError(
             f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
@@ -81,7 +85,7 @@ def build_network(
 
 def _as_module(step: Any) -> nn.Module | None:
     if isinstance(step, ToFloat):
-        return Scale()
+        return ToUnitRange()
     if isinstance(step, Standardize):
         like = torch.zeros(1)
         return Normalize(step.mean.beside(like).clone(), step.std.beside(like).clone())

@@ -1,4 +1,4 @@
-"""Which tensors of a network are quantized, found by one forward pass."""
+"""The tensors of a network to quantize, found by one forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 LAYERS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _CONVOLUTIONS = LAYERS[:3]
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Their outputs are values of their inputs: what is quantized before them is so after them.
+# Their outputs are values of their inputs: quantized inputs give quantized outputs.
 _KEEPS_VALUES = (
     nn.Identity,
     nn.Dropout,
@@ -42,7 +42,7 @@ class Layer:
 class Places:
     """The layers of a network that are quantized, and the tensors between them.
 
-    `names`: `output:MODULE` is what a module returns, `input:MODULE` what it is given.
+    `names`: `output:MODULE` is the output of a module, `input:MODULE` its input.
     """
 
     names: tuple[str, ...]

@@ -44,12 +44,12 @@ _LATENCIES = (1, 32)  # batch sizes
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was written, and what it costs and gains."""
+    """The written files, and size, speed and metrics before and after."""
 
     folder: Path
     file: Path
     method: str
-    learnt: bool  # the ranges are the run's own
+    learnt: bool  # the run has learnt the ranges
     before: Mapping[str, float]
     after: Mapping[str, float]
 
@@ -75,12 +75,12 @@ def quantize_run(
 ) -> Quantized:
     """Write a run's model as ONNX with integers into the folder `out`.
 
-    static: 8-bit weights and activations, whose ranges the run has learnt, or which `samples`
-    training samples show. dynamic: 8-bit weights of matrix products. auto: static where most
+    static: 8-bit weights and activations, with the ranges that the run has learnt, or those of
+    `samples` training samples. dynamic: 8-bit weights of matrix products. auto: static where most
     weights are those of convolutions. out: default RUN/exports/quantized.
 
-    Raises ModelError for what cannot be quantized, answers differently, or loses more than
-    `max_drop` of its accuracy on the run's test data. Nothing half-written stays.
+    Raises ModelError for a model that cannot be quantized, or a file whose outputs differ or which
+    loses more than `max_drop` accuracy on the run's test data. Nothing incomplete is left.
     """
     check_libraries("onnx")
     if method == "auto":
@@ -163,21 +163,25 @@ def _write_dynamic(source: Path, target: Path) -> None:
 
 
 def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> float:
-    """Return the largest difference of answers. Raises ModelError where they are no rounding."""
+    """Return the largest difference of outputs. Raises ModelError if it exceeds rounding."""
     questions = [samples[:size].clone() for size in BATCHES]
     answer = FORMATS["onnx"].answer
     largest = 0.0
     with torch.inference_mode():
         for asked, found in zip(questions, answer(path, questions, path.parent), strict=True):
             wanted = expected(asked)
-            scale = max(float(wanted.abs().max()), 1e-6)
-            off = (found - wanted).abs() if found.shape == wanted.shape else torch.tensor([1e9])
+            if found.shape != wanted.shape:
+                off, scale = torch.tensor([1e9]), 1.0
+            elif wanted.is_floating_point():
+                off, scale = (found - wanted).abs(), max(float(wanted.abs().max()), 1e-6)
+            else:  # class numbers of pixels
+                off, scale = (found != wanted).float(), 1.0
             root = float(off.square().mean().sqrt())
             if not root <= noise * scale:
                 raise ModelError(
-                    f"the quantized model answers otherwise (by {root:.2g} of {scale:.2g}, batch "
-                    f"of {len(asked)}): its values do not fit 8 bits; callbacks=[default,qat] "
-                    "trains for them"
+                    f"the outputs of the quantized model differ (by {root:.2g} of {scale:.2g}, "
+                    f"batch of {len(asked)}): its values do not fit 8 bits; "
+                    "callbacks=[default,qat] trains for them"
                 )
             largest = max(largest, float(off.max()))
     return largest
@@ -194,7 +198,7 @@ def _measured(
         return torch.from_numpy(session.run(None, {"input": x.contiguous().numpy()})[0])
 
     values = {"megabytes": path.stat().st_size / 1e6}
-    values |= _metrics(request, Answering(answer, facts["output"]), facts)
+    values |= _metrics(request, Answering(answer, facts), facts)
     for size in _LATENCIES:
         batch = samples[torch.arange(size) % len(samples)]
         values[f"ms_of_{size}"] = milliseconds(answer, batch)
@@ -207,8 +211,7 @@ def _metrics(request: _Request, answering: nn.Module, facts: Mapping[str, Any]) 
     if split is None:
         return {}
     try:
-        names = list(facts["transforms_of_the_caller"])
-        return metrics_of(request.run.config, answering, names, split)
+        return metrics_of(request.run.config, answering, facts, split)
     except DataError as error:
         logger.warning("the run's data are not there (%s): accuracy is not measured", error)
         return {}
@@ -226,7 +229,7 @@ def _check_drop(before: Mapping[str, float], after: Mapping[str, float], most: f
 
 @contextmanager
 def _quietly() -> Any:
-    """Keep from the terminal what onnxruntime's quantizer says to the root logger."""
+    """Suppress what onnxruntime's quantizer logs to the root logger."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)

@@ -130,12 +130,17 @@ def _copy(source: Path, target: Path) -> None:
 
 def _is_orphan(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        descriptor = os.open(path, os.O_RDONLY)  # a file or a folder
     except OSError as error:
         return error.errno != errno.ENOENT
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
     return True
 
 

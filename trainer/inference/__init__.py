@@ -1,1 +1,1 @@
-"""A finished run put to use: what it was given, its model, and its predictions for new data."""
+"""Use of a finished run: the facts about its data, its model, and predictions for new data."""

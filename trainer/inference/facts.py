@@ -1,4 +1,4 @@
-"""`inference.json`: what a run must know of its data to be used without them."""
+"""`inference.json`: the facts about a run's data that its use without them needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 
 @dataclass(frozen=True, slots=True)
 class InferenceFacts:
-    """What a model is given and what it answers, as plain values."""
+    """The inputs and outputs of a model, as plain values."""
 
     classes: list[str] | None  # names, by class number
     num_classes: int | None
@@ -46,7 +46,7 @@ class InferenceFacts:
 
 
 def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
-    """Describe a run whose data are open."""
+    """Return the facts of a run whose data are open."""
     known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
     classes = next((list(c) for s in known if (c := getattr(s, "classes", None))), None)
     inputs = input_form(known[0])
@@ -71,9 +71,9 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
 
 
 def read_facts(folder: Path) -> InferenceFacts | None:
-    """Read a run's `inference.json`; None where an older version made the run.
+    """Read a run's `inference.json`; None for a run of an older version.
 
-    Raises RunDirectoryError for a file that is none of ours.
+    Raises RunDirectoryError for an unknown or damaged file.
     """
     found = read_json(folder / INFERENCE)
     if not found:
@@ -91,7 +91,7 @@ def read_facts(folder: Path) -> InferenceFacts | None:
 
 
 def input_form(dataset: Any) -> dict[str, Any]:
-    """Return what samples are before the transforms, as far as the data set tells."""
+    """Return the form of samples before the transforms, if the data set declares it."""
     told = getattr(dataset, "input_form", None)
     return dict(told()) if callable(told) else {"kind": "array"}
 
@@ -103,12 +103,12 @@ def _transformed_form(config: Config, inputs: Mapping[str, Any]) -> dict[str, An
     picture = torch.zeros(inputs["channels"], *(inputs["size"] or _ANY_SIZE), dtype=torch.uint8)
     try:
         return tensor_form(build_pipeline(config, "eval")(picture))
-    except DataError:  # a transform of the user's own that takes no such picture
+    except DataError:  # a transform of the user that does not accept such a picture
         return None
 
 
 def tensor_form(value: Any) -> dict[str, Any] | None:
-    """Return a tensor's shape and type, or those of each of a mapping's."""
+    """Return a tensor's shape and dtype, or those of each tensor of a mapping."""
     if isinstance(value, Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):

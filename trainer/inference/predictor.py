@@ -1,4 +1,4 @@
-"""A trained model's answers to a loader's samples, in their order."""
+"""The outputs of a trained model for the samples of a loader, in order."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from trainer.update.misfit import MISFITS, misfit
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says to some samples, on the host; of one process or, gathered, of all."""
+    """The outputs for some samples on the host, of one process or gathered from all."""
 
     indices: Sequence[int]  # of the samples that were read
     values: Any  # what `Task.interpret` returned, [n, ...]
-    kept: Tensor | None  # what is to be saved of each sample, [n, ...]
+    kept: Tensor | None  # the values to save for each sample, [n, ...]
     broken: dict[int, str]  # samples that could not be read, and why
 
 
 class Predictor:
-    """Ask a trainer's model, with the weights that its run was evaluated with.
+    """Run a trainer's model with the weights that its run was evaluated with.
 
-    keep: "logits", "probabilities", "embeddings:MODULE" (what a module of the model returns), or
-    None: nothing but the answers. generation: the answers are new tokens after prompts.
-    Raises ModelError for a module that is not there.
+    keep: "logits", "probabilities", "embeddings:MODULE" (the output of a module of the model), or
+    None: nothing but the outputs. generation: the outputs are new tokens after prompts.
+    Raises ModelError if the model has no such module.
     """
 
     def __init__(
         self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._generation = generation
         self._keep = keep
         name = keep.partition(":")[2] if keep and keep.startswith("embeddings:") else None
@@ -50,8 +50,8 @@ class Predictor:
 
     @torch.inference_mode()
     def __call__(self, loader: OnDevice, start: int = 0) -> Iterator[Answers]:
-        """Yield the answers to each batch from number `start` on, of all processes together."""
-        trainer = self._trainer
+        """Yield the outputs for each batch from number `start` on, gathered from all processes."""
+        trainer = self.trainer
         group = trainer.group
         told = 0
         with self.ready():
@@ -67,15 +67,15 @@ class Predictor:
                 yield from group.gather(own)
 
     def ask(self, batch: Any, count: int) -> tuple[Any, Tensor | None]:
-        """Return the answers to the first `count` samples of a batch, and what is kept of them."""
-        task = self._trainer.task
+        """Return the outputs for the first `count` samples of a batch, and the values to keep."""
+        task = self.trainer.task
         try:
-            with self._trainer.precision.autocast():
+            with self.trainer.precision.autocast():
                 if self._generation is None:
-                    output = task.prediction_step(self._trainer.model, batch)
+                    output = task.prediction_step(self.trainer.model, batch)
                     values = task.interpret(output)
                 else:
-                    logits_of = partial(task.prediction_step, self._trainer.model)
+                    logits_of = partial(task.prediction_step, self.trainer.model)
                     output = values = self._generation(logits_of, batch)
         except MISFITS as error:
             if (known := misfit(error, batch, 0)) is not None:
@@ -92,7 +92,7 @@ class Predictor:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Use the evaluated weights, in evaluation mode; draws are keyed by the seed alone."""
-        trainer = self._trainer
+        trainer = self.trainer
         with ExitStack() as stack:
             stack.enter_context(
                 rng.keyed(trainer.strategy.device, derived(trainer.options.seed, "predict"))

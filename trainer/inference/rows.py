@@ -1,4 +1,4 @@
-"""One row for each sample: a model's answers in words and numbers."""
+"""One row for each sample: a model's outputs as names and numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """Turn answers into rows, by what the task's outputs are.
+    """Turn outputs into rows, by the kind of the task's outputs.
 
     name_of: a sample's file, or its number in the data set, by index.
-    mask_of: where a sample's mask is written, by index and mask; None: masks have no rows.
-    prompt_of: the text that a sample's answer continues; None: answers are no new text.
+    mask_of: writes a mask and returns its path, by index and mask; None: no rows for masks.
+    prompt_of: the prompt of a sample, by index; None: the outputs are not text.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Rows:
         self._of_kind = kinds[kind]
 
     def __call__(self, answers: Answers) -> Iterator[Row]:
-        """Yield the rows of a batch by the order of its samples, broken ones among them."""
+        """Yield the rows of a batch in the order of its samples, including broken ones."""
         rows = dict(
             zip(answers.indices, self._of_kind(answers.indices, answers.values), strict=True)
         )
@@ -83,7 +83,9 @@ class Rows:
         return rows
 
     def _values(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        values = values * self._std + self._mean  # those of the file, where training scaled them
+        values = (
+            values * self._std + self._mean
+        )  # in the units of the file, as training standardised them
         if values.ndim == 1:
             return [{"prediction": value} for value in values.tolist()]
         return [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from trainer.inference.facts import InferenceFacts, facts_of, read_facts
 from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
+from trainer.runs.metrics import read_metrics
 from trainer.runs.status import RunDirectoryError
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow
@@ -52,7 +53,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
 
     device: auto (what the machine has), cpu, cuda or mps.
     allow_targets: further packages that the run's `_target_`s may name, as `--allow-target` does.
-    Raises RunDirectoryError where no run is, ConfigError where its configuration is not sound.
+    Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
@@ -66,7 +67,7 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
 
 
 class Run:
-    """A run on disk. What takes time is read when it is asked for, and then kept."""
+    """A run on disk; its parts are loaded at their first use."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
@@ -78,17 +79,13 @@ class Run:
 
     @cached_property
     def facts(self) -> InferenceFacts:
-        """What the run knows of its data: classes, the form of inputs and outputs."""
+        """The facts about the run's data: classes, the form of inputs and outputs."""
         return facts_of_run(self.path, self.config)
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """Everything that was logged, a dict for each line: `step`, `epoch`, `train/loss`..."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill tears the last
+        return list(read_metrics(self.path))
 
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
@@ -108,23 +105,13 @@ class Run:
         """Return a row for each picture, as `predict` writes them: prediction, probability...
 
         images: file names, the bytes of picture files, PIL pictures, uint8 tensors or arrays
-        [C, H, W] (arrays [H, W] and [H, W, C] too); or, where the run's data are no pictures, a
+        [C, H, W] (arrays [H, W] and [H, W, C] too); or, if the run's data are not pictures, a
         tensor [n, ...] of inputs after the transforms. `batch_size`: default
         `loader.eval_batch_size`, or `loader.batch_size`.
-        Raises DataError for what is no picture.
+        Raises DataError for anything else.
         """
-        trainer = self.trainer(checkpoint)
-        loader = self.config.loader
-        size = batch_size or loader.eval_batch_size or loader.batch_size
-        rows = Rows(self.facts, top_k, str)
-        predictor = Predictor(trainer)
-        found: list[Row] = []
-        with torch.inference_mode(), predictor.ready():
-            for first, samples in _batches(self._samples(images), size):
-                batch = trainer.to_device(collate(samples))
-                values, _ = predictor.ask(batch, len(samples))
-                indices = range(first, first + len(samples))
-                found += rows(Answers(indices, values, None, {}))
+        predictor, rows = Predictor(self.trainer(checkpoint)), Rows(self.facts, top_k, str)
+        found = list(self._answers(predictor, self._samples(images), rows, batch_size))
         for row in found:
             del row["file"]
         return found
@@ -141,7 +128,7 @@ class Run:
         batch_size: int | None = None,
         checkpoint: str = "best",
     ) -> list[str]:
-        """Return what a language model writes after each prompt, as `predict` does.
+        """Return the text that a language model generates after each prompt, as `predict` does.
 
         sampling: greedy (the likeliest token) or random, from the `top_k` likeliest. seed: default
         that of the run. Raises ConfigError for a run that does not continue text, DataError for a
@@ -150,20 +137,27 @@ class Run:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         names = [f"prompt {number}" for number in range(len(texts))]
         dataset = prompts_for(self.facts, self.config, names, texts)
-        trainer = self.trainer(checkpoint)
         seed = self.config.seed if seed is None else seed
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
-        predictor = Predictor(trainer, generation=generation)
+        predictor = Predictor(self.trainer(checkpoint), generation=generation)
         rows = Rows(self.facts, 1, str, prompt_of=texts.__getitem__)
+        samples = map(dataset.__getitem__, range(len(texts)))
+        found = self._answers(predictor, samples, rows, batch_size)
+        return [row["prediction"] for row in found]
+
+    def _answers(
+        self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
+    ) -> Iterator[Row]:
+        """Yield the row of each sample, computed batch by batch."""
         loader = self.config.loader
         size = batch_size or loader.eval_batch_size or loader.batch_size
-        found: list[str] = []
+        first = 0
         with torch.inference_mode(), predictor.ready():
-            for first, samples in _batches(map(dataset.__getitem__, range(len(texts))), size):
-                values, _ = predictor.ask(trainer.to_device(collate(samples)), len(samples))
-                indices = range(first, first + len(samples))
-                found += [row["prediction"] for row in rows(Answers(indices, values, None, {}))]
-        return found
+            while some := list(islice(samples, size)):
+                batch = predictor.trainer.to_device(collate(some))
+                values, _ = predictor.ask(batch, len(some))
+                yield from rows(Answers(range(first, first + len(some)), values, None, {}))
+                first += len(some)
 
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
@@ -172,7 +166,7 @@ class Run:
         return (micro.batch for micro in loader.epoch(0))
 
     def trainer(self, checkpoint: str = "best") -> Trainer:
-        """Return what evaluates and predicts: the model on its device, and its task."""
+        """Return a trainer for evaluation and prediction, with the model on its device."""
         if checkpoint not in self._trainers:
             strategy = build_strategy(self.config)
             strategy.setup()
@@ -191,12 +185,12 @@ class Run:
             yield form.brought_to_form(as_picture(image, form.channels))
 
     def pictures(self, paths: Sequence[str]) -> Pictures:
-        """Return picture files as a data set that the run's network can be given."""
+        """Return picture files as a data set for the run's network."""
         return pictures_for(self.facts, self.config, paths)
 
 
 def facts_of_run(path: Path, config: Config) -> InferenceFacts:
-    """Read what a run knows of its data; of an older run, which has not noted it, from the data."""
+    """Return the facts about a run's data; for a run of an older version, from the data."""
     facts = read_facts(path)
     if facts is not None:
         return facts
@@ -214,7 +208,7 @@ def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
-    """Return picture files in the form that a run's transforms were given. Raises ConfigError."""
+    """Return picture files in the form that a run's transforms expect. Raises ConfigError."""
     inputs = facts.inputs
     if inputs["kind"] != "picture":
         hint = "source=val or source=test; or describe a data set in data.predict"
@@ -234,8 +228,8 @@ def load_trainer(
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy)
-    snapshot.load_weights(trainer, payload)
-    trainer.state.global_step = snapshot.step_of(payload)
+    snapshot.load_weights(trainer, payload, path)
+    trainer.state.global_step = snapshot.saved_step(payload)
     return trainer
 
 
@@ -276,24 +270,12 @@ def as_picture(image: Any, channels: int) -> Tensor:
 
 
 def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
-    """Leave the average, where a run was evaluated with one, in the model."""
+    """Return the model with the evaluated weights: an average's, if the run used one."""
     weights = trainer.evaluation_weights()
     with weights:
         state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     trainer.model.load_state_dict(state)
     return trainer.model.eval()
-
-
-def _batches(samples: Iterator[Any], size: int) -> Iterator[tuple[int, list[Any]]]:
-    batch: list[Any] = []
-    first = 0
-    for sample in samples:
-        batch.append(sample)
-        if len(batch) == size:
-            yield first, batch
-            first, batch = first + size, []
-    if batch:
-        yield first, batch
 
 
 def _check_split(split: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import yaml
 
+from conf.errors import Problem
 from trainer.files.atomic import remove_orphans, write_json, write_text
 from trainer.files.storage import storage_error
 from trainer.runs import manifest
@@ -144,16 +145,13 @@ class RunDirectory:
     def _hold(self) -> None:
         holder = self._lock.acquire()
         if holder is not None:
-            raise RunDirectoryError(
-                f"run dir in use by {holder}: {self.path} (choose another run_dir)"
-            )
+            message = f"{self.path} is in use by {holder}"
+            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
 
     def _refuse_existing(self) -> None:
         if holds_run(self.path):
-            raise RunDirectoryError(
-                f"run_dir={self.path} already holds a run: continue it with resume=auto,"
-                " or choose another run_dir"
-            )
+            hint = "continue it with resume=auto, or choose another run_dir"
+            raise RunDirectoryError(Problem("run_dir", f"{self.path} already holds a run", hint))
 
     def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
         remove_orphans(self.path)
@@ -208,10 +206,11 @@ def name_folder(root: Path, name: str) -> Path:
     parts = name.split("/")
     bad = not name or "\0" in name or any(part in ("", ".", "..") for part in parts)
     if bad or any(len(os.fsencode(part)) > 200 for part in parts):
-        raise RunDirectoryError(f"name={name[:60]!r} is not a valid folder name below {root}")
+        message = f"{name[:60]!r} is not a valid folder name below {root}"
+        raise RunDirectoryError(Problem("name", message))
     folder = root / name
     if not folder.resolve().is_relative_to(root.resolve()):
-        raise RunDirectoryError(f"name={name!r} leads out of {root}")
+        raise RunDirectoryError(Problem("name", f"{name!r} leads out of {root}"))
     return folder
 
 

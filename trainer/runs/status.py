@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from conf.errors import ConfigError, Problem
 from trainer.errors import RunError
 from trainer.files.atomic import write_json
 from trainer.files.storage import storage_error
@@ -18,10 +19,8 @@ ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
 LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
 
 
-class RunDirectoryError(RunError):
+class RunDirectoryError(ConfigError, RunError):
     """A run directory cannot be used: its name is invalid, it is locked, or it holds a run."""
-
-    exit_code = 2
 
 
 def check_run_dir(path: Path) -> None:
@@ -40,9 +39,8 @@ def check_run_dir(path: Path) -> None:
     except OSError as error:
         raise storage_error(path, error) from error
     if path.resolve().parent == path.resolve():
-        raise RunDirectoryError(
-            f"run_dir={path} is the root of the file system: choose a directory for this run alone"
-        )
+        hint = "choose a directory for this run alone"
+        raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))
 
 
 def holds_run(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer import rng
 from trainer.errors import ModelError
 from trainer.strategies.powersgd import PowerSGD
-from trainer.strategies.replicas import Replicas
+from trainer.strategies.replicas import Processes, Replicas
 
 # torch 2.15 renamed the argument. DDP synchronizes buffers at construction in any case.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -38,12 +38,8 @@ class DDP(Replicas):
 
     def __init__(
         self,
-        backend: str | None = None,
-        timeout: float = 1800.0,
-        accelerator: str = "auto",
-        numbers: Sequence[int] | None = None,
+        processes: Processes | None = None,
         *,
-        sync_batchnorm: bool = False,
         comm_hook: str | None = None,
         comm_hook_options: Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
@@ -52,7 +48,7 @@ class DDP(Replicas):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
-        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
+        super().__init__(processes)
         self.group.recognize = self._recognize
         self.shares_buffers = broadcast_buffers
         self._comm_hook = comm_hook

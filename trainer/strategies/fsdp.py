@@ -23,7 +23,7 @@ from conf.errors import Problem
 from data.batch import map_tensors
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.errors import ModelError
-from trainer.strategies.replicas import Replicas
+from trainer.strategies.replicas import Processes, Replicas
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -41,19 +41,15 @@ class FSDP(Replicas):
 
     def __init__(
         self,
-        backend: str | None = None,
-        timeout: float = 1800.0,
-        accelerator: str = "auto",
-        numbers: Sequence[int] | None = None,
+        processes: Processes | None = None,
         *,
         wrap_modules: Sequence[str] | None = None,
         mixed_precision: str | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         sharded_checkpoint: bool = False,
-        sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__(backend, timeout, accelerator, numbers, sync_batchnorm)
+        super().__init__(processes)
         self._wrap_modules = list(wrap_modules or [])
         self._sharded_checkpoint = sharded_checkpoint
         self._reshard_after_forward = reshard_after_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from trainer.strategies.strategy import Strategy
 from trainer.strategies.sync_batchnorm import Share, synchronize
 
 
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """How the processes of a run meet, and on which devices; for every strategy that has several.
+
+    backend: None for nccl on GPUs, else gloo. timeout: seconds. numbers: of the GPUs.
+    """
+
+    backend: str | None = None
+    timeout: float = 1800.0
+    accelerator: str = "auto"
+    numbers: Sequence[int] | None = None
+    sync_batchnorm: bool = False
+
+
 class Replicas(Strategy):
     """Train in several processes, each of which computes a part of every update's batch."""
 
@@ -23,19 +38,13 @@ class Replicas(Strategy):
     shares_buffers = False
     group: ProcessGroup
 
-    def __init__(
-        self,
-        backend: str | None = None,
-        timeout: float = 1800.0,
-        accelerator: str = "auto",
-        numbers: Sequence[int] | None = None,
-        sync_batchnorm: bool = False,
-    ) -> None:
-        use_cuda = accelerator in ("auto", "cuda") and torch.cuda.is_available()
-        group = ProcessGroup(backend or ("nccl" if use_cuda else "gloo"), timeout)
-        super().__init__(_gpu(group.local_rank, numbers) if use_cuda else "cpu", group)
+    def __init__(self, processes: Processes | None = None) -> None:
+        given = processes or Processes()
+        use_cuda = given.accelerator in ("auto", "cuda") and torch.cuda.is_available()
+        group = ProcessGroup(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
+        super().__init__(_gpu(group.local_rank, given.numbers) if use_cuda else "cpu", group)
         self.devices = group.world_size
-        self._sync_batchnorm = sync_batchnorm
+        self._sync_batchnorm = given.sync_batchnorm
         self._share = Share()
 
     @property

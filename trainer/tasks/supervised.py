@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from data.batch import inputs_of
 from trainer.errors import ModelError, SampleError
 from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.losses import Losses
@@ -76,7 +77,7 @@ class Supervised(Task):
 
     def prediction_step(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch, with or without targets."""
-        return self.answer(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return self.answer(model, inputs_of(batch))
 
     def _compute(self, output: Any, target: Any, inputs: Any, model: nn.Module) -> StepOutput:
         try:

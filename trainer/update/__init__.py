@@ -1,1 +1,1 @@
-"""One optimizer update: batches, number formats, gradients, and what is not finite."""
+"""One optimizer update: batches, number formats, gradients, non-finite values."""

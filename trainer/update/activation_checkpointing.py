@@ -111,7 +111,7 @@ class _Start:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Keep the state that the pass changes."""
+        """Record the state that the pass changes."""
         before = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
             for owner in self._module.modules()
@@ -163,7 +163,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def _differing(wanted: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the wanted values of names that now have another value, or none."""
+    """Return the wanted values of the names whose value now is different or missing."""
     names = [*wanted, *(name for name in now if name not in wanted)]
     values = {name: wanted.get(name, _ABSENT) for name in names}
     return {name: v for name, v in values.items() if now.get(name, _ABSENT) is not v}
@@ -199,7 +199,7 @@ def _refuse_chance(module: nn.Module, prefix: str = "") -> None:
     for name, inner in module.named_modules():
         if any(isinstance(value, random.SystemRandom) for value in _values(vars(inner))):
             path = (prefix + name).rstrip(".") or "the model"
-            message = f"{path} holds a random.SystemRandom, which cannot repeat what it drew"
+            message = f"{path} holds a random.SystemRandom, whose draws cannot be repeated"
             hint = "use random.Random, or leave the module out"
             raise ModelError(Problem(_KEY, message, hint))
 
@@ -234,7 +234,7 @@ def _same(state: Any, other: Any) -> bool:
 
 
 class _Repetitions(AbstractContextManager[None]):
-    """Enter a new `repetition` each time: second derivatives recompute a pass twice."""
+    """Enter a new `repetition` each time: for second derivatives a pass is recomputed twice."""
 
     def __init__(self, start: _Start) -> None:
         self._start = start

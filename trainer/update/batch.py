@@ -1,4 +1,4 @@
-"""What the trainer draws from: updates of micro-batches, from our loaders or any others."""
+"""Sources of updates and their micro-batches: our loaders, or any iterable of batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.nested import first_tensor
 
 
 class BatchSource(Protocol):
-    """What the trainer draws from; `data.loading.loader.Loader` is the exact one."""
+    """The interface of a source; `data.loading.loader.Loader` resumes exactly."""
 
     def __len__(self) -> int: ...
     def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
@@ -37,10 +37,10 @@ def updates(
 
 
 class PlainBatches:
-    """Draw from any iterable of batches, one an update, cut along their first dimension.
+    """Read any iterable of batches, one for each update, split along the first dimension.
 
-    For those who bring their own DataLoader and one device. Resuming in the middle of an epoch
-    passes over the batches before; their order is as repeatable as the iterable is.
+    For a plain DataLoader on one device. A resume within an epoch reads and drops the batches
+    before; it is exact if the iterable repeats its order.
     """
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
@@ -73,13 +73,13 @@ class PlainBatches:
             yield MicroBatch(part, Piece((), high - low, low, total, m, steps, epoch, update))
 
     def close(self) -> None:
-        """Leave the iterable to its owner."""
+        """Do nothing: the iterable belongs to the caller."""
 
 
 def _walked(loader: Any) -> Iterator[Any]:
     """Iterate over a loader's batches.
 
-    A DataLoader without workers is walked as its own iterator does, but for the profiler's label
+    Of a DataLoader without workers, as its own iterator does, but without the profiler's label
     around each batch, which costs 6 us.
     """
     iterator: Iterator[Any] = iter(
@@ -106,7 +106,7 @@ def as_source(loader: Any, gradient_accumulation_steps: int) -> BatchSource:
 
 
 def repeatable(loader: Any, name: str) -> Any:
-    """Return `loader`. Raises TypeError if it is no iterable, or can be read only once."""
+    """Return `loader`. Raises TypeError if it is not iterable, or can be read only once."""
     if hasattr(loader, "epoch"):
         return loader
     if isinstance(loader, Iterator):
@@ -116,5 +116,5 @@ def repeatable(loader: Any, name: str) -> Any:
             "__iter__ starts again"
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"{name} is no iterable of batches but a {type(loader).__name__}")
+        raise TypeError(f"{name} is not an iterable of batches but a {type(loader).__name__}")
     return loader

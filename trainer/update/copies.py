@@ -1,4 +1,4 @@
-"""What an update changes before its verdict is known, kept to be put back."""
+"""Copies of what an update changes before it is known to be finite, to be restored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Owner = dict[str, Tensor | None]  # the buffers of one module
 class Backup:
     """The buffers of modules, and optimizers that step early, as they were before an update.
 
-    A forward pass writes to buffers (BatchNorm's statistics), or puts others in their place
-    (`self.centre = new`), before anyone knows of a NaN. Throughout a run the same tensors are
-    buffers: averages and wrappers would be left with the old ones.
+    A forward pass writes to buffers (BatchNorm's statistics), or replaces them
+    (`self.centre = new`), before a NaN is detected. The same tensors stay the buffers throughout a
+    run: averages and wrappers refer to them.
     """
 
     def __init__(self, parts: Iterable[nn.Module], early: Sequence[Optimizer] = ()) -> None:
@@ -37,9 +37,9 @@ class Backup:
         self._held = list(_moving(self._owners))
 
     def settle(self) -> None:
-        """Have the tensors known be the buffers again, with the values of the assigned ones.
+        """Make the known tensors the buffers again, with the values of the assigned ones.
 
-        What has another shape or format than before is taken as it is.
+        A buffer of another shape or dtype than before replaces the known one.
         """
         if not self._owners:
             return
@@ -55,21 +55,21 @@ class Backup:
         self._look()
 
     def take(self, unless: Tensor | None = None) -> None:
-        """Keep everything; where the scalar `unless` is not 0 on the device, what is kept stays."""
-        self.settle()  # what was assigned since the last update, in an evaluation perhaps
+        """Copy everything, unless the scalar `unless` is not 0 on the device."""
+        self.settle()  # buffers assigned since the last update, as by an evaluation
         if not self._held and not self._early:
             return
         states = [{k: _structure(s) for k, s in o.state.items()} for o in self._early]
         tensors = [*(b for _, _, b in self._held), *_parameters(self._early), *_tensors(states)]
         tensors = [own_part(t) for t in tensors]
-        # State that the update before has made has no place among the copies: the host looks.
+        # State that the last update created has no copy yet: the host checks for it.
         if unless is not None and not self._copies.fit(tensors) and unless.item():
             return
         self._kept, self._states = self._held, states
         self._copies.take(tensors, unless)
 
     def restore(self) -> None:
-        """Make everything what it was; state that was not there is dropped."""
+        """Restore everything; state that did not exist is dropped."""
         for owner, name, buffer in self._kept:
             owner[name] = buffer
         self._look()
@@ -80,7 +80,7 @@ class Backup:
 
 
 class Copies:
-    """Values of tensors in one flat copy for each device and type: few kernels for many tensors."""
+    """Copies of tensors, one flat tensor for each device and dtype, made by few kernels."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
@@ -88,7 +88,7 @@ class Copies:
         self._flat: list[Tensor] = []
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these are the tensors copied before, or others of the same kinds."""
+        """Return whether the devices, dtypes and shapes are those of the tensors copied before."""
         known = self._tensors
         return len(tensors) == len(known) and all(
             a is b or _kind(a) == _kind(b) for a, b in zip(tensors, known, strict=True)
@@ -96,7 +96,7 @@ class Copies:
 
     @torch.no_grad()
     def take(self, tensors: list[Tensor], unless: Tensor | None = None) -> None:
-        """Copy; where the scalar `unless` is not 0, decided on the device, former copies stay."""
+        """Copy, unless the scalar `unless` is not 0 on the device: former copies are then kept."""
         former = self._flat if self.fit(tensors) else []
         if len(tensors) != len(self._tensors) or any(map(is_not, tensors, self._tensors)):
             self._tensors, self._groups = tensors, list(_by_type(tensors))
@@ -107,7 +107,7 @@ class Copies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the tensors copied last the values that are kept."""
+        """Write the copies back to the tensors that were copied last."""
         for group, flat in zip(self._groups, self._flat, strict=True):
             values = _unflatten_dense_tensors(flat, group)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(group, list(values))
@@ -143,7 +143,7 @@ def _moving(owners: Iterable[_Owner]) -> Iterator[tuple[_Owner, str, Tensor]]:
 
 
 def _structure(values: Any) -> Any:
-    """Return one parameter's state with its tensors themselves, all else copied."""
+    """Return one parameter's state: its tensors themselves, copies of all other values."""
     if not isinstance(values, Mapping):
         return copy.deepcopy(values)
     return {k: v if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
@@ -163,6 +163,6 @@ def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that processes hold in parts; any other as it is."""
+    """Return this process's shard of a sharded tensor; other tensors unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

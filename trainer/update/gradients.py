@@ -1,4 +1,4 @@
-"""Between backward and step: the norm of the gradients, their clipping, and noise."""
+"""Gradients between backward and step: their norm, clipping and noise."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def add_noise(
 
 
 def _placed_like(noise: Tensor, grad: Any) -> Tensor:
-    """Cut a shard's part out of what every process has drawn alike."""
+    """Return the shard of noise that every process has drawn in full."""
     if not hasattr(grad, "device_mesh"):
         return noise
-    from torch.distributed.tensor import distribute_tensor  # half a second that few runs need
+    from torch.distributed.tensor import distribute_tensor  # an import of 0.5 s that few runs need
 
     return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)
 
@@ -46,7 +46,7 @@ def _placed_like(noise: Tensor, grad: Any) -> Tensor:
 def without_effect(
     precision: str, norm: float | None, value: float | None, noise: object
 ) -> list[str]:
-    """Return the keys of `trainer` that ask for what LBFGS, by itself, does to no gradient."""
+    """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
     asked = {
         "precision": precision == "fp16",
         "clip_grad_norm": norm is not None,
@@ -59,7 +59,7 @@ def without_effect(
 def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, alike: bool = False) -> Tensor:
     """Return the p-norm of all gradients as one vector; a scalar tensor on their device.
 
-    Parameters that are `alike` need not be sorted by device and type at each update.
+    Parameters that are `alike` are not grouped by device and dtype again.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not alike or not gradients:
@@ -70,13 +70,13 @@ def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, alike: bool
 
 
 def are_alike(parameters: Sequence[Tensor]) -> bool:
-    """Return whether parameters are plain tensors of one device and one type."""
+    """Return whether parameters are plain tensors of one device and one dtype."""
     plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
     return plain and len({(p.device, p.dtype) for p in parameters}) == 1
 
 
 def largest(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the largest entry of all parameters, a NaN where one holds any."""
+    """Return the largest entry of all parameters; NaN if any is NaN."""
     return _norm([p.detach() for p in parameters], math.inf)
 
 
@@ -88,7 +88,7 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 def clip(
     clipping: Clipping, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
 ) -> None:
-    """Bound the gradients; `norm` is theirs, taken before."""
+    """Clip the gradients in place; `norm` is their norm before."""
     if clipping.norm is not None:
         if clipping.per_group:
             for group in optimizers.groups():
@@ -97,7 +97,7 @@ def clip(
         else:
             _clip_norm(parameters, clipping.norm, norm)
     if clipping.value is not None:
-        # Of complex gradients both parts are bounded, as of two real ones.
+        # Real and imaginary parts of complex gradients are clipped separately.
         grads = [_real(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_clamp_min_(grads, -clipping.value)
         torch._foreach_clamp_max_(grads, clipping.value)

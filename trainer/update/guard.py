@@ -1,4 +1,4 @@
-"""Who decides what becomes of an update that is not finite: the host, or the device (I6)."""
+"""Guards against non-finite updates: the decision on the host, or on the device (I6)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from trainer.update.parts import Parts
 
 
 class Guard(Protocol):
-    """See to it that an update that is not finite is not applied: no part of it, to nothing."""
+    """The interface: no part of a non-finite update is applied."""
 
     def remember(self) -> None:
-        """Begin an update: keep what it changes before anyone knows whether it is finite."""
+        """Begin an update: copy what it changes before it is known to be finite."""
 
     def refuses(self, norm: Tensor) -> bool:
-        """Judge by the norm of gradients; true: the update is over and `restore` ends it."""
+        """Check the norm of the gradients; if True, the caller ends the update by `restore`."""
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer take its step."""
+        """Let an optimizer step."""
 
     def restore(self) -> None:
         """Put back what was remembered."""
 
     def confirm(self) -> int:
-        """Return how many of the last updates, one after the other, were left out unnoticed."""
+        """Return how many of the last updates, in a row, the device has skipped."""
 
 
 class HostGuard:
-    """Ask for each norm at once; on a GPU the host waits for it."""
+    """Read each norm on the host, which waits for a GPU."""
 
     def __init__(self, backup: Backup) -> None:
         self._backup = backup
 
     def remember(self) -> None:
-        """Keep what an update changes early."""
+        """Copy what an update changes before its norm is known."""
         self._backup.take()
 
     def refuses(self, norm: Tensor) -> bool:
@@ -48,7 +48,7 @@ class HostGuard:
         return not is_finite(norm)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step: nothing was refused."""
+        """Step: the norm was finite."""
         step_of(optimizer)()
 
     def restore(self) -> None:
@@ -56,35 +56,37 @@ class HostGuard:
         self._backup.restore()
 
     def confirm(self) -> int:
-        """Return 0: whatever was left out was refused."""
+        """Return 0: the host knows of each skipped update."""
         return 0
 
 
 class DeviceGuard:
-    """Let the device decide, and ask it where the host waits anyway; off these it never waits.
+    """Decide on the device; the host asks only where it waits anyway.
 
-    From the first update on that is not finite, all are left out: when the host learns of it,
+    After the first non-finite update all further ones are skipped: when the host learns of it,
     everything is as it was before that update. So this is for runs that end then.
     """
 
     def __init__(self, backup: Backup, device: torch.device) -> None:
         self._backup = backup
-        self._bad = torch.zeros((), device=device)  # 1 from the first such update on
-        self._left_out = torch.zeros((), device=device)  # of the updates before this one
+        self._bad = torch.zeros((), device=device)  # 1 after the first non-finite update
+        self._left_out = torch.zeros(
+            (), device=device
+        )  # number of the updates skipped before this one
 
     def remember(self) -> None:
-        """Keep what an update changes early, unless one was left out: then that stays kept."""
+        """Copy what an update changes, unless one was skipped: then the earlier copy is kept."""
         self._left_out += self._bad
         self._backup.take(unless=self._bad)
 
     def refuses(self, norm: Tensor) -> bool:
-        """Note on the device whether a norm is not finite; the host goes on."""
+        """Record on the device whether a norm is not finite; the host does not wait."""
         bad = torch.isfinite(norm).logical_not().to(self._bad, non_blocking=True)
         torch.maximum(self._bad, bad.reshape(()), out=self._bad)
         return False
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step unless an update was bad, in the optimizer's own kernel: as torch's scaler does."""
+        """Step, unless an update was not finite: the kernel decides, as for torch's GradScaler."""
         optimizer.grad_scale, optimizer.found_inf = None, self._bad  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -96,7 +98,7 @@ class DeviceGuard:
         self._backup.restore()
 
     def confirm(self) -> int:
-        """Return how many updates were left out, and undo the first one; waits for the device."""
+        """Return how many updates were skipped, and undo the first one; waits for the device."""
         count = int((self._left_out + self._bad).item())
         if count:
             self._backup.restore()
@@ -106,11 +108,11 @@ class DeviceGuard:
 
 
 def guard_of(parts: Parts, backup: Backup) -> Guard:
-    """Choose who decides; `backup` keeps what an update changes before that.
+    """Choose the guard; `backup` copies what an update changes before the decision.
 
-    The device does where such an update ends the run at the next log line, and where the kernels
-    of the optimizers can leave a step out. Everywhere else the host asks: once an update, or once
-    for each turn of a task that has turns.
+    The device decides if such an update ends the run at the next log line, and the kernels of the
+    optimizers can skip a step. Otherwise the host decides: once for each update, or for each turn
+    of a task that has turns.
     """
     device = parts.strategy.device
     by_device = (

@@ -1,4 +1,4 @@
-"""A batch that model, task and loss cannot compute with: whose mistake that is, in one line."""
+"""The cause of an error in the computation of a batch (model, data or loss), in one line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from trainer.errors import ModelError, RunError, SampleError
 from trainer.user_code import change_for, failed_layer, spelled
 
-# What torch's and our modules raise about tensors that do not fit each other.
+# What torch's and our modules raise for tensors that do not fit each other.
 MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-# Packages in which such an error is no fault of the user's code.
+# Packages whose errors are not attributed to the user's code.
 _LIBRARIES = ("torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra")
-# Where an error is another process's, or hides the place it comes from.
+# Packages whose errors come from another process, or hide where they come from.
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
 
 
 def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
-    """Return the error to raise where a batch does not fit; None where something else failed.
+    """Return the error to raise if a batch does not fit; None if something else failed.
 
-    A fault in the user's own code stays as it is, to be shown with its traceback; so does one of
-    memory, of a device or of another process. `updates`: those that went well before.
+    An error in the user's own code keeps its traceback; so does one of memory, of a device or of
+    another process. `updates`: the number of updates before.
     """
     if not is_misfit(error):
         return None
@@ -48,7 +48,7 @@ def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
 
 
 def is_misfit(error: Exception) -> bool:
-    """Return whether torch's or our modules object to what they were given, and no one else."""
+    """Return whether torch's or our modules, and no other code, raised the error."""
     modules = [*_modules(error.__traceback__)]
     if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
         return False

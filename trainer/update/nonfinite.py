@@ -1,4 +1,4 @@
-"""Where the NaN of an update came from."""
+"""The origin of a non-finite update."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
-    """Where a NaN was found; the smaller, the closer to its origin."""
+class NonfiniteOrigin:
+    """Where a NaN was found; a smaller distance is closer to its origin."""
 
     distance: int
     text: str
@@ -35,7 +35,7 @@ def explain(
     state: TrainState,
     micro_batches: Sequence[MicroBatch],
     losses: Sequence[Tensor],
-) -> Finding:
+) -> NonfiniteOrigin:
     """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient."""
     where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
     advice = (
@@ -45,18 +45,18 @@ def explain(
     for micro_batch in micro_batches:
         sample = _nonfinite_sample(micro_batch)
         if sample is not None:
-            return Finding(0, f"sample {sample} holds NaN or infinity, {where}: {advice}")
+            return NonfiniteOrigin(0, f"sample {sample} holds NaN or infinity, {where}: {advice}")
     indices = [i for m in micro_batches for i in m.piece.indices]
     shown = f"; samples {', '.join(map(str, indices[:8]))}{', ...' if len(indices) > 8 else ''}"
     weights = first_nonfinite(model.named_parameters())
     if weights:
-        return Finding(1, f"parameter {weights} is not finite, {where}: {advice}")
+        return NonfiniteOrigin(1, f"parameter {weights} is not finite, {where}: {advice}")
     gradients = first_nonfinite((n, p.grad) for n, p in model.named_parameters())
-    # A loss that is not finite makes all gradients so.
+    # A non-finite loss makes all gradients non-finite.
     of_loss = gradients is None or first_nonfinite(("", loss) for loss in losses) is not None
     name = "loss" if of_loss else f"gradient of {gradients}"
     place = f"{where}{shown if indices else ''}"
-    return Finding(2 if of_loss else 3, f"the {name} is not finite, {place}: {advice}")
+    return NonfiniteOrigin(2 if of_loss else 3, f"the {name} is not finite, {place}: {advice}")
 
 
 def _nonfinite_sample(micro_batch: MicroBatch) -> int | None:

@@ -1,4 +1,4 @@
-"""What the loop's two halves, updates and evaluation, work on."""
+"""The parts of a trainer that updates and evaluation use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainer.update.precision import Precision
 
 
 class Parts(Protocol):
-    """A model in its three forms and what it is trained with; the trainer keeps each of them."""
+    """A model in its three forms and what it is trained with; implemented by the trainer."""
 
     model: nn.Module  # as the user wrote it
     compiled: nn.Module  # the same, or compiled
-    wrapped: nn.Module  # what training calls: the compiled one in the strategy's wrapper
+    wrapped: nn.Module  # for training: the compiled one in the strategy's wrapper
     task: Task
     optimizers: Optimizers
     strategy: Strategy

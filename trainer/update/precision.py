@@ -1,4 +1,4 @@
-"""Number formats of a run: autocast, loss scaling, and what parameters are stored in."""
+"""Number formats of a run: autocast, loss scaling, the format of parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.nested import in_format
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
 _AS_IT_IS = nullcontext()
-# Flags of a CPU, and the format whose products it computes by itself.
+# Flags of a CPU, and the format that they add without emulation.
 _CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
 _CPU_INFO = Path("/proc/cpuinfo")
 NAMES = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64")
@@ -66,30 +66,30 @@ class Precision:
         return torch.autocast(self._device_type, dtype=self._autocast)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, scaled; those of a loss that is not finite are NaN.
+        """Add the gradients of `loss`, scaled; those of a non-finite loss are NaN.
 
-        So every process learns of it with the gradients, and the host asks for nothing but these.
+        So all processes learn of it from the gradients, and the host reads nothing else.
         """
         scaled: Tensor = self.scaler.scale(loss) if self.scales else loss
-        if loss.device.type == "cpu" and math.isfinite(loss.item()):  # a look costs nothing there
+        if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
             _backward(scaled)
         else:
             scaled.backward(loss.detach() * 0 + 1)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients by the scale, looking for infinities on the way."""
+        """Divide the gradients by the scale, and check them for infinities."""
         if self.scales:
             for optimizer in optimizers:
                 self.scaler.unscale_(optimizer)
 
     def update_scale(self) -> None:
-        """Halve the scale after an overflow, raise it after many updates without."""
+        """Halve the scale after an overflow; raise it after many updates without one."""
         if self.scales:
             self.scaler.update()
 
     @property
     def scale(self) -> float:
-        """The factor that losses are scaled by."""
+        """The factor by which losses are scaled."""
         return float(self.scaler.get_scale())
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a micro-batch's loss adds to its update's: the exact mean over all its samples (I3)."""
+"""The weight of a micro-batch's loss in its update: the exact mean over all samples (I3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.update.sums import mean_of
 class Shares:
     """Weigh each micro-batch's loss by its part of the update, over all processes.
 
-    `dtype` is the format that counts are added up and divided in.
+    `dtype` is the format in which counts are summed and divided.
     """
 
     def __init__(self, task: Task, strategy: Strategy, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class Shares:
         }
 
     def _over_all(self, counts: Sequence[Tensor | float]) -> Tensor | float:
-        # Where no label of the whole update counts, all its parts are 0, and so is their sum.
+        # If no label of the whole update counts, all parts are 0, and so is their sum.
         total = sum(counts)
         if self._strategy.group.world_size == 1 and not isinstance(total, Tensor):
             return total or 1.0
@@ -43,7 +43,7 @@ class Shares:
         return torch.where(whole > 0, whole, 1.0)
 
     def of(self, output: StepOutput, piece: Piece, totals: Mapping[str, Tensor | float]) -> Tensor:
-        """Return what a micro-batch's loss adds to its update's; `totals` are its denominators."""
+        """Return the part of a micro-batch in its update's loss; `totals` are the denominators."""
         scale = self._strategy.gradient_scale
         share = piece.count * scale / piece.total
         if isinstance(output.loss, Tensor):
@@ -64,7 +64,7 @@ class Shares:
     def _part(
         self, term: Tensor, count: Tensor | float, total: Tensor | float, scale: float
     ) -> Tensor:
-        """Return what a mean over `count` things adds to the one over `total` of them."""
+        """Return the part of a mean over `count` elements in the mean over `total` elements."""
         if not isinstance(count, Tensor) and not isinstance(total, Tensor) and count:
             return _times(_mean(term), count * scale / total)
         count = torch.as_tensor(count, dtype=self._dtype, device=term.device)

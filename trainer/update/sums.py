@@ -1,4 +1,4 @@
-"""Means as sums and counts, kept on the device until a log boundary asks for them."""
+"""Means as sums and counts, kept on the device until the next log line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.task import StepOutput
 class Sums:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
-    Sums are float64 where the device has it, so that their order does not show in the result. On a
-    CPU, where reading a number costs less than a tensor's addition, they are Python's numbers.
-    `over` takes all that is added as well: the sums over a longer time, which others reset.
+    Sums are float64 if the device has it, so that the result does not depend on their order. On a
+    CPU, where reading a number costs less than adding tensors, they are Python numbers.
+    `over`: further sums, over a longer time, to which everything is added as well.
     """
 
     def __init__(self, device: torch.device, over: Sums | None = None) -> None:
@@ -44,7 +44,7 @@ class Sums:
         if isinstance(known, Tensor):
             known.add_(total, alpha=scale)
         else:
-            # An offloaded run's norm lies in host memory.
+            # With CPU offload the norm is in host memory.
             first = torch.as_tensor(total).to(self._device, self.dtype, copy=True)
             self._sums[name] = first.mul_(scale)
         self._counts[name] = count if known is None else self._counts[name] + count
@@ -59,7 +59,7 @@ class Sums:
             sums = sums._over
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
-        """Add a step's loss terms and metrics; `samples` of its batch are real, maybe none."""
+        """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
         if isinstance(output.loss, Tensor):
             loss = output.loss
             self.add(loss_name, loss.mean() if loss.ndim else loss, samples, samples)
@@ -79,16 +79,16 @@ class Sums:
             count = torch.as_tensor(count, device=term.device)
             total = mean_of(term, count).to(self.dtype) * count
             self.add(name, total, count * real, real)
-        else:  # a sum over the samples: told as what each of them adds to it, on the average
+        else:  # a sum over the samples: logged as the mean of what each of them adds
             self.add(name, term.sum(), samples, real)
 
     @property
     def names(self) -> set[str]:
-        """What has been added to here; a process without samples may have less than others."""
+        """The names of all sums; a process without samples may have fewer than others."""
         return set(self._sums)
 
     def take_part(self, names: Iterable[str]) -> None:
-        """Begin sums of other processes' names at zero: `means` needs the same ones on all."""
+        """Start missing sums at zero: `means` needs the same names on all processes."""
         for name in set(names) - set(self._sums):
             self.add(name, torch.zeros((), dtype=self.dtype, device=self._device), 0)
 
@@ -111,7 +111,7 @@ class Sums:
         return torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
 
     def reset(self) -> None:
-        """Forget everything added."""
+        """Reset all sums."""
         self._sums, self._counts = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Sums:
 
 
 def mean_of(term: Tensor, count: Tensor) -> Tensor:
-    """Return a term's mean, or 0 where nothing in it counts: torch gives NaN for no labels."""
+    """Return a term's mean, or 0 if nothing in it counts: torch returns NaN without labels."""
     return torch.where(count > 0, term.mean(), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Who steps on a loss: optimizers that do so together, and what they train."""
+"""Turns of an update: the optimizers that step together on one loss, and their parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.update.gradients import are_alike
 
 
 class Turn:
-    """Optimizers that step together on one loss; unnamed where all do."""
+    """Optimizers that step together on one loss; without a name if it has all of them."""
 
     def __init__(self, name: str, optimizers: Iterable[Optimizer]) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class Turn:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Return what is trained now: a callback may add groups on the way."""
+        """Return the parameters of all groups: a callback may add groups during the run."""
         sizes = [len(group["params"]) for o in self.every for group in o.param_groups]
         if sizes != self._sizes:
             self._sizes = sizes

@@ -25,7 +25,7 @@ from trainer.update.turn import Turn, turns_of
 
 
 class Updater:
-    """Apply updates to a model, or refuse those that are not finite."""
+    """Apply updates to a model, and skip those that are not finite."""
 
     def __init__(self, parts: Parts) -> None:
         device = parts.strategy.device
@@ -38,7 +38,7 @@ class Updater:
         self._parts = parts
         self._turns = turns_of(parts.optimizers, parts.task)
         others = list(parts.task.own_modules().values())
-        # A turn that is refused takes those before it along; a search may end anywhere.
+        # A non-finite turn undoes those before it; a search may end at any evaluation.
         early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
         optimizers = list({o: None for t in early for o in t.every})
         self._backup = Backup([parts.model, *others], optimizers)
@@ -52,7 +52,7 @@ class Updater:
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
 
-        Once for each turn. Returns False where the update was refused.
+        Once for each turn. Returns False if the update was skipped.
         """
         parts, guard, taken = self._parts, self._guard, []
         guard.remember()
@@ -107,7 +107,7 @@ class Updater:
                     output = self._forward(turn, micro_batch.batch)
                 try:
                     share = self._shares.of(output, micro_batch.piece, totals)
-                    # Whether a borrowed sample's loss is finite is for its own process to say.
+                    # The process that owns a borrowed sample checks its loss.
                     parts.precision.backward(share if counts else share.nan_to_num())
                 except MISFITS as error:
                     raise self._unsound(turn, output) or error from None
@@ -120,7 +120,7 @@ class Updater:
         return outputs, shares
 
     def last_update(self) -> dict[str, Any]:
-        """Return `batch` and `outputs` of the last update, as `Callback.on_update_end` says."""
+        """Return `batch` and `outputs` of the last update, for `Callback.on_update_end`."""
         batches = [m.batch for m in self._last_batches if m.piece.count]
         outputs = [output for turn in self._last_outputs.values() for output in turn]
         return {"batch": joined(batches) if batches else None, "outputs": outputs}
@@ -158,7 +158,7 @@ class Updater:
         self, turn: Turn, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]
     ) -> None:
         """Let optimizers step that evaluate loss and gradients by themselves."""
-        # What was computed is their first evaluation, unless other optimizers have stepped since.
+        # The gradients are those of their first evaluation, unless other optimizers have stepped.
         known = [] if turn.optimizers else [self._loss(shares)]
 
         def evaluate() -> Tensor:
@@ -213,7 +213,7 @@ class Updater:
                 raise self._unsound(turn, output) or error from None
 
     def take_means(self) -> dict[str, float]:
-        """Return `train/<name>`, the means since the last call; one not finite ends the run."""
+        """Return `train/<name>`, the means since the last call. Raises DivergedError."""
         parts = self._parts
         means = self.sums.means(parts.strategy.group.reduce)
         self.sums.reset()
@@ -226,7 +226,7 @@ class Updater:
         return {f"train/{name}": value for name, value in means.items()}
 
     def epoch_means(self, ended: bool) -> dict[str, float]:
-        """Return `train/epoch_<name>`: the means over the epoch so far; forget them if `ended`."""
+        """Return `train/epoch_<name>`: the means over the epoch so far; reset them if `ended`."""
         means = self.epoch_sums.means(self._parts.strategy.group.reduce)
         if ended:
             self.epoch_sums.reset()
@@ -253,10 +253,10 @@ class Updater:
             )
 
     def confirm(self) -> None:
-        """Learn from the device whether all updates were applied; the host waits for it.
+        """Ask the device whether all updates were applied; the host waits for it.
 
-        Where the device decides, an update that it left out ends the run: parameters, buffers,
-        optimizer state and `global_step` are then what they were before it. Raises DivergedError.
+        With a guard on the device a skipped update ends the run: parameters, buffers, optimizer
+        state and `global_step` are then those from before it. Raises DivergedError.
         """
         count, state = self._guard.confirm(), self._parts.state
         if not count:

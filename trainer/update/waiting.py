@@ -1,4 +1,4 @@
-"""Draw from the loaders, until a signal asks for a stop."""
+"""Wait for batches of a loader, until a signal asks for a stop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Waiting:
-    """Draw from streams until a signal asks for a stop.
+    """Read streams until a signal asks for a stop.
 
-    Its handler raises nothing, or it would do so in the middle of whatever loads the data: sources
-    ask `is_over` between two samples and while they wait for a worker. Only a process that is
-    `alone` breaks off: several agree at a boundary.
+    The signal's handler raises nothing, as it may interrupt code that loads data. Sources call
+    `is_over` between two samples and while they wait for a worker. Only a process that is `alone`
+    stops at once: several processes agree at a boundary.
     """
 
     def __init__(self, state: TrainState, alone: bool) -> None:
@@ -24,11 +24,11 @@ class Waiting:
         self._active = False
 
     def is_over(self) -> bool:
-        """Return whether a signal ends the wait that is under way; false while there is none."""
+        """Return whether a signal ends the current wait; False outside of one."""
         return self._active and self._alone and self._state.signal is not None
 
     def attend(self, source: BatchSource) -> BatchSource:
-        """Let a source ask, if it can, whether its wait is over; return it."""
+        """Connect a source to `is_over`, if it supports that; return it."""
         heed = getattr(source, "heed", None)
         if heed is not None:
             heed(self.is_over)
@@ -41,7 +41,7 @@ class Waiting:
             item = None if self.is_over() else next(stream, None)
             if not self.is_over():
                 return item
-            self._state.settle()  # what has come meanwhile is drawn again by the run that goes on
+            self._state.settle()  # a batch that arrived meanwhile is loaded again after the resume
             return None
         finally:
             self._active = False

@@ -13,7 +13,7 @@ class Channel:
         self._received = b""
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send a message; false where the other end is gone."""
+        """Send a message; return False if the other end is closed."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -21,7 +21,7 @@ class Channel:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message; None where the other end is gone."""
+        """Wait for the next message; return None if the other end is closed."""
         while b"\n" not in self._received:
             try:
                 more = self.socket.recv(1 << 16)
@@ -36,7 +36,7 @@ class Channel:
 
     @property
     def waiting(self) -> bool:
-        """Return whether a whole message has been read that was not asked for yet."""
+        """Return whether a complete message is buffered."""
         return b"\n" in self._received
 
     def close(self) -> None:

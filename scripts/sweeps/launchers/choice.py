@@ -11,7 +11,7 @@ LAUNCHERS = ("local", "submitit", "ray")
 
 
 def launcher_for(settings: SweepConfig, server: Server) -> Launcher:
-    """Return the launcher that is asked for; raises ConfigError where its package is missing."""
+    """Return the launcher of `sweep.launcher`. Raises ConfigError if its package is missing."""
     if settings.launcher == "submitit":
         return SubmititLauncher(settings.launcher_options)
     if settings.launcher == "ray":

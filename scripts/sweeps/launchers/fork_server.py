@@ -1,12 +1,11 @@
 """A process that imports torch once and forks for each job: `python -m ... DESCRIPTOR`.
 
-It starts no thread and computes nothing, so that a fork has all that it needs. It takes requests
-from the sweep through a socket (`channel`), and tells when jobs end. When the socket is closed,
-which the death of the sweep does as well, it ends its jobs, which save, and leaves.
+It starts no thread and computes nothing, so that forks are safe. It receives requests from the
+sweep through a socket (`channel`) and reports the end of each job. When the socket closes, also
+because the sweep died, it ends its jobs, which save, and exits.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -20,10 +19,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from scripts.cli.console import end_with_parent
 from scripts.sweeps.launchers.channel import Channel
 from trainer.errors import EXIT_CODES
 
-_PR_SET_PDEATHSIG = 1
 _PATIENCE = 1.0  # seconds
 _fork = multiprocessing.get_context("fork")
 
@@ -31,14 +30,14 @@ _fork = multiprocessing.get_context("fork")
 @dataclass(slots=True)
 class _Server:
     channel: Channel
-    before: dict[int, Any]  # how signals were handled where the sweep was started
+    before: dict[int, Any]  # the signal handlers of the process that started the sweep
     jobs: dict[int, BaseProcess] = field(default_factory=dict)
 
     def serve(self) -> None:
-        """Answer requests until there is nobody to answer."""
+        """Answer requests until the socket closes."""
         while True:
             waited: list[Any] = [self.channel.socket, *(j.sentinel for j in self.jobs.values())]
-            # A worker that outlives its job holds the sentinel: then the exit code tells.
+            # A worker that outlives its job keeps the sentinel open: the exit code is checked, too.
             ready = wait(waited, _PATIENCE if self.jobs else None)
             for number, job in list(self.jobs.items()):
                 if job.sentinel in ready or job.exitcode is not None:
@@ -47,7 +46,7 @@ class _Server:
                 return self._send(signal.SIGTERM)
 
     def _answer_all(self) -> bool:
-        """Answer what has come; false where nobody is there any more."""
+        """Answer all requests that have arrived; return False if the socket is closed."""
         while True:
             request = self.channel.receive()
             if request is None:
@@ -63,7 +62,7 @@ class _Server:
         job = _fork.Process(target=_work, args=(request, self.before, self.channel))
         job.start()
         assert job.pid is not None
-        with contextlib.suppress(OSError):  # the job does it, too: one of both is the first
+        with contextlib.suppress(OSError):  # the job does the same: either may be first
             os.setpgid(job.pid, job.pid)
         self.jobs[request["number"]] = job
         self.channel.send({"started": request["number"], "pid": job.pid})
@@ -78,7 +77,7 @@ class _Server:
         for job in self.jobs.values():
             assert job.pid is not None
             with contextlib.suppress(ProcessLookupError):
-                # As a terminal does it, all processes of a job hear a Ctrl-C.
+                # As from a terminal, a Ctrl-C goes to all processes of a job.
                 if number == signal.SIGINT:
                     os.killpg(job.pid, number)
                 else:
@@ -86,7 +85,7 @@ class _Server:
 
 
 def _work(request: dict[str, Any], before: dict[int, Any], channel: Channel) -> None:
-    """Be the process of a job; its end is that of the process."""
+    """Run a job in this process, which exits when the job ends."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     end_with_parent(signal.SIGTERM)
@@ -100,28 +99,22 @@ def _work(request: dict[str, Any], before: dict[int, Any], channel: Channel) -> 
     sys.argv = [request["call"], *request["argv"]]
     try:
         _function(request["call"])()
-    except KeyboardInterrupt:  # before the command heard signals
+    except KeyboardInterrupt:  # before the command has installed its handlers
         sys.exit(EXIT_CODES[signal.SIGINT])
 
 
 def _print_to(path: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError:  # a full disk: the job finds out what it means for its own files
+    except OSError:  # a full disk: the job reports it for its own files
         return
     for number in (1, 2):
         os.dup2(descriptor, number)
     os.close(descriptor)
 
 
-def end_with_parent(number: int) -> None:
-    """Ask Linux for a signal when the parent dies; elsewhere nothing tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
 def _devices() -> int:
-    """Count the accelerators in a process of its own: a driver that was asked survives no fork."""
+    """Count the accelerators in a separate process: a queried driver does not survive a fork."""
     receiver, sender = _fork.Pipe(duplex=False)
     job = _fork.Process(target=_count, args=(sender,))
     job.start()
@@ -150,12 +143,12 @@ def _warm_up(name: str) -> None:
     _function(name)()
     gc.enable()
     gc.collect()
-    gc.freeze()  # a collection in a job would copy the pages of all that was imported
+    gc.freeze()  # a collection in a job would copy the memory pages of all imported modules
 
 
 def main() -> None:
-    """Import what jobs need, and serve."""
-    end_with_parent(signal.SIGTERM)  # while nobody answers, a closed socket is not seen
+    """Import what jobs need, and serve requests."""
+    end_with_parent(signal.SIGTERM)  # during imports a closed socket is not noticed
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     before: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in EXIT_CODES}
     signal.signal(signal.SIGTERM, before[signal.SIGTERM])
@@ -171,7 +164,7 @@ def main() -> None:
     server.serve()
     for job in server.jobs.values():
         job.join()
-    os._exit(0)  # what was frozen cannot be taken apart in order
+    os._exit(0)  # the frozen objects cannot be finalized in order
 
 
 if __name__ == "__main__":

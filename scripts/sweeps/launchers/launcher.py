@@ -1,4 +1,4 @@
-"""The interface of launchers: run these jobs, tell when each ended."""
+"""The interface of launchers: start jobs, and report the end of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ TRAIN = "scripts.train"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job that is to run: the words behind `train`, and where its files go."""
+    """A job to run: the arguments of `train`, and where its files go."""
 
     number: int
     argv: Sequence[str]
     run_dir: Path
-    output: Path  # what it prints, where the terminal is not its own
+    output: Path  # its output, unless it has the terminal
     strategy: Mapping[str, Any] = field(default_factory=dict)  # of its configuration
 
 
@@ -25,39 +25,39 @@ class Ended:
 
     number: int
     code: int  # -N: killed by signal N
-    errors: Sequence[str] = ()  # what its `error:` lines say
+    errors: Sequence[str] = ()  # the text of its `error:` lines
 
 
 class Launcher(Protocol):
-    """Runs jobs, several at a time."""
+    """Run jobs, several at a time."""
 
-    quiet: bool  # whether what jobs print goes to files
+    quiet: bool  # whether the output of jobs goes to files
 
     def describe(self) -> str:
-        """Say how many jobs run at the same time, and with what."""
+        """Describe how many jobs run at the same time, and on which resources."""
 
     def start(self, launch: Launch) -> bool:
-        """Start a job and return at once; false where there is no room for it now."""
+        """Start a job and return at once; return False if there is no room for it now."""
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended, as soon as there are some, or after so many seconds."""
+        """Return the jobs that have ended: as soon as there is one, or after `seconds`."""
 
     def send(self, number: int) -> None:
-        """Send a signal to all jobs that run, and give up those that have not begun."""
+        """Send a signal to all running jobs, and cancel those that have not begun."""
 
     def close(self) -> None:
-        """Release what the launcher holds; no job runs any more."""
+        """Release the resources of the launcher; no job is running."""
 
 
 def error_lines(text: str) -> list[str]:
-    """Return what the `error:` lines of an output say."""
+    """Return the text of the `error:` lines of an output."""
     mark = "error: "
     lines = text.splitlines()
     return [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
 
 
 def errors_of(output: Path, offset: int = 0) -> list[str]:
-    """Return what the `error:` lines of an output file say, from a position on."""
+    """Return the text of the `error:` lines of an output file after `offset`."""
     try:
         with output.open("rb") as file:
             file.seek(offset)

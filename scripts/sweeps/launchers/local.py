@@ -1,4 +1,4 @@
-"""Jobs on this machine: processes of their own, forked from one that has imported torch."""
+"""Jobs on this machine: separate processes, forked from one that has imported torch."""
 
 import os
 
@@ -15,7 +15,7 @@ from scripts.sweeps.launchers.slots import (
 
 
 class LocalLauncher:
-    """Runs up to `jobs` jobs side by side; one alone has the terminal and the whole machine."""
+    """Run up to `jobs` jobs side by side; a single one has the terminal and the whole machine."""
 
     def __init__(self, server: Server, jobs: int, per_device: int) -> None:
         self.quiet = jobs > 1
@@ -23,11 +23,13 @@ class LocalLauncher:
         self._jobs = jobs
         self._per_device = per_device
         self._slots: Slots | None = None
-        self._launched: dict[int, tuple[Launch, int]] = {}  # and the length of its output before
+        self._launched: dict[
+            int, tuple[Launch, int]
+        ] = {}  # and the length of its output before this start
         self._share: dict[str, str] = share_of_threads(jobs, os.environ.get(THREADS))
 
     def describe(self) -> str:
-        """Say how many jobs run at the same time, and with what."""
+        """Describe how many jobs run at the same time, and on which resources."""
         slots = self._ready()
         threads = self._share.get(THREADS) or os.environ.get(THREADS, "all")
         said = f"up to {self._jobs} jobs at a time, {threads} thread{'s' * (threads != '1')} each"
@@ -37,7 +39,7 @@ class LocalLauncher:
         return f"{said}, on {devices} (sweep.jobs_per_device={self._per_device})"
 
     def start(self, launch: Launch) -> bool:
-        """Start a job and return at once; false where there is no room for it now."""
+        """Start a job and return at once; return False if there is no room for it now."""
         devices = self._ready().take(launch.number, launch.strategy)
         if devices is None:
             return False
@@ -50,16 +52,16 @@ class LocalLauncher:
         return True
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended, as soon as there are some, or after so many seconds."""
+        """Return the jobs that have ended: as soon as there is one, or after `seconds`."""
         ended = self._server.wait(seconds)
         return [self._note(end) for end in ended]
 
     def send(self, number: int) -> None:
-        """Send a signal to all jobs that run."""
+        """Send a signal to all running jobs."""
         self._server.send(number)
 
     def close(self) -> None:
-        """Let the server go."""
+        """Close the server."""
         self._server.close()
 
     def _ready(self) -> Slots:
@@ -73,7 +75,7 @@ class LocalLauncher:
     def _environment(self, launch: Launch, devices: list[str]) -> dict[str, str]:
         environment = {VISIBLE: ",".join(devices)} if devices else {}
         processes = processes_of(launch.strategy)
-        if THREADS in self._share and processes > 1:  # each process of a job has its share of it
+        if THREADS in self._share and processes > 1:  # the processes of a job share its threads
             environment[THREADS] = str(max(1, int(self._share[THREADS]) // processes))
         return environment
 

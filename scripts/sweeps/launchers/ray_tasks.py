@@ -13,7 +13,7 @@ _OPTIONS = "sweep.launcher_options"
 
 
 class RayLauncher:
-    """Gives each job to Ray as a task; `address` names the cluster, none starts one here."""
+    """Submit each job to Ray as a task; without an `address` Ray is started on this machine."""
 
     quiet = True
 
@@ -31,38 +31,38 @@ class RayLauncher:
         self._cancelled = False
 
     def describe(self) -> str:
-        """Say where jobs go."""
+        """Describe where jobs run."""
         return f"jobs go to Ray{f' at {self._address}' if self._address else ''}"
 
     def start(self, launch: Launch) -> bool:
-        """Give a job to Ray, which starts it where there is room."""
+        """Submit a job to Ray, which starts it when there is room."""
         if not self._ray.is_initialized():
             self._begin()
         self._jobs[self._task.remote(NodeJob.of(launch))] = launch
         return True
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended, as soon as there are some, or after so many seconds."""
+        """Return the jobs that have ended: as soon as there is one, or after `seconds`."""
         if not self._jobs:
             return []
         done, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=seconds)
         return [self._note(reference) for reference in done]
 
     def send(self, number: int) -> None:
-        """Cancel all tasks: jobs that run are told to end and save, the others never start."""
+        """Cancel all tasks: running jobs save and end, the others never start."""
         self._cancelled = True
         for reference in self._jobs:
             self._ray.cancel(reference)
 
     def close(self) -> None:
-        """Leave Ray as it was found."""
+        """Shut Ray down if it was started here."""
         if self._own:
             self._ray.shutdown()
 
     def _begin(self) -> None:
         try:
             self._ray.init(self._address, log_to_driver=False, include_dashboard=False)
-        except Exception as error:  # each of its parts has its own way of not starting
+        except Exception as error:  # Ray raises many types when it cannot start
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
         self._own = True

@@ -1,4 +1,4 @@
-"""The sweep's end of the fork server, which is started when it is first asked for something."""
+"""The sweep's end of the fork server, which is started at the first request."""
 
 import os
 import select
@@ -25,10 +25,10 @@ class ServerLostError(Exception):
 
 
 class Server:
-    """Starts functions of modules in processes of their own, each a fork of one that has torch."""
+    """Start functions in separate processes, each a fork of one that has imported torch."""
 
     def __init__(self) -> None:
-        # Elsewhere than on Linux forks lose what libraries have set up: each job imports.
+        # Except on Linux, forks lose what libraries have set up: each job imports for itself.
         self.warm_up = WARM_UP if sys.platform == "linux" else None
         self.environment: dict[str, str] = {}  # beyond that of the sweep
         self.devices = 0  # accelerators, known once it has started
@@ -37,11 +37,11 @@ class Server:
         self._channel: Channel | None = None
         self._ended: list[Ended] = []
         self._errors: list[str] = []  # `error:` lines of the job that has our stderr
-        self._last = b""  # line of theirs, not yet at its end
-        self._speaks = True  # whether anybody has our stderr
+        self._last = b""  # line of that output, still incomplete
+        self._speaks = True  # whether a process still has our stderr
 
     def ready(self) -> None:
-        """Start the server if there is none, and wait until it has imported what it is to."""
+        """Start the server if there is none, and wait until its imports are done."""
         if self._channel is not None:
             return
         self._last, self._speaks = b"", True
@@ -53,7 +53,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[number],
-            start_new_session=True,  # the terminal's signals reach jobs through the sweep
+            start_new_session=True,  # the sweep forwards the terminal's signals to jobs
             env={**os.environ, **self.environment},
         )
         its.close()
@@ -69,7 +69,7 @@ class Server:
         environment: Mapping[str, str],
         output: Path | None = None,
     ) -> None:
-        """Call `module:function` in a new process, with these words in `sys.argv`.
+        """Call `module:function` in a new process, with `argv` in `sys.argv`.
 
         It prints into a file, if one is given.
         """
@@ -90,9 +90,9 @@ class Server:
         self.pids[number] = int(self._hear("started")["pid"])
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended, as soon as there are some, or after so many seconds.
+        """Return the jobs that have ended: as soon as there is one, or after `seconds`.
 
-        What jobs without a file say on stderr is passed on meanwhile.
+        Meanwhile the stderr of jobs without a file is passed on.
         """
         if self._channel is None:
             return []
@@ -111,21 +111,21 @@ class Server:
             self._channel.send({"signal": number})
 
     def close(self) -> None:
-        """Let the server go; jobs that run are told to end, and save."""
+        """Close the server; running jobs save and end."""
         if self._channel is None:
             return
         assert self._process is not None
         assert self._process.stderr is not None
         self._channel.close()
         self._channel = None
-        self._process.terminate()  # heard only while it still imports
+        self._process.terminate()  # has an effect only during its imports
         while self._read_stderr(None):
             pass
         self._process.wait()
         self._process.stderr.close()
 
     def _hear(self, kind: str) -> dict[str, Any]:
-        """Wait for an answer; what ends meanwhile is kept. Raises ResourceError."""
+        """Wait for an answer; jobs that end meanwhile are noted. Raises ResourceError."""
         while True:
             try:
                 message = self._next(None)
@@ -138,7 +138,7 @@ class Server:
             self._note(message)
 
     def _next(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message, or None after so many seconds; stderr is passed on."""
+        """Return the next message, or None after `seconds`; stderr is passed on."""
         assert self._channel is not None
         if not self._channel.waiting:
             ready, _, _ = select.select(self._sources(), [], [], seconds)
@@ -159,14 +159,14 @@ class Server:
     def _note(self, message: dict[str, Any] | None) -> None:
         if message is None or "ended" not in message:
             return
-        while self._read_stderr(0.0):  # its last words
+        while self._read_stderr(0.0):  # what it printed last
             pass
         number = int(message["ended"])
         del self.pids[number]
         self._ended.append(Ended(number, int(message["code"]), tuple(self._errors)))
 
     def _read_stderr(self, seconds: float | None) -> bool:
-        """Pass on what is there within so many seconds; false where there is nothing."""
+        """Pass on what arrives within `seconds`; return False if nothing does."""
         assert self._process is not None
         assert self._process.stderr is not None
         number = self._process.stderr.fileno()
@@ -183,7 +183,7 @@ class Server:
         return True
 
     def _lose(self) -> None:
-        """Note that the server has died; its jobs have been told to end, and are waited for."""
+        """Note that the server has died, and wait for its jobs, which end as well."""
         deadline = time.monotonic() + _PATIENCE
         for number, pid in self.pids.items():
             while time.monotonic() < deadline and _lives(pid):

@@ -20,7 +20,7 @@ def usable_cpus() -> int:
 def share_of_threads(jobs: int, given: str | None) -> dict[str, str]:
     """Return the environment that gives each of several jobs its share of the CPUs.
 
-    A number that was given stands; a job that runs alone has what any run has.
+    A given number is kept; a job that runs alone has the threads of any run.
     """
     if given is not None or jobs == 1:
         return {}
@@ -28,7 +28,7 @@ def share_of_threads(jobs: int, given: str | None) -> dict[str, str]:
 
 
 def processes_of(strategy: Mapping[str, Any]) -> int:
-    """Return how many devices, or processes, a job asks for; 1 where it takes what it sees."""
+    """Return how many devices, or processes, a job asks for; 1 for `auto`."""
     devices = strategy.get("devices", 1)
     if isinstance(devices, list):
         return len(devices)
@@ -37,7 +37,7 @@ def processes_of(strategy: Mapping[str, Any]) -> int:
 
 @dataclass(slots=True)
 class Slots:
-    """Room for so many jobs; where there are devices, each job has its own, or a place on one."""
+    """Room for `jobs` jobs; each has devices of its own, or shares one with `per_device` others."""
 
     jobs: int
     names: list[str]  # of devices, as CUDA_VISIBLE_DEVICES has them
@@ -45,7 +45,7 @@ class Slots:
     running: dict[int, list[str]] = field(default_factory=dict)  # devices of each job
 
     def take(self, number: int, strategy: Mapping[str, Any]) -> list[str] | None:
-        """Give a job its devices; None where there is no room now."""
+        """Return the devices for a job; None if there is no room now."""
         if len(self.running) >= self.jobs:
             return None
         if not self.names or strategy.get("accelerator") == "cpu":
@@ -60,11 +60,11 @@ class Slots:
         return self.running[number]
 
     def give_back(self, number: int) -> None:
-        """Free the place of a job that has ended."""
+        """Free the devices of a job that has ended."""
         self.running.pop(number, None)
 
 
 def device_names(count: int, visible: str | None) -> list[str]:
-    """Return the names of so many devices, by what the environment shows of them."""
+    """Return the names of `count` devices, as CUDA_VISIBLE_DEVICES spells them."""
     shown = [name.strip() for name in (visible or "").split(",") if name.strip()]
     return shown[:count] if shown else [str(number) for number in range(count)]

@@ -18,7 +18,7 @@ _PATIENCE = 0.2  # seconds
 
 
 class SubmititLauncher:
-    """Submits jobs that are asked for together as one array, and looks how each is doing."""
+    """Submit jobs that start together as one array, and poll the state of each."""
 
     quiet = True
 
@@ -29,11 +29,11 @@ class SubmititLauncher:
         self._new: list[Launch] = []
         self._jobs: dict[int, tuple[Launch, Any]] = {}
         self._cancelled = False
-        with tempfile.TemporaryDirectory() as folder:  # a mistake leaves nothing behind
+        with tempfile.TemporaryDirectory() as folder:  # invalid options leave no files behind
             self._open(Path(folder))
 
     def describe(self) -> str:
-        """Say where jobs go."""
+        """Describe where jobs run."""
         return f"jobs go to {self._cluster} through submitit"
 
     def start(self, launch: Launch) -> bool:
@@ -42,7 +42,7 @@ class SubmititLauncher:
         return True
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Submit what is new, then return the jobs that have ended, or nothing after a while."""
+        """Submit new jobs, then return the jobs that have ended: at the latest after `seconds`."""
         self._submit()
         deadline = time.monotonic() + seconds
         while not (ended := self._ended()) and time.monotonic() < deadline:
@@ -50,13 +50,13 @@ class SubmititLauncher:
         return ended
 
     def send(self, number: int) -> None:
-        """Cancel all jobs: those that run are told to end and save, the others never start."""
+        """Cancel all jobs: running ones save and end, the others never start."""
         self._cancelled = True
         for _, job in self._jobs.values():
             job.cancel(check=False)
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: there is no resource to release."""
 
     def _submit(self) -> None:
         new, self._new = self._new, []

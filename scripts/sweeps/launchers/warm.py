@@ -1,10 +1,10 @@
-"""What the fork server does once, so that no job has to: imports, and a first composition."""
+"""What the fork server does once for all jobs: imports, and a first composition."""
 
 import importlib
 from contextlib import suppress
 
-# What every job imports, and what it reaches through its usual targets. Other targets, the user's
-# among them, a job imports by itself.
+# What every job imports, and the modules of common targets. A job imports other targets, such as
+# the user's, itself.
 MODULES = (
     "scripts.train",
     "scripts.help",
@@ -34,7 +34,7 @@ MODULES = (
 def warm_up() -> None:
     """Import the modules, and compose what is chosen by default: Hydra's parser and plugins load.
 
-    Neither starts a thread. What is missing, a job tells.
+    Neither starts a thread. A job reports an import that fails.
     """
     for name in MODULES:
         with suppress(ImportError):

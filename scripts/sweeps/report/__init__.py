@@ -1,1 +1,1 @@
-"""What a sweep found: its table, its pictures, and one page that holds them."""
+"""The report of a sweep: its table, its pictures, and one page with all of it."""

@@ -1,13 +1,11 @@
-"""Read the jobs of a sweep from its folder: a grid's or a search's, ended or not."""
+"""Read the jobs of a sweep from its folder, of a grid or a search, complete or not."""
 
 import csv
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,7 +15,8 @@ from scripts.sweeps.leaderboard import FILE
 from scripts.sweeps.process import NOT_STARTED, Outcome, note_outcome
 from scripts.sweeps.ranking import Ranking
 from trainer.runs.directory import CONFIG
-from trainer.runs.status import METRICS, STATUS, RunDirectoryError, read_status
+from trainer.runs.metrics import read_metrics
+from trainer.runs.status import STATUS, RunDirectoryError, read_status
 
 LOSSES = ("train/epoch_loss", "val/loss")  # whose curves are drawn beside the objective's
 _POINTS = 400  # of a curve, at most
@@ -27,7 +26,7 @@ Curve = list[tuple[int, float]]  # steps and values
 
 @dataclass
 class Job:
-    """A job, its place in the sweep, and what its log holds."""
+    """A job, its rank in the sweep, and its curves."""
 
     outcome: Outcome
     rank: int | None = None  # from 1; None for a job without a result
@@ -37,12 +36,12 @@ class Job:
 
     @property
     def values(self) -> dict[str, str]:
-        """The overrides that make the job."""
+        """The overrides of the job."""
         return self.outcome.overrides
 
     @property
     def height(self) -> float:
-        """The objective, to draw it."""
+        """The objective for a plot; NaN without one."""
         return math.nan if self.objective is None else self.objective
 
 
@@ -54,7 +53,7 @@ class Found:
     metric: str
     larger_is_better: bool
     jobs: list[Job]
-    unknown: int  # jobs of a search that are not chosen yet
+    unknown: int  # jobs of a search that are not known yet
 
     @cached_property
     def keys(self) -> list[str]:
@@ -126,7 +125,7 @@ def _outcome(folder: Path, row: Sequence[str], values: dict[str, str]) -> Outcom
 
 
 def _ranking(folder: Path, outcomes: Sequence[Outcome], metric: str) -> Ranking:
-    """Return how jobs compare: as the configuration of one of them says."""
+    """Return how jobs compare, by the configuration of one of them."""
     for outcome in outcomes:
         try:
             config = yaml.safe_load((outcome.run_dir / CONFIG).read_text(encoding="utf-8"))
@@ -142,41 +141,27 @@ def _ranking(folder: Path, outcomes: Sequence[Outcome], metric: str) -> Ranking:
 
 
 def _job(outcome: Outcome, ranking: Ranking) -> Job:
-    curves = _curves(outcome.run_dir / METRICS, (ranking.name, *LOSSES))
+    curves = _curves(outcome.run_dir, (ranking.name, *LOSSES))
     objective = ranking.value(outcome)
     course = curves.get(ranking.name, [])
-    if objective is None and course:  # it has not ended: its best so far
+    if objective is None and course:  # not complete: the best value so far
         objective = min((value for _, value in course), key=ranking.rank_of)
         outcome.results = {**outcome.results, ranking.name: objective}
     step = next((step for step, value in course if value == objective), None)
     return Job(outcome, None, objective, step, {k: thinned(c) for k, c in curves.items()})
 
 
-def _curves(path: Path, names: Sequence[str]) -> dict[str, Curve]:
+def _curves(run_dir: Path, names: Sequence[str]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
-    for line in _lines(path):
-        for name in dict.fromkeys(names):
+    for line in read_metrics(run_dir):
+        for name in dict.fromkeys(names if isinstance(line.get("step"), int) else ()):
             value = line.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
-                curves.setdefault(name, []).append((int(line["step"]), float(value)))
+                curves.setdefault(name, []).append((line["step"], float(value)))
     return curves
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    line = json.loads(text)
-                except ValueError:  # torn by a kill
-                    continue
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
-                    yield line
-    except OSError:  # it has not begun
-        return
-
-
 def thinned(curve: Curve) -> Curve:
-    """Return at most so many points of a curve, its last one among them."""
+    """Return at most _POINTS points of a curve, including the last one."""
     stride = -(-len(curve) // _POINTS)
     return curve if stride < 2 else [*curve[:-1:stride], curve[-1]]

@@ -8,13 +8,13 @@ from typing import Any
 from scripts.sweeps.report.gather import Found, Job
 from scripts.sweeps.report.scale import Scale, scale_of
 
-FEWEST = 8  # jobs that an estimate takes
+FEWEST = 8  # jobs that an estimate needs
 
 
 def importances(found: Found) -> dict[str, float]:
-    """Return each key's share, the largest first; {} where it cannot be told.
+    """Return each key's share, the largest first; {} if there is no estimate.
 
-    By PED-ANOVA over the jobs that ran to their end. That holds for a grid as for a search.
+    By PED-ANOVA over the completed jobs, of a grid as of a search.
     """
     if why_none(found) is not None:
         return {}

@@ -29,7 +29,7 @@ code { background: #f3f3f3; padding: .1em .3em }
 
 
 def page(found: Found, pictures: Mapping[str, bytes], notes: Sequence[str]) -> str:
-    """Return the page; `notes` say what is missing and why."""
+    """Return the page; `notes` explain which parts are missing."""
     title = f"Sweep {found.folder.name}"
     parts = [
         "<!DOCTYPE html>",
@@ -48,7 +48,7 @@ def page(found: Found, pictures: Mapping[str, bytes], notes: Sequence[str]) -> s
 
 
 def summary(found: Found) -> str:
-    """Say in one line how many jobs there are, and how they stand."""
+    """Return one line with the number of jobs in each state."""
     states: dict[str, int] = {}
     for job in found.jobs:
         states[job.outcome.state] = states.get(job.outcome.state, 0) + 1

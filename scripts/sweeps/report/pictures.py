@@ -30,7 +30,7 @@ def why_none() -> str | None:
 
 
 def pictures(found: Found, shares: Mapping[str, float]) -> dict[str, bytes]:
-    """Return each picture that there is something for, by its name. Needs matplotlib."""
+    """Return the pictures that the jobs have data for, by name. Needs matplotlib."""
     from matplotlib import rc_context
 
     draws: dict[str, Callable[[Figure], object]] = {}
@@ -41,7 +41,7 @@ def pictures(found: Found, shares: Mapping[str, float]) -> dict[str, bytes]:
         draws["curves"] = lambda figure: _curves(figure, found)
     if shares:
         draws["importance"] = lambda figure: _importance(figure, shares)
-    # Names of keys and words are no formulas, whatever they contain.
+    # Keys and values are text: `$` in them starts no formula.
     with rc_context({"text.parse_math": False, "font.size": 9, "axes.grid": True}):
         return {name: _png(draw) for name, draw in draws.items()}
 
@@ -80,7 +80,7 @@ def _objective(figure: Figure, found: Found) -> None:
 
 
 def _curves(figure: Figure, found: Found) -> None:
-    """Draw the courses of the objective and of the losses side by side."""
+    """Draw the curves of the objective and of the losses side by side."""
     drawn = [job for job in found.jobs if job.curves][:_CURVES]
     names = dict.fromkeys((found.metric, *LOSSES))
     there = [name for name in names if any(name in job.curves for job in drawn)]

@@ -18,7 +18,7 @@ def header(found: Found) -> list[str]:
 
 
 def row(found: Found, job: Job) -> list[str]:
-    """Return the cells of a job, numbers as they are read."""
+    """Return the cells of a job, with numbers rounded for reading."""
     results = job.outcome.results
     others = [_shown(results.get(name)) for name in found.others]
     objective = "" if job.outcome.failed else _shown(job.objective)
@@ -61,7 +61,7 @@ def as_markdown(found: Found) -> str:
 
 
 def for_terminal(found: Found, jobs: Sequence[Job]) -> list[list[str]]:
-    """Return the rows of a table that fits more terminals: no reasons, of metrics the test's."""
+    """Return the rows of a narrow table: without reasons, and with test metrics only."""
     rows = [header(found), *(row(found, job) for job in jobs)]
     left_out = {name for name in found.others if not name.startswith("test/")}
     empty = {
@@ -78,7 +78,7 @@ def _escaped(cell: str) -> str:
 
 
 def short(value: str) -> str:
-    """Return a number with the digits that tell it from others, and words as they are."""
+    """Return a number with three digits, and other text unchanged."""
     try:
         number = float(value)
     except ValueError:

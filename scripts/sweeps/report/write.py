@@ -16,7 +16,7 @@ PAGE, FOLDER = "report.html", "report"
 
 
 def write(found: Found) -> tuple[Path, list[str]]:
-    """Write page, tables and pictures; return the page's path, and what is missing and why.
+    """Write page, tables and pictures; return the page's path, and notes on what is missing.
 
     Raises StorageError.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.compression.masks import Rules, Schedule, Settings, extend
+from callbacks.compression.masks import PruningSettings, Rules, Schedule, extend
 from callbacks.compression.pruning import Pruning
 from callbacks.ema import EMA
 from callbacks.swa import SWA
@@ -40,7 +40,9 @@ def pruned_of(rules: Any, *levels: float, seed: int = 0, **options: Any) -> dict
     """Prune to each level in turn; return the final masks."""
     model = net()
     settings = {"sparsity": 0.5, "initial_sparsity": 0.0, "method": "l1", "scope": "global"}
-    pools = Rules(rules, Settings(**{**settings, "norm": 2.0, "dim": 0, **options})).pools(model)  # type: ignore[arg-type]
+    pools = Rules(rules, PruningSettings(**{**settings, "norm": 2.0, "dim": 0, **options})).pools(
+        model
+    )  # type: ignore[arg-type]
     pruned = {
         name: torch.zeros_like(p, dtype=torch.bool)
         for pool in pools
@@ -96,7 +98,7 @@ def test_random_masks_follow_from_the_seed_and_grow() -> None:
 
 
 def test_equal_weights_go_in_order_and_what_is_pruned_stays() -> None:
-    pools = Rules(WEIGHTS, Settings(0.5, 0.0, "l1", "layer", 2.0, 0)).pools(
+    pools = Rules(WEIGHTS, PruningSettings(0.5, 0.0, "l1", "layer", 2.0, 0)).pools(
         model := nn.Sequential(nn.Linear(4, 1))
     )
     nn.init.ones_(model[0].weight)
@@ -145,7 +147,10 @@ def test_mistakes_are_config_errors(options: dict[str, Any], said: str) -> None:
 
 
 def test_the_schedule_of_zhu_and_gupta() -> None:
-    plan, settings = Schedule.between(4, 0.75, 3, 20), Settings(0.8, 0.2, "l1", "global", 2.0, 0)
+    plan, settings = (
+        Schedule.between(4, 0.75, 3, 20),
+        PruningSettings(0.8, 0.2, "l1", "global", 2.0, 0),
+    )
     assert [step for step in range(20) if plan.is_due(step)] == [4, 7, 10, 13]
     for step in (4, 7, 10, 13):
         expected = 0.8 + (0.2 - 0.8) * (1 - (step - 4) / (3 * 3)) ** 3

@@ -1,4 +1,4 @@
-"""What TAB completes."""
+"""Completions of a command line."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""`regimen ls` and `regimen cp`: see what there is, and start from a copy of it."""
+"""`regimen ls` lists the configs, and `regimen cp` copies one."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""`regimen new`: a project that trains as it was written."""
+"""`regimen new`: a project that trains without changes."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""`regimen doctor`: what is good, and the cure of what is not."""
+"""`regimen doctor`: the checks of a machine and their hints."""
 
 import json
 import sys

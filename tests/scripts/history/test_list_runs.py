@@ -1,4 +1,4 @@
-"""`regimen runs`: what directories tell of their runs, and which of them may go."""
+"""`regimen runs`: what run directories hold, and which runs may be removed."""
 
 import json
 import os
@@ -13,11 +13,12 @@ from conf.errors import ConfigError
 from scripts.history.differences import varied
 from scripts.history.entry import read_run, runs_in
 from scripts.history.removal import removable, remove
-from scripts.history.show import bytes_in_words, duration
+from scripts.history.show import duration
 from scripts.list_runs import runs
 from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import RunLock
 from trainer.runs.status import RunDirectoryError
+from trainer.summary.text import size as size_text
 
 CONFIG: dict[str, Any] = {
     "name": "net",
@@ -280,4 +281,4 @@ def test_durations(seconds: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (2**41, "2.0 TiB")])
 def test_sizes(size: int, text: str) -> None:
-    assert bytes_in_words(size) == text
+    assert size_text(size) == text

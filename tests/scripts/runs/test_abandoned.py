@@ -17,7 +17,9 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 
 STEPS = (5, 10, 15, 20)
-MOMENT = Moment(5, len(b'{"step": 5}\n'), {"events.out.tfevents.1.regimen": 3}, best=(5,))
+MOMENT = Moment(
+    5, {"metrics.jsonl": len(b'{"step": 5}\n'), "events.out.tfevents.1.regimen": 3}, best=(5,)
+)
 CHANGING = ("replace", "link", "truncate", "unlink", "mkdir", "fsync")
 
 
@@ -80,7 +82,7 @@ def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
     }
     beyond = {
         **{k: v for k, v in whole.items() if k.startswith("checkpoints/") and "05.pt" not in k},
-        "metrics.jsonl": whole["metrics.jsonl"][MOMENT.metrics :],
+        "metrics.jsonl": whole["metrics.jsonl"][MOMENT.sizes["metrics.jsonl"] :],
         "tensorboard/events.out.tfevents.1.regimen": b"def",
         "tensorboard/events.out.tfevents.2.regimen": b"ghi",
     }
@@ -103,7 +105,7 @@ def test_where_nothing_lies_beyond_nothing_is_made(run: Path) -> None:
     before = files(run)
     size = len(before["metrics.jsonl"])
     sizes = {f"events.out.tfevents.{n}.regimen": 6 // n for n in (1, 2)}
-    assert go_back(run, Moment(20, size, sizes)) is None
+    assert go_back(run, Moment(20, {"metrics.jsonl": size, **sizes})) is None
     assert files(run) == before
     assert not (run / "abandoned").exists()
 
@@ -163,7 +165,7 @@ def test_a_broken_off_return_may_be_followed_by_one_further_back(
     with monkeypatch.context() as patch:
         patch.setattr(os, "truncate", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            go_back(run, Moment(15, len(b'{"step": 5}\n{"step": 10}\n'), {}, (15,)))
+            go_back(run, Moment(15, {"metrics.jsonl": len(b'{"step": 5}\n{"step": 10}\n')}, (15,)))
     assert going_back_to(run) == 15
     go_back(run, MOMENT)
     assert going_back_to(run) is None

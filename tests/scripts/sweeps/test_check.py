@@ -1,4 +1,4 @@
-"""Mistakes that take torch to be found are found before the first job."""
+"""Mistakes that only torch can find are found before the first job."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def test_a_built_job_is_checked_in_a_process_of_its_own(server: Server) -> None:
     assert len(e.value.problems) == 1
 
 
-def test_a_sound_job_has_no_problems() -> None:
+def test_a_valid_job_has_no_problems() -> None:
     assert problems_of(parse_arguments([]), ["model=mlp"]) == []
 
 

@@ -88,7 +88,7 @@ def test_a_job_leaves_the_signal_of_submitit_alone(remote: Path) -> None:
         pytest.param(["sweep.launcher_options.cluster=slurm"], "slurm", id="no-slurm-here"),
     ],
 )
-def test_what_submitit_cannot_do_is_no_start(
+def test_options_that_submitit_refuses_start_nothing(
     job: Path, sweep_of: Sweep, options: list[str], text: str
 ) -> None:
     pytest.importorskip("submitit")

@@ -1,4 +1,4 @@
-"""A sweep in TensorBoard: each job under what varies in it, with a row whatever became of it."""
+"""A sweep in TensorBoard: each job under its varied values, with a row in any case."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def session(folder: Path) -> tuple[dict[str, Any], int | None]:
     return found, metadata.parse_session_end_info_plugin_data(content).status
 
 
-def test_jobs_are_called_by_what_varies(tmp_path: Path) -> None:
+def test_jobs_are_named_after_their_varied_values(tmp_path: Path) -> None:
     jobs = [job(tmp_path, 0, "0.1", "1"), job(tmp_path, 1, "0.1", "2")]
     assert dashboard.job_names(jobs, VARIED) == {0: "lr=0.1,seed=1", 1: "lr=0.1,seed=2"}
     assert dashboard.job_names(jobs, ["optimizer.lr"]) == {0: "lr=0.1,job=0", 1: "lr=0.1,job=1"}
@@ -105,7 +105,7 @@ def test_a_killed_job_has_failed_until_it_is_resumed(tmp_path: Path) -> None:
     assert session(own)[1] is None
 
 
-def test_what_cannot_be_written_does_not_end_the_sweep(tmp_path: Path) -> None:
+def test_a_dashboard_that_cannot_be_written_does_not_end_the_sweep(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     dashboard.arrange(tmp_path, [ran(job(tmp_path, 0, "0.1", "1"))], VARIED)
     dashboard.link_started(tmp_path, [], job(tmp_path, 0, "0.1", "1"), VARIED)
@@ -135,6 +135,6 @@ def test_a_job_and_its_sweep_print_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"swept": 3}'])
-def test_a_damaged_note_of_a_sweep_is_no_error(tmp_path: Path, content: str) -> None:
+def test_a_damaged_sweep_file_is_no_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "sweep.json").write_text(content)
     assert swept_keys(tmp_path / "0") == []

@@ -1,4 +1,4 @@
-"""Jobs side by side: their share of the machine, the lost ones, and what ends them."""
+"""Jobs side by side: their share of the machine, restarts, and the end of a sweep."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from scripts.sweeps.launchers import local
 from scripts.sweeps.launchers.launcher import Launch
 from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
-from scripts.sweeps.progress import Progress, in_words, progress_of, seconds_left
+from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from trainer.files.storage import storage_error
 
 Sweep = Callable[..., int]
@@ -62,7 +62,7 @@ def test_a_job_that_fails_beside_others_says_why(
     assert capfd.readouterr().out.count("failed (exit 5): it diverged\n") == 2
 
 
-def test_a_lost_job_starts_again_as_often_as_it_may(
+def test_a_lost_job_is_restarted_up_to_its_retries(
     job: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert sweep_of("run_dir=there", "optimizer.lr=0.4,0.1", "sweep.retries=1") == 0
@@ -74,7 +74,7 @@ def test_a_lost_job_starts_again_as_often_as_it_may(
     ]
 
 
-def test_a_search_asks_for_several_jobs_at_once(
+def test_a_search_runs_several_jobs_at_once(
     job: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
@@ -97,12 +97,12 @@ def test_a_lost_job_leaves_the_others_alone(job: Path, sweep_of: Sweep, rows_of:
     assert {row["status"] for row in rows_of(Path("there"))} == {"finished"}
 
 
-def test_a_failure_is_no_loss(job: Path, sweep_of: Sweep) -> None:
+def test_a_failed_job_is_not_restarted(job: Path, sweep_of: Sweep) -> None:
     assert sweep_of("run_dir=there", "optimizer.lr=1.5", "sweep.retries=3") == 5
     assert Path("there/0/overrides.yaml").read_text().count("resume=auto") == 0
 
 
-def test_fail_fast_starts_nothing_more(job: Path, sweep_of: Sweep, rows_of: Rows) -> None:
+def test_fail_fast_starts_no_further_job(job: Path, sweep_of: Sweep, rows_of: Rows) -> None:
     argv = ["optimizer.lr=1.5,0.1,0.2,0.3", "sweep.jobs=1", "sweep.fail_fast=true"]
     assert sweep_of("run_dir=there", *argv) == 5
     assert [row["status"] for row in rows_of(Path("there"))].count("not started") == 3
@@ -192,7 +192,7 @@ def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_what_is_forked_has_one_thread_and_no_device() -> None:
+def test_forked_jobs_have_one_thread_and_no_device() -> None:
     server = Server()
     try:
         server.ready()
@@ -216,7 +216,7 @@ def test_each_job_has_its_share_of_threads(
     }
 
 
-def test_a_number_of_threads_that_was_given_stands() -> None:
+def test_a_given_number_of_threads_is_kept() -> None:
     assert share_of_threads(4, "3") == {}
     assert share_of_threads(1, None) == {}
     assert share_of_threads(2 * usable_cpus(), None) == {"OMP_NUM_THREADS": "1"}
@@ -232,7 +232,7 @@ def test_each_job_has_a_device_of_its_own(
     assert {shown["CUDA_VISIBLE_DEVICES"] for shown in files} == {"2", "5"}
 
 
-def test_devices_are_shared_out() -> None:
+def test_devices_are_distributed_over_jobs() -> None:
     slots = Slots(4, ["0", "1"], per_device=1)
     assert [slots.take(n, {}) for n in range(3)] == [["0"], ["1"], None]
     assert slots.take(3, {"accelerator": "cpu"}) == []
@@ -258,16 +258,16 @@ def test_names_of_devices(count: int, visible: str | None, expected: list[str]) 
     assert device_names(count, visible) == expected
 
 
-def test_how_far_a_job_is(tmp_path: Path) -> None:
+def test_the_progress_of_a_job(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert progress_of(tmp_path, {}, "val/loss") == Progress()
+    assert progress_of(tmp_path, {}, "val/loss") == JobProgress()
     lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep')
     config = {"trainer": {"max_epochs": 4, "max_steps": 20}}
-    assert progress_of(tmp_path, config, "val/loss") == Progress(0.75, 1, 0.5)
+    assert progress_of(tmp_path, config, "val/loss") == JobProgress(0.75, 1, 0.5)
 
 
-def test_the_time_that_is_left() -> None:
+def test_the_remaining_time() -> None:
     assert seconds_left(30.0, 1.5, 6) == 90.0
     assert seconds_left(30.0, 0.0, 6) is None
     assert [in_words(s) for s in (None, 30, 600, 7200)] == [

@@ -29,7 +29,7 @@ def outcome(number: int, state: str = "finished", **facts: object) -> Outcome:
         pytest.param(["lr", "optimizer.lr"], ["lr", "optimizer.lr"], id="one-ends-as-another"),
     ],
 )
-def test_keys_are_shortened_as_far_as_they_differ(keys: list[str], expected: list[str]) -> None:
+def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str]) -> None:
     assert short_keys(keys) == expected
 
 
@@ -53,7 +53,7 @@ def test_jobs_that_have_not_started_come_last() -> None:
     assert [job.number for job in ranked] == [2, 1, 0]
 
 
-def test_the_pruned_come_behind_those_that_ran_to_their_end() -> None:
+def test_pruned_jobs_rank_after_completed_ones() -> None:
     jobs = [outcome(0, "pruned", results={"val/loss": 0.5})]
     jobs += [outcome(1, "failed"), outcome(2, results={"val/loss": 1.0})]
     ranking = Ranking(CONFIG, jobs, "val/loss")
@@ -61,7 +61,7 @@ def test_the_pruned_come_behind_those_that_ran_to_their_end() -> None:
     assert not jobs[0].failed
 
 
-def test_a_metric_that_is_known_stays_the_one_that_decides() -> None:
+def test_a_known_metric_decides_the_ranking() -> None:
     jobs = [outcome(0, results={"best/val/accuracy": 0.9, "val/loss": 0.5})]
     assert Ranking(CONFIG, jobs, "val/loss").value(jobs[0]) == 0.5
     assert Ranking(CONFIG, jobs).value(jobs[0]) == 0.9

@@ -1,4 +1,4 @@
-"""A search: what it asks for, what it learns, and how it goes on."""
+"""A search: its suggestions, its results, and its resume."""
 
 import csv
 import json
@@ -217,7 +217,7 @@ def test_a_finished_search_runs_nothing_and_more_trials_go_on(jobs: Jobs) -> Non
     assert len(board()) == 5
 
 
-def test_what_jobs_end_with_is_what_the_study_learns(jobs: Jobs) -> None:
+def test_the_study_is_told_the_results_of_jobs(jobs: Jobs) -> None:
     jobs.ends = {1: "failed", 2: "pruned", 3: "preempted"}
     argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=5"]
     assert run(*argv) == 5
@@ -233,7 +233,9 @@ def test_what_jobs_end_with_is_what_the_study_learns(jobs: Jobs) -> None:
     }  # fmt: skip
 
 
-def test_a_job_without_the_metric_is_told_of(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_without_the_metric_is_a_warning(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
     run("optimizer.lr=choice(3.95,0.1)", "run_dir=there", "sweep.sampler=grid")
     assert "it logged no val/accuracy" in caplog.text
     assert len(board()) == 2
@@ -248,14 +250,14 @@ def test_the_same_combination_is_run_once(jobs: Jobs) -> None:
     assert len(board()) == 2
 
 
-def test_a_grid_ends_when_all_has_been_tried(jobs: Jobs) -> None:
+def test_a_grid_ends_after_all_combinations(jobs: Jobs) -> None:
     argv = ["optimizer.lr=range(0.5,3.1,0.5)", "optimizer.weight_decay=choice(0.0,0.1)"]
     run(*argv, "sweep.sampler=grid", "sweep.n_trials=99", "run_dir=there")
     assert len({(row["optimizer.lr"], row["optimizer.weight_decay"]) for row in board()}) == 12
     assert len(jobs.ran) == 12
 
 
-def test_a_search_begins_with_what_it_is_given(jobs: Jobs) -> None:
+def test_a_search_begins_with_the_enqueued_values(jobs: Jobs) -> None:
     argv = [*SPACE, "sweep.enqueue=[{optimizer.lr: 2.5}, {optimizer.lr: 1}]", "run_dir=there"]
     run(*argv, "resume=auto")
     assert [lr for _, lr in jobs.ran][:2] == [2.5, 1.0]
@@ -280,7 +282,7 @@ params:
     assert len(steps) > 1
 
 
-def test_several_jobs_may_be_under_way(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_trials_can_be_open(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     def several(it: Sweep, ask: Any, tell: Any) -> None:
         while batch := [asked for _ in range(3) if (asked := ask()) is not None]:
             assert len({outcome.number for outcome, _ in batch}) == len(batch)
@@ -294,7 +296,7 @@ def test_several_jobs_may_be_under_way(jobs: Jobs, monkeypatch: pytest.MonkeyPat
     assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}
 
 
-def test_a_job_is_told_of_its_trial_only_where_it_may_be_pruned(jobs: Jobs) -> None:
+def test_a_job_knows_its_trial_only_if_it_may_be_pruned(jobs: Jobs) -> None:
     run(*SPACE, "run_dir=without", "sweep.n_trials=1")
     assert jobs.more == []
     argv = ["sweep.pruner=median", "sweep.pruner_options={n_startup_trials: 2}"]
@@ -326,14 +328,14 @@ def test_a_study_of_another_metric_is_refused(jobs: Jobs, monkeypatch: pytest.Mo
         run(*argv)
 
 
-def test_other_choices_than_the_study_began_with_are_refused(jobs: Jobs) -> None:
+def test_changed_choices_of_a_study_are_refused(jobs: Jobs) -> None:
     argv = ["run_dir=there", "resume=auto", "sweep.n_trials=1"]
     run("optimizer.lr=choice(1.0,2.0)", *argv)
     with pytest.raises(ConfigError, match=r"^optimizer.lr: the study began with .*: 1.0, 2.0"):
         run("optimizer.lr=choice(1.0,3.0)", *argv)
 
 
-def test_other_overrides_than_the_study_began_with_are_told(
+def test_changed_overrides_of_a_study_are_a_warning(
     jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
     argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=1"]
@@ -425,5 +427,5 @@ def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "there" / "report.html").exists()
 
 
-def test_the_attribute_of_pruned_trials_is_a_word_of_ours() -> None:
+def test_the_attribute_of_pruned_trials_is_our_own() -> None:
     assert PRUNED_AT == "pruned_at"  # in studies that exist: it stays

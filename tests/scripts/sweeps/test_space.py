@@ -1,4 +1,4 @@
-"""What varies in a search, and when."""
+"""The space of a search: which keys vary, and under which conditions."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def shown(space: Space) -> list[list[str]]:
         pytest.param("seed=range(5,6)", ["5"], id="a-range-of-one"),
     ],
 )
-def test_the_values_that_a_search_is_checked_with(text: str, expected: list[str]) -> None:
+def test_the_sample_values_of_a_space(text: str, expected: list[str]) -> None:
     assert [job[0].partition("=")[2] for job in shown(space_of(text))] == expected
 
 
@@ -107,7 +107,7 @@ def test_conditions_are_ordered_and_may_depend_on_conditions() -> None:
 @pytest.mark.parametrize(
     ("model", "expected"), [pytest.param("mlp", 2, id="holds"), pytest.param("none", 1, id="not")]
 )
-def test_a_condition_may_ask_about_what_does_not_vary(model: str, expected: int) -> None:
+def test_a_condition_may_depend_on_a_fixed_key(model: str, expected: int) -> None:
     entry = {"values": "interval(1,2)", "when": {"model": "mlp"}}
     space = space_of(f"model={model}", "seed=choice(1)", optimizer__lr=entry)
     assert len(shown(space)) == expected
@@ -141,18 +141,18 @@ def test_a_condition_may_ask_about_what_does_not_vary(model: str, expected: int)
         ),
     ],
 )
-def test_params_that_are_no_space(params: dict[str, object], text: str) -> None:
+def test_invalid_params_are_refused(params: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         space_of(**params)
 
 
-def test_a_grid_is_of_values_that_can_be_counted() -> None:
+def test_a_grid_needs_countable_values() -> None:
     with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
         space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)").grid()
     assert space_of("seed=interval(1,3)").grid() == {"seed": [1, 2, 3]}
 
 
-def test_values_to_begin_with() -> None:
+def test_enqueued_values_are_checked() -> None:
     space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
     entries = space.entries([{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
     assert entries == [{"seed": 3}, {"optimizer.lr": 1.0, "model": "mlp"}]

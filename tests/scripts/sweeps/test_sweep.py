@@ -81,7 +81,7 @@ def test_a_glob_takes_all_choices_of_a_group() -> None:
         pytest.param("model=glob(zzz*)", r"no value; choose of .*mlp", id="empty-glob"),
     ],
 )
-def test_values_that_make_no_jobs(override: str, text: str) -> None:
+def test_values_without_a_job_are_refused(override: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         jobs(override)
 
@@ -116,7 +116,7 @@ def test_nothing_starts_before_every_configuration_is_sound(job: Path) -> None:
 
 
 @pytest.mark.parametrize("varied", ["resume=auto,null", "run_dir=a,b"])
-def test_what_tells_no_jobs_apart_cannot_vary(job: Path, varied: str) -> None:
+def test_keys_that_identify_no_job_cannot_vary(job: Path, varied: str) -> None:
     with pytest.raises(ConfigError, match="cannot vary between the jobs"):
         run(varied)
 
@@ -152,7 +152,7 @@ def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
     assert capfd.readouterr().out.count("job output 0.1") == 2
 
 
-def test_the_first_failure_ends_a_sweep_that_asks_for_it(
+def test_fail_fast_ends_a_sweep_at_the_first_failure(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["run_dir=there", "optimizer.lr=1.5,0.1", "seed=1", "sweep.fail_fast=true"]
@@ -161,7 +161,7 @@ def test_the_first_failure_ends_a_sweep_that_asks_for_it(
     assert "sweep.fail_fast ended it; go on with the sweep: train -m" in capfd.readouterr().out
 
 
-def test_the_newest_unfinished_sweep_is_gone_on_with(
+def test_the_newest_unfinished_sweep_is_resumed(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["name=mine", "optimizer.lr=0.1,0.4", "resume=auto"]
@@ -178,7 +178,7 @@ def test_the_newest_unfinished_sweep_is_gone_on_with(
     assert len(list(Path("runs/mine/sweeps").iterdir())) == 2
 
 
-def test_the_newest_sweep_that_nobody_holds(tmp_path: Path) -> None:
+def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path: Path) -> None:
     stamps = ["2026-01-01_00-00-00", "2026-01-01_00-00-00-9", "2026-01-01_00-00-00-10"]
     for stamp in stamps:
         (tmp_path / stamp).mkdir()
@@ -192,7 +192,7 @@ def test_the_newest_sweep_that_nobody_holds(tmp_path: Path) -> None:
     assert newest_unfinished(tmp_path) == tmp_path / stamps[1]
 
 
-def test_a_sweep_goes_where_it_is_told_and_not_twice(job: Path) -> None:
+def test_a_sweep_uses_run_dir_once(job: Path) -> None:
     assert run("run_dir=there", "optimizer.lr=0.1") == 0
     assert board(Path("there"))[0]["run_dir"] == "there/0"
     assert (Path("there") / "0" / "status.json").exists()
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     assert out.endswith(f"interrupted; go on with the sweep: {way_out}\n")
 
 
-def test_the_words_of_a_job() -> None:
+def test_the_arguments_of_a_job() -> None:
     argv = words(["--config-dir", "x"], ["seed=1"], Path("it's here"))
     assert argv == ["--config-dir", "x", "seed=1", r"run_dir='it\'s here'"]
 

@@ -18,6 +18,7 @@ from trainer.checkpoints.reader import model_only, read_whole
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError, StorageError
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 
 ROWS = 7  # which no number of processes divides
 
@@ -43,7 +44,7 @@ def save(strategy, folder, step, names=("last",)):
 
 def in_group(function, *arguments):
     def run(rank):
-        strategy = FSDP("gloo", 30, "cpu", sharded_checkpoint=True)
+        strategy = FSDP(Processes("gloo", 30, "cpu"), sharded_checkpoint=True)
         strategy.setup()
         result = function(strategy, *arguments)
         strategy.group.leave()

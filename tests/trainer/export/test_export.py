@@ -1,10 +1,13 @@
-"""Exported models answer as the model does, or are not written."""
+"""Exported models have the outputs of the model, or are not written."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from conf.check import parse
@@ -14,8 +17,9 @@ from scripts.composition.compose import compose
 from trainer.build.assembly import Assembly, Known
 from trainer.errors import ModelError
 from trainer.export import artefact
-from trainer.export.artefact import export_run, how_to_load
+from trainer.export.artefact import export_run
 from trainer.export.formats import exported_program
+from trainer.export.lines import how_to_load
 from trainer.export.network import Network, build_network
 from trainer.inference.facts import facts_of
 from trainer.inference.run import load_run
@@ -57,7 +61,14 @@ def test_onnx_takes_any_batch_and_says_where_it_comes_from(run, tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), logits(run, x), atol=1e-4, rtol=1e-4)
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
-    assert json.loads(metadata["provenance"])["step"] == 2
+    origin = json.loads(metadata["provenance"])
+    assert origin["step"] == 2
+    assert origin["config"] == (run.path / "config.yaml").read_text()
+    assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
+    card = (made.folder / "card.md").read_text()
+    assert all(
+        part in card for part in (origin["config"].rstrip(), "- Data: train: `data.", "1257")
+    )
     assert sorted(path.name for path in made.folder.iterdir()) == [
         "card.md",
         "export.json",
@@ -87,8 +98,9 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
         pytest.param("torchscript", torch.jit.load, id="torchscript"),
     ],
 )
-def test_programs_of_torch_load_again(run, tmp_path, name, load):
-    made = export_run(run, name, tmp_path / "o")
+def test_programs_of_torch_load_again(run, tmp_path, monkeypatch, name, load):
+    monkeypatch.chdir(tmp_path)  # where the command was typed, not where the file is loaded
+    made = export_run(run, name, Path("o"))
     network = load(str(made.file))
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
@@ -104,18 +116,58 @@ def test_weights_load_by_the_lines_that_are_printed(run, tmp_path):
     found = names["model"].eval()(x)
     torch.testing.assert_close(found, logits(run, x), atol=1e-5, rtol=1e-5)
     assert (made.folder / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
+    with safe_open(made.file, "pt") as file:
+        facts = json.loads(file.metadata()["regimen"])
+    assert facts["provenance"]["step"] == 2
+    assert facts["classes"] == [str(digit) for digit in range(10)]
 
 
-def test_what_answers_otherwise_is_not_written(run, tmp_path, monkeypatch):
-    class Branches(nn.Module):
-        def forward(self, x):
-            return x.mean((2, 3)) if x.sum() > 0 else -x.mean((2, 3))
+def test_lines_spell_nodes_within_nodes(tmp_path):
+    layer = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
+    layers = {"a": layer, "b": {"_target_": "torch.nn.Flatten"}}
+    node = {"_target_": "models.sequential.from_layers", "layers": layers, "input_shape": [1, 4, 4]}
+    tuned = {"_target_": "models.pretrained.fine_tune", "model": node, "weights": "gone.pt"}
+    expected = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    weights = dict(zip(("a.weight", "a.bias"), expected.state_dict().values(), strict=True))
+    save_file(weights, tmp_path / "model.safetensors")
+    facts = {"model": tuned, "file": "model.safetensors"}
+    (tmp_path / "export.json").write_text(json.dumps(facts))
+    names = {}
+    exec("\n".join(how_to_load(tmp_path)), names)
+    x = torch.randn(2, 1, 4, 4)
+    assert torch.equal(names["model"](x), expected(x))
 
-    monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3)) if x.sum() > 0 else -x.mean((2, 3))
+
+
+class BranchesInNumpy(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3)) if np.sum(x.numpy()) > 0 else -x.mean((2, 3))
+
+
+@pytest.fixture
+def of_both_signs(monkeypatch):
+    """Let samples be such that the first ones take another branch than all together."""
     inputs = torch.ones(32, 1, 4, 4) * torch.linspace(-3, 1, 32)[:, None, None, None].flip(0)
     monkeypatch.setattr(artefact, "samples_of", lambda run, names: (inputs, True))
-    with pytest.raises(ModelError, match="answers otherwise"):
+    return inputs
+
+
+def test_a_branch_on_the_data_is_scripted(run, tmp_path, monkeypatch, of_both_signs):
+    monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
+    network = torch.jit.load(str(export_run(run, "torchscript", tmp_path / "o").file))
+    for inputs in (of_both_signs, of_both_signs[:1]):
+        assert torch.equal(network(inputs), Branches()(inputs))
+
+
+def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch, of_both_signs):
+    monkeypatch.setattr(run, "model", lambda checkpoint: BranchesInNumpy())
+    with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
+    monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
     with pytest.raises(ModelError, match=r"torch\.export"):
         export_run(run, "torch_export", tmp_path / "o")
     assert list(tmp_path.iterdir()) == []
@@ -134,6 +186,14 @@ def test_a_folder_is_replaced_only_when_asked(run, tmp_path):
     with pytest.raises(ModelError, match="is no export"):
         export_run(run, "safetensors", tmp_path / "of_others", overwrite=True)
     assert (tmp_path / "of_others" / "thesis").exists()
+
+
+def test_what_a_killed_command_left_is_removed(run):
+    left = run.path / "exports" / ".tmp-left"
+    left.mkdir(parents=True)
+    (left / "model.onnx").touch()
+    export_run(run, "safetensors")
+    assert [path.name for path in left.parent.iterdir()] == ["safetensors"]
 
 
 def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Quantized models lose little, answer as the network that rounds, and can be evaluated."""
+"""Quantized models lose little accuracy, match the rounding network, and can be evaluated."""
 
 import json
 import subprocess
@@ -13,12 +13,14 @@ from torch import nn
 
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
+from scripts.export import FORMATS as COMMAND_FORMATS
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
-from trainer.export.artefact import export_run, formats, samples_of
+from trainer.export.artefact import WEIGHTS, export_run, samples_of
 from trainer.export.calibration import calibrated, learnt
 from trainer.export.evaluation import evaluate_artefact
 from trainer.export.fake_quantization import Ranges, attach, rounded_weight
+from trainer.export.formats import FORMATS
 from trainer.export.integers import integer_network
 from trainer.export.places import find_places
 from trainer.export.quantization import method_for, quantize_run
@@ -29,17 +31,16 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 
-def trained(path, *more):
-    """Train a small network on the digits for three epochs."""
+def trained(path, *more, experiment=("resnet18", "model=small_cnn", "optimizer.lr=0.2")):
+    """Train a small network for three epochs, on the digits if nothing else is said."""
     from scripts.cli.request import Request
     from scripts.runs.run import run as train
 
     words = [
-        "experiment=resnet18",
-        "model=small_cnn",
+        f"experiment={experiment[0]}",
+        *experiment[1:],
         "trainer.max_epochs=3",
         "loader.num_workers=0",
-        "optimizer.lr=0.2",
         *more,
         "callbacks.progress=null",
         f"run_dir={path}",
@@ -126,7 +127,8 @@ def unverified(monkeypatch):
 @pytest.mark.parametrize("preprocessing", ["outside", "inside"])
 def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preprocessing, unverified):
     expected = evaluate_run(run.config, run.path, "best", "test")
-    quick = [name for name in formats() if name != "aoti"]  # compiling takes a minute
+    assert set(COMMAND_FORMATS) == {*FORMATS, WEIGHTS}
+    quick = [name for name in COMMAND_FORMATS if name != "aoti"]  # compiling takes a minute
     names = ["onnx"] if preprocessing == "inside" else quick
     for name in names:
         made = export_run(run, name, tmp_path / name, preprocessing)
@@ -134,6 +136,19 @@ def test_every_format_is_tested_by_the_metrics_of_the_run(run, tmp_path, preproc
         assert found.keys() == expected.keys()
         for metric, value in expected.items():
             assert found[metric] == pytest.approx(value, abs=1e-4), name
+
+
+def test_masks_of_a_file_have_the_metrics_of_the_run(tmp_path, unverified):
+    run = trained(
+        tmp_path / "run", "trainer.max_steps=2", "model.width=4", experiment=["segmentation"]
+    )
+    expected = evaluate_run(run.config, run.path, "best", "test")
+    del expected["test/loss"]  # class numbers have none
+    made = export_run(run, "onnx", tmp_path / "onnx", "inside")
+    found = evaluate_artefact(run.config, made.file, "test")
+    assert found == pytest.approx(expected, abs=1e-3)
+    quantized = quantize_run(run, "static", tmp_path / "quantized", "inside", samples=32)
+    assert quantized.after["test/miou"] == pytest.approx(expected["test/miou"], abs=0.05)
 
 
 def test_a_quantized_file_is_tested_in_the_same_way(run, static):
@@ -188,7 +203,7 @@ def test_broken_pictures_and_words_end_a_prediction_without_torch(static, tmp_pa
     assert all(word in done.stderr for word in ("colour", "top_k", "predictions.csv exists"))
 
 
-def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
+def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path, unverified):
     made = export_run(run, "torchscript", tmp_path / "ts")
     with pytest.raises(ModelError, match="allow_code=true"):
         evaluate_artefact(run.config, made.file, "test")
@@ -200,7 +215,7 @@ def test_what_runs_code_or_was_changed_is_not_loaded(run, tmp_path, unverified):
         evaluate_artefact(run.config, run.path / "config.yaml", "test")
 
 
-def test_what_loses_too_much_is_not_written(run, tmp_path, monkeypatch):
+def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monkeypatch):
     values = iter([{"test/accuracy": 0.9}, {"test/accuracy": 0.88}])
     monkeypatch.setattr(quantization, "_metrics", lambda *_: next(values))
     with pytest.raises(ModelError, match=r"from 0\.9000 to 0\.8800"):
@@ -293,6 +308,27 @@ def test_an_integer_network_computes_what_the_rounding_one_does():
     error, difference = (rounded - plain).norm(), (integers - rounded).norm()
     assert 1e-3 * plain.norm() < error < 0.05 * plain.norm()
     assert difference < 0.3 * error  # biases are integers, too
+
+
+class ReadsItsLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) / self.head.in_features
+
+
+def test_a_network_may_read_what_its_layers_are():
+    model, x = ReadsItsLayers(), torch.randn(64, 6)
+    ranges = Ranges(find_places(model, lambda model: model(x)), torch.device("cpu"))
+    ranges.observes = lambda: True
+    with torch.no_grad():
+        detach = attach(model, ranges)
+        model(x)
+        detach()
+        ranges.follow(ranges.seen, 0.0)
+        torch.testing.assert_close(integer_network(model, ranges)(x), model(x), atol=0.02, rtol=0)
 
 
 def test_weights_are_rounded_by_channel_and_gradients_pass():

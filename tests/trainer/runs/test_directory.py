@@ -132,7 +132,7 @@ def test_an_existing_run_is_refused_and_left_alone(tmp_path):
 
 def test_a_second_run_is_refused_naming_the_first(tmp_path, holding):
     process = holding(tmp_path / "run")
-    expected = rf"^run dir in use by pid {process.pid} on {socket.gethostname()} since 20"
+    expected = rf"^run_dir: .* is in use by pid {process.pid} on {socket.gethostname()} since 20"
     with pytest.raises(RunDirectoryError, match=expected) as caught:
         create(tmp_path / "run")
     assert caught.value.exit_code == 2
@@ -319,7 +319,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
     ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"],
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path, name):
-    with pytest.raises(RunDirectoryError, match="name=") as caught:
+    with pytest.raises(RunDirectoryError, match="name: ") as caught:
         name_folder(tmp_path / "runs", name)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from toy_blocks import blocks, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -80,7 +81,7 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monk
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool outlives the processes
 
     def both(rank):
-        strategy = kind("gloo", 60, "cpu", **options)
+        strategy = kind(Processes("gloo", 60, "cpu"), **options)
         strategy.setup()
         plain, compiled = train(strategy), train(strategy, **how)
         strategy.group.leave()
@@ -103,7 +104,7 @@ def test_gradients_leave_while_others_are_computed(ranks):
 
     def graphs(rank):
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 100  # of this process: a small model's
-        strategy = DDP("gloo", 60, "cpu", bucket_cap_mb=0.0005)
+        strategy = DDP(Processes("gloo", 60, "cpu"), bucket_cap_mb=0.0005)
         strategy.setup()
         backward = []
 

@@ -16,6 +16,7 @@ from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import CheckpointError, ModelError
 from trainer.options import Clipping, TrainerOptions
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -65,7 +66,7 @@ def train(strategy, stop=None, content=None):
 
 def in_group(function, **options):
     def run(rank):
-        strategy = FSDP("gloo", 30, "cpu", **options)
+        strategy = FSDP(Processes("gloo", 30, "cpu"), **options)
         strategy.setup()
         result = function(strategy)
         strategy.group.leave()

@@ -16,6 +16,7 @@ from trainer.build.check import check_targets
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 
 CONF = Path(__file__).parents[3] / "conf" / "optimizer"
 SHIPPED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))}
@@ -59,7 +60,7 @@ def train(model, node, prefer_fused=False):
 
 def in_group(function):
     def run(rank):
-        strategy = FSDP("gloo", 30, "cpu")
+        strategy = FSDP(Processes("gloo", 30, "cpu"))
         strategy.setup()
         result = function(strategy)
         strategy.group.leave()

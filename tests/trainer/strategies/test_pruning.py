@@ -7,6 +7,7 @@ from callbacks.ema import EMA
 from toy_blocks import blocks, loaders
 from trainer.options import Clipping, TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -42,7 +43,7 @@ def train(strategy, **compiling):
 
 def test_processes_and_compilers_prune_alike(ranks):
     def both(rank):
-        strategy = DDP("gloo", 60, "cpu")
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         results = train(strategy), train(strategy, backend="aot_eager")
         strategy.group.leave()

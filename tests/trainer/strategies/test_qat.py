@@ -8,6 +8,7 @@ from callbacks.support.errors import CallbackError
 from toy_blocks import blocks, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Planned, Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -39,7 +40,7 @@ def train(strategy, **compiling):
 
 def test_processes_and_compilers_round_alike(ranks):
     def one(rank):
-        strategy = DDP("gloo", 60, "cpu")
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         result = train(strategy)
         strategy.group.leave()

@@ -14,6 +14,7 @@ from trainer import rng, snapshot
 from trainer.callback import Callback
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -109,7 +110,7 @@ def same(one, other):
 
 def in_group(function, **options):
     def run(rank):
-        strategy = DDP("gloo", 30, "cpu", **{"bucket_cap_mb": 0.004, **options})
+        strategy = DDP(Processes("gloo", 30, "cpu"), **{"bucket_cap_mb": 0.004, **options})
         strategy.setup()
         result = function(strategy)
         strategy.group.leave()

@@ -14,6 +14,7 @@ from trainer.callback import Callback, Hooks
 from trainer.options import Clipping, TrainerOptions
 from trainer.state import TrainState
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification
@@ -118,7 +119,7 @@ def in_group(function, apart=False):
     def run(rank):
         if apart:
             os.environ["LOCAL_WORLD_SIZE"] = "1"
-        strategy = DDP("gloo", timeout=30, accelerator="cpu")
+        strategy = DDP(Processes("gloo", 30, "cpu"))
         strategy.setup()
         result = function(strategy)
         strategy.group.leave()
@@ -209,7 +210,7 @@ def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_all_processes_evaluate_the_buffers_that_are_saved(ranks, broadcast):
     def evaluate(rank):
-        strategy = DDP("gloo", 30, "cpu", broadcast_buffers=broadcast)
+        strategy = DDP(Processes("gloo", 30, "cpu"), broadcast_buffers=broadcast)
         strategy.setup()
         model = strategy.prepare(nn.BatchNorm1d(2))
         model.running_mean.fill_(rank)
@@ -348,7 +349,7 @@ def test_one_process_of_a_machine_prepares_the_data(ranks, tmp_path):
 )
 def test_options_of_ddp(alone, ranks, options):
     def train(rank):
-        strategy = DDP("gloo", 30, "cpu", **options)
+        strategy = DDP(Processes("gloo", 30, "cpu"), **options)
         strategy.setup()
         result = case("mean", strategy)
         strategy.group.leave()
@@ -372,7 +373,7 @@ def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
 
     def train(synchronized):
         def run(rank):
-            strategy = DDP("gloo", 30, "cpu", sync_batchnorm=synchronized)
+            strategy = DDP(Processes("gloo", 30, "cpu", sync_batchnorm=synchronized))
             strategy.setup()
             result = with_batchnorm(strategy)
             strategy.group.leave()

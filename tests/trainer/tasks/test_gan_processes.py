@@ -12,6 +12,7 @@ from toy_gan import LATENT, SAMPLES, Images, network
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.gan import GAN
 from trainer.trainer import Trainer
@@ -54,7 +55,7 @@ def test_processes_change_nothing(ranks, steps: int, r1: float) -> None:
     alone = trained(1, Strategy("cpu"), r1)
 
     def train(rank: int) -> dict[str, Tensor]:
-        strategy = DDP("gloo", 60, "cpu", find_unused_parameters=True)
+        strategy = DDP(Processes("gloo", 60, "cpu"), find_unused_parameters=True)
         strategy.setup()
         result = trained(steps, strategy, r1)
         strategy.group.leave()

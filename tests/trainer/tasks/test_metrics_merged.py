@@ -10,6 +10,7 @@ from data.updates import UpdateSampler
 from trainer.errors import ModelError
 from trainer.evaluation import check_metrics
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Planned, Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -81,7 +82,7 @@ def evaluated(strategy: Strategy, **metrics) -> dict[str, float]:
 
 def test_they_tell_of_all_samples(ranks) -> None:
     def evaluate(rank: int) -> tuple[dict[str, float], str]:
-        strategy = DDP("gloo", 60, "cpu")
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         metrics = evaluated(strategy, reduced=Reduced(), gathered=Gathered())
         with pytest.raises(ModelError) as refused:

@@ -20,6 +20,7 @@ from trainer.optimizers.param_groups import ParamGroupError
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import named_modules
 from trainer.tasks.classification import Classification
@@ -159,7 +160,7 @@ def test_parameters_of_a_loss_are_trained(steps: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_processes_train_them_alike(ranks, steps: int) -> None:
     def train(rank: int) -> dict[str, Tensor]:
-        strategy = DDP("gloo", 60, "cpu")
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         trainer = trainer_of(steps=steps, strategy=strategy)
         trainer.fit()
@@ -193,7 +194,7 @@ NODE = {"_target_": "torch.optim.SGD", "lr": 0.5}
 def test_shards_and_what_is_whole_do_not_mix() -> None:
     task = Classification(CLASSES, Scaled())
     with pytest.raises(ModelError, match=r"trains task\.loss\.scale; use strategy=ddp"):
-        FSDP(accelerator="cpu").check(named_modules(task))
+        FSDP(Processes(accelerator="cpu")).check(named_modules(task))
 
 
 @pytest.mark.parametrize("network", [Restless, lambda: nn.Linear(5, CLASSES)])

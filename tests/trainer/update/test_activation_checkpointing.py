@@ -169,7 +169,7 @@ def moving(kind: str) -> nn.Sequential:
         pytest.param(lambda m: checkpoint_segments(m, 3), id="segments"),
     ],
 )
-def test_what_a_block_moves_is_moved_once(kind: str, apply) -> None:
+def test_state_that_a_block_changes_is_changed_once(kind: str, apply) -> None:
     plain, saving = moving(kind), moving(kind)
     apply(saving)
     x = torch.randn(5, 6, dtype=torch.float64)

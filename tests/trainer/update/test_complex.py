@@ -77,7 +77,7 @@ def test_what_cannot_be_scaled_is_refused() -> None:
         Precision("fp16").convert(Rotated())
 
 
-def test_half_the_bits_are_for_real_numbers() -> None:
+def test_complex_parameters_keep_their_precision() -> None:
     model = Precision("bf16_true").convert(Rotated())
     assert [p.dtype for p in model.parameters()] == [torch.complex64, torch.bfloat16]
     assert torch.equal(model.weight, Rotated().weight)

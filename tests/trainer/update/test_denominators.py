@@ -1,4 +1,4 @@
-"""What a mean is taken over: the labels that count, whatever an update is split into (I3, I4)."""
+"""The denominators of means: labels that count, however an update is split (I3, I4)."""
 
 from functools import partial
 
@@ -12,6 +12,7 @@ from data.orders import Sequential
 from data.updates import UpdateSampler
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -90,7 +91,7 @@ IGNORING = [
 
 @pytest.mark.parametrize(("loss", "ignored"), IGNORING)
 @pytest.mark.parametrize("steps", [1, 2, 8])
-def test_labels_that_count_nowhere(loss, ignored: int, steps: int) -> None:
+def test_labels_that_do_not_count(loss, ignored: int, steps: int) -> None:
     data = Points(ignored)
     trainer = trainer_of(loss(), data, steps)
     trainer.fit()
@@ -100,12 +101,12 @@ def test_labels_that_count_nowhere(loss, ignored: int, steps: int) -> None:
     assert trainer.metrics["train/loss"] == pytest.approx(value, abs=1e-12)
 
 
-def test_they_count_nowhere_in_several_processes(ranks) -> None:
+def test_labels_that_do_not_count_in_several_processes(ranks) -> None:
     data = Points(-100)
     wanted, value = by_hand(nn.CrossEntropyLoss(), data)
 
     def train(rank: int):
-        strategy = DDP(backend="gloo", accelerator="cpu", timeout=60)
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         trainer = trainer_of(nn.CrossEntropyLoss(), data, 2, strategy)
         trainer.fit()
@@ -146,7 +147,7 @@ def test_an_update_without_any_label_that_counts_moves_nothing() -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("batch", [4, 7])
-def test_a_loss_that_is_a_sum_is_told_by_the_sample(steps: int, batch: int) -> None:
+def test_a_loss_that_is_a_sum_is_logged_per_sample(steps: int, batch: int) -> None:
     data = Points(0)
     trainer = trainer_of(nn.CrossEntropyLoss(reduction="sum"), data)
     source = loader(data, batch, steps)

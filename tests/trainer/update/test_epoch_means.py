@@ -1,4 +1,4 @@
-"""What an epoch was like does not depend on how often a log line is written."""
+"""The means of an epoch do not depend on the logging interval."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_mean_over_an_epochs_samples(micro_batches: int) -> None:
     assert lines.of("train/loss")[3] != lines.of("train/epoch_loss")[3]
 
 
-def test_it_does_not_depend_on_how_often_is_logged() -> None:
+def test_the_epoch_mean_does_not_depend_on_the_logging_interval() -> None:
     found = []
     for every in (1, 2, 50):
         made, lines = trainer(log_every_n_steps=every)
@@ -130,7 +130,7 @@ def test_it_does_not_depend_on_how_often_is_logged() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_it_survives_a_resume_within_the_epoch(cut: int) -> None:
+def test_the_epoch_mean_survives_a_resume_within_the_epoch(cut: int) -> None:
     whole, expected = trainer(log_every_n_steps=2)
     whole.fit()
     first, begun = trainer(log_every_n_steps=2, max_epochs=EPOCHS)

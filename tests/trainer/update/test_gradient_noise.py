@@ -59,11 +59,11 @@ def assert_equal(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_it_is_added_after_clipping(steps: int, clip: float | None) -> None:
+def test_noise_is_added_after_clipping(steps: int, clip: float | None) -> None:
     assert_equal(trained(NOISE, steps, clip), by_hand(clip))
 
 
-def test_it_does_something() -> None:
+def test_noise_changes_the_weights() -> None:
     with pytest.raises(AssertionError):
         assert_equal(trained(None), by_hand())
 
@@ -85,12 +85,12 @@ def noise_at(update: int, turn: str = "", eta: float = 0.5, gamma: float = 0.55)
 
 
 @pytest.mark.parametrize("update", [0, 9, 999])
-def test_its_variance_is_the_one_published(update: int) -> None:
+def test_the_variance_of_the_noise_is_the_published_one(update: int) -> None:
     expected = 0.5 / (1 + update) ** 0.55
     assert noise_at(update).var().item() == pytest.approx(expected, rel=0.05)
 
 
-def test_each_update_and_each_turn_has_its_own() -> None:
+def test_each_update_and_each_turn_has_its_own_noise() -> None:
     drawn = [noise_at(0), noise_at(1, gamma=0.0), noise_at(0, "generator")]
     for i, one in enumerate(drawn):
         for other in drawn[i + 1 :]:

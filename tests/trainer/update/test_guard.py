@@ -1,8 +1,4 @@
-"""A device that decides by itself ends with what the host would have: tried on a CPU.
-
-`guard.waits_for` is told that reading a number costs a wait, as on a GPU, and the optimizers are
-built as for one. Whole runs, with whatever may stand around an update.
-"""
+"""The device's guard ends with the state of the host's guard; tested on a CPU."""
 
 import copy
 import io
@@ -162,7 +158,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @EACH
-def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+def test_which_guard_is_chosen(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
     gpu(True)
     stop = trainer_of(name, tmp_path / "stop")
     expected = DeviceGuard if name in ON_DEVICE else HostGuard
@@ -368,7 +364,7 @@ def test_a_resumed_run_goes_on_under_the_other_guard(
         pytest.param({}, "fp16", "trainer.precision", id="fp16"),
     ],
 )
-def test_what_lbfgs_would_ignore_is_refused(
+def test_options_that_lbfgs_would_ignore_are_refused(
     options: dict[str, Any], precision: str, key: str
 ) -> None:
     model = network()

@@ -1,4 +1,4 @@
-"""An update that is not finite changes nothing: neither weights, buffers nor optimizer state."""
+"""A non-finite update changes nothing: neither weights, buffers nor optimizer state."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""However many processes: they leave out the same updates, the one that sees the cause or not."""
+"""Any number of processes skip the same updates."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def alone():
     return {case: train(Strategy("cpu"), *case) for case in CASES}
 
 
-def test_alone_the_update_is_left_out(alone):
+def test_one_process_skips_the_update(alone):
     for case in CASES[:2]:
         weights, counters, _ = alone[case]
         assert (counters["global_step"], counters["skipped_updates"]) == (5, 1)
@@ -101,7 +101,7 @@ def test_alone_the_update_is_left_out(alone):
 
 
 @pytest.mark.parametrize("kind", [DDP, FSDP])
-def test_several_leave_the_same_out(alone, ranks, kind):
+def test_several_processes_skip_the_same_updates(alone, ranks, kind):
     def run(rank):
         strategy = kind("gloo", timeout=30, accelerator="cpu")
         strategy.setup()

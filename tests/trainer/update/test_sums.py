@@ -133,7 +133,7 @@ def test_shares_of_classes_count_as_their_largest() -> None:
 
 
 @pytest.mark.parametrize("metric", [R2(), MicroF1(), Perplexity()], ids=["r2", "f1", "perplexity"])
-def test_nothing_seen_is_no_number(metric: Running) -> None:
+def test_a_mean_without_samples_is_nan(metric: Running) -> None:
     assert math.isnan(metric.compute())
 
 

@@ -101,7 +101,7 @@ TURNS = pytest.mark.parametrize("turn", [DISCRIMINATOR, GENERATOR])
 
 
 @TURNS
-def test_a_refused_turn_takes_those_before_it_along(turn: str, waits: bool) -> None:
+def test_a_non_finite_turn_undoes_those_before_it(turn: str, waits: bool) -> None:
     trainer = trainer_of(Failing(turn, (0, 2)), on_nonfinite="skip")
     trainer.fit()
     states = trainer.callbacks["history"].states  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def test_a_refused_turn_takes_those_before_it_along(turn: str, waits: bool) -> N
 
 
 @TURNS
-def test_what_was_refused_is_not_in_the_means(turn: str, waits: bool) -> None:
+def test_skipped_updates_are_not_in_the_means(turn: str, waits: bool) -> None:
     bad = trainer_of(Failing(turn, (UPDATES - 1,)), on_nonfinite="skip")
     bad.fit()
     short = trainer_of(Failing(turn, ()), on_nonfinite="skip", limit_train_batches=UPDATES - 1)

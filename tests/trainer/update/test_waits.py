@@ -159,7 +159,7 @@ def test_an_update_waits_once_or_not_at_all(name: str, choice: str) -> None:
     assert isinstance(trainer.updater._guard, guard.DeviceGuard) == by_device
 
 
-def test_a_read_would_be_seen() -> None:
+def test_a_read_of_the_device_is_counted() -> None:
     with FakeTensorMode(), Watch() as watch:
         number = torch.ones((), device=CUDA)
         number.item()

@@ -164,7 +164,7 @@ def test_the_page_stands_alone(mixed: Path) -> None:
         assert all(image.startswith(b"\x89PNG") for image in page.images)
 
 
-def test_pictures_show_what_there_is(mixed: Path) -> None:
+def test_pictures_are_drawn_for_the_data_that_exist(mixed: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures take matplotlib, the extra `report`")
     from PIL import Image
 
@@ -177,14 +177,14 @@ def test_pictures_show_what_there_is(mixed: Path) -> None:
         assert len(set(image.resize((200, 200)).tobytes())) > 10  # no empty sheet
 
 
-def test_nothing_is_drawn_of_nothing(make: Make) -> None:
+def test_an_empty_sweep_has_no_pictures(make: Make) -> None:
     pytest.importorskip("matplotlib", reason="pictures take matplotlib, the extra `report`")
     folder = make({"values": {"seed": "1"}, "state": "failed"}, {"values": {}, "state": "failed"})
     assert pictures.pictures(gather(folder), {}) == {}
     assert report([str(folder), "--quiet"]) == 0
 
 
-def test_what_is_missing_is_said(
+def test_the_report_names_missing_parts(
     mixed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importance.importlib.util.find_spec
@@ -241,7 +241,7 @@ def test_a_long_curve_is_thinned_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n"])
-def test_a_folder_that_holds_no_sweep(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_a_sweep_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "leaderboard.csv").write_text(content)
     with pytest.raises(ConfigError, match="holds no sweep that can be read"):

@@ -1,0 +1,156 @@
+"""Each shipped schedule written out in plain PyTorch, and runs of both for comparison."""
+
+import copy
+import functools
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from scripts.composition.compose import compose
+from trainer.lr_schedulers.schedule import (
+    LRSchedule,
+)
+from trainer.optimizers.optimizers import Optimizers, build_optimizers
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "lr_scheduler"
+
+
+TOTAL, PER_EPOCH = 48, 6
+
+
+LOSSES = [1.0, 0.9, 0.95, 0.93, 0.92, 0.91, 0.8, 0.85]  # of the eight epochs
+
+
+LRS = [0.4, 0.1]
+
+
+TORCH = "torch.optim.lr_scheduler"
+
+
+# What each file says for 48 updates in epochs of 6, written out by hand; "E": moves once an epoch.
+BY_HAND: dict[str, tuple[str, Callable[[Optimizer], Any]]] = {
+    "chained": (
+        "S",
+        lambda o: ChainedScheduler([ConstantLR(o, 0.1, 20), ExponentialLR(o, 0.9998)]),
+    ),
+    "constant": ("S", lambda o: ConstantLR(o, 1.0, 0)),
+    "cosine": ("S", lambda o: CosineAnnealingLR(o, 48)),
+    "cosine_restarts": ("E", lambda o: CosineAnnealingWarmRestarts(o, 2, 2)),
+    "exponential": ("E", lambda o: ExponentialLR(o, 0.9)),
+    "lambda": ("S", lambda o: LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 48)))),
+    "linear": ("S", lambda o: LinearLR(o, 1.0, 0.0, 48)),
+    "multi_step": ("E", lambda o: MultiStepLR(o, [4, 6], 0.1)),
+    "one_cycle": ("S", lambda o: OneCycleLR(o, LRS, 48, cycle_momentum=False)),
+    "plateau": ("V", lambda o: ReduceLROnPlateau(o, "min", 0.1, 2)),
+    "polynomial": ("S", lambda o: PolynomialLR(o, 48, 1.0)),
+    "sequential": (
+        "S",
+        lambda o: SequentialLR(o, [ConstantLR(o, 1.0, 0), CosineAnnealingLR(o, 34)], [14]),
+    ),
+    "step": ("E", lambda o: StepLR(o, 2, 0.1)),
+    "warmup_cosine": (
+        "S",
+        lambda o: SequentialLR(o, [LinearLR(o, 0.01, 1.0, 6), CosineAnnealingLR(o, 42)], [6]),
+    ),
+}
+
+
+FILES = [pytest.param(name, id=name) for name in BY_HAND]
+
+
+def optimizers(lrs: list[float] | None = None) -> Optimizers:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    first, second = lrs or LRS
+    return build_optimizers(
+        model,
+        {
+            "_target_": "torch.optim.SGD",
+            "lr": second,
+            "momentum": 0.9,
+            "param_groups": {"first": {"match": "^0", "lr": first}},
+        },
+    )
+
+
+@functools.cache
+def composed(*overrides: str) -> dict[str, Any]:
+    return compose(list(overrides)).config
+
+
+def node(name: str, *overrides: str) -> dict[str, Any]:
+    chosen: dict[str, Any] = composed(f"lr_scheduler={name}", *overrides)["lr_scheduler"]
+    return copy.deepcopy(chosen)
+
+
+def walk(
+    over: Optimizers, schedule: LRSchedule, begin: int = 0, end: int = TOTAL
+) -> list[list[float]]:
+    """Return learning rates and momenta of updates `begin` to `end`."""
+    seen = []
+    for step in range(begin, end):
+        seen.append([float(g.options[k]) for g in over.groups() for k in ("lr", "momentum")])
+        for optimizer in over.optimizers.values():
+            optimizer.step()
+        schedule.after_update()
+        if (step + 1) % PER_EPOCH == 0:
+            schedule.after_epoch()
+            schedule.after_validation({"val/loss": LOSSES[step // PER_EPOCH % len(LOSSES)]})
+    return seen
+
+
+def walk_by_hand(name: str, updates: int = TOTAL) -> list[list[float]]:
+    interval, make = BY_HAND[name]
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in LRS]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, LRS, strict=True)]
+    optimizer = SGD(groups, momentum=0.9)
+    scheduler = make(optimizer)
+    seen = []
+    for step in range(updates):
+        seen.append([float(g[k]) for g in optimizer.param_groups for k in ("lr", "momentum")])
+        optimizer.step()
+        if interval == "S":
+            scheduler.step()
+        elif (step + 1) % PER_EPOCH == 0:
+            loss = LOSSES[step // PER_EPOCH]
+            scheduler.step(loss) if interval == "V" else scheduler.step()
+    return seen
+
+
+def assert_close(ours: list[list[float]], theirs: list[list[float]]) -> None:
+    assert len(ours) == len(theirs)
+    torch.testing.assert_close(
+        torch.tensor(ours, dtype=torch.float64),
+        torch.tensor(theirs, dtype=torch.float64),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+
+
+def through_a_file(*states: dict[str, Any]) -> list[dict[str, Any]]:
+    buffer = io.BytesIO()
+    torch.save(list(states), buffer)
+    buffer.seek(0)
+    loaded: list[dict[str, Any]] = torch.load(buffer, weights_only=True)
+    return loaded

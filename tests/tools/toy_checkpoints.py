@@ -1,0 +1,30 @@
+"""Small checkpoints in a folder, for the tests of what writes and finds them."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoints.store import CheckpointStore
+
+
+def payload(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((size,), value)}, "state": {"global_step": 0}}
+
+
+def files(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def value(path: Path) -> float:
+    return float(torch.load(path, weights_only=True)["model"]["weight"][0])
+
+
+def in_a_child(function: Callable[..., Any], *arguments: Any) -> int | None:
+    """Return how a forked process ended that ran `function`."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode

@@ -1,0 +1,236 @@
+"""Functions of the step for single groups, and schedules of single optimizers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ReduceLROnPlateau,
+    StepLR,
+)
+
+from schedules_by_hand import (
+    PER_EPOCH,
+    TORCH,
+    TOTAL,
+    assert_close,
+    node,
+    optimizers,
+    through_a_file,
+    walk,
+)
+from trainer.lr_schedulers.horizon import ScheduleError
+from trainer.lr_schedulers.schedule import (
+    LRSchedule,
+    build_lr_schedule,
+    curve,
+)
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.targets.instantiate import TargetError
+
+
+def test_functions_go_by_group() -> None:
+    chosen = {
+        "_target_": f"{TORCH}.LambdaLR",
+        "functions": {"first": "1 - step / total_steps", "default": "0.5 ** epoch"},
+    }
+    over = optimizers()
+    rates = walk(over, build_lr_schedule(chosen, over, TOTAL, PER_EPOCH))
+    expected = [[0.4 * (1 - t / TOTAL), 0.1 * 0.5 ** (t // PER_EPOCH)] for t in range(TOTAL)]
+    assert_close([values[::2] for values in rates], expected)
+
+
+def test_functions_can_name_optimizers() -> None:
+    sgd = {"_target_": "torch.optim.SGD", "lr": 1.0}
+    over = build_optimizers(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+        {"optimizers": {"a": {**sgd, "params": {"match": "^0"}}, "b": sgd}},
+    )
+    chosen = {"_target_": f"{TORCH}.LambdaLR", "functions": {"a": "0.1", "b": "0.2"}}
+    build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
+    assert over.learning_rates() == {"a": 0.1, "b": 0.2}
+
+
+def test_a_function_of_a_rule_is_for_all_its_layers_and_one_of_all_for_all() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    rule = {"match": ".*", "layer_decay": 0.5, "layers": [r"^(\d)"]}
+    sgd = {"_target_": "torch.optim.SGD", "lr": 1.0, "param_groups": {"body": rule}}
+    over = build_optimizers(model, sgd)
+    assert over.learning_rates() == {"body.0": 0.5, "body.1": 1.0}
+    target = {"_target_": f"{TORCH}.LambdaLR"}
+    build_lr_schedule(target | {"functions": {"body": "0.1"}}, over, TOTAL, PER_EPOCH)
+    assert over.learning_rates() == pytest.approx({"body.0": 0.05, "body.1": 0.1})
+    over = build_optimizers(model, sgd)
+    build_lr_schedule(target | {"functions": "0.2"}, over, TOTAL, PER_EPOCH)
+    assert over.learning_rates() == pytest.approx({"body.0": 0.1, "body.1": 0.2})
+
+
+def test_a_function_can_be_named_by_its_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_schedules.py").write_text("def halve(step):\n    return 0.5**step\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for function in (
+        "my_schedules.halve",
+        {"_target_": "my_schedules.halve", "_partial_": True},
+    ):
+        over = optimizers()
+        chosen = {"_target_": f"{TORCH}.MultiplicativeLR", "functions": function}
+        schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
+        through_a_file(schedule.state_dict())
+        rates = walk(over, schedule, 0, 4)
+        assert [v[0] for v in rates] == pytest.approx([0.4, 0.2, 0.05, 0.00625])
+
+
+def test_each_optimizer_can_bring_its_own_schedule() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    own = {"_target_": f"{TORCH}.StepLR", "step_size": 2, "gamma": 0.5}
+    sgd = {"_target_": "torch.optim.SGD", "lr": 1.0, "momentum": 0.9}
+    over = build_optimizers(
+        model,
+        {"optimizers": {"a": {**sgd, "params": {"match": "^0"}, "lr_scheduler": own}, "b": sgd}},
+    )
+    schedule = build_lr_schedule(node("linear"), over, 4, 2)
+    rates = [values[::2] for values in walk(over, schedule, 0, 4)]
+    assert rates == [[1.0, 1.0], [1.0, 0.75], [0.5, 0.5], [0.5, 0.25]]
+    drawn = curve(schedule, over, 4)
+    assert [lr for _, lr in drawn["a"]] == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_plain_scheduler_is_wrapped_as_it_is() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    schedule = LRSchedule.wrap(scheduler, interval="epoch")
+    optimizer.step()
+    schedule.after_update()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    schedule.after_epoch()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert LRSchedule.wrap(schedule) is schedule
+    again = LRSchedule.wrap(StepLR(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1, 0.5), "epoch")
+    again.load_state_dict(through_a_file(schedule.state_dict())[0], hyper_parameters=False)
+    assert again.state_dict() == schedule.state_dict() | {"tracks": again.state_dict()["tracks"]}
+    assert LRSchedule.wrap(None).monitors == ()
+
+
+def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    plateau = ReduceLROnPlateau(optimizer, patience=0)
+    with pytest.raises(ScheduleError, match='monitor="val/loss"'):
+        LRSchedule.wrap(plateau)
+    schedule = LRSchedule.wrap(plateau, monitor="val/loss")
+    for metrics in ({"val/loss": 1.0}, {"train/epoch_loss": 0.0}, {"val/loss": 2.0}):
+        schedule.after_validation(metrics)
+    with pytest.raises(ScheduleError, match="val/loss: no such metric; there are: val/accuracy"):
+        schedule.after_validation({"val/accuracy": 0.0})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert schedule.monitors == ("val/loss",)
+
+
+def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{TORCH}.{name}", **arguments}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        pytest.param({"gamma": 1}, "lr_scheduler: has no _target_", id="no-target"),
+        pytest.param(broken(step_size=1, interval="day"), "must be step or epoch", id="interval"),
+        pytest.param(broken(step_size="a"), "lr_scheduler: the schedule cannot be", id="type"),
+        pytest.param(
+            broken(step_size=5, gamma=-1), "learning rate of 'first' -0.4 at 5", id="sign"
+        ),
+        pytest.param(broken("ExponentialLR", gamma=1e300), "cannot be computed", id="overflow"),
+        pytest.param(broken(stepsize=1), "stepsize", id="argument"),
+        pytest.param(broken(step_size=1.5), "between 0 and 1", id="fraction"),
+        pytest.param(broken("MultiStepLR", milestones=["a"]), "neither a step", id="milestone"),
+        pytest.param(
+            broken(step_size=1, monitor="val/loss"),
+            "StepLR does not monitor a metric",
+            id="no-metric",
+        ),
+        pytest.param(
+            broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must be the metric", id="monitor"
+        ),
+        pytest.param(
+            broken(step_size=1, warmup={"step": 3}),
+            "lr_scheduler.warmup.step: unknown key",
+            id="ramp",
+        ),
+        pytest.param(
+            broken(step_size=1, warmup={"steps": 3, "epochs": 1}),
+            "remove one of the two",
+            id="both",
+        ),
+        pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
+        pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
+        pytest.param(
+            broken(step_size=1, warmup={"steps": -1}), "a number of updates", id="negative"
+        ),
+        pytest.param(
+            broken(step_size=1, warmup={"steps": 1, "shape": "cosine"}), "warmup.shape", id="shape"
+        ),
+        pytest.param(
+            broken(step_size=1, warmup={"steps": 1, "start_factor": 2}), "start_factor", id="start"
+        ),
+        pytest.param(
+            broken("LambdaLR", functions={"heed": "1"}),
+            "there is no parameter group of this name",
+            id="group",
+        ),
+        pytest.param(
+            broken("LambdaLR", functions={"first": "1"}), "none for group|no function", id="nobody"
+        ),
+        pytest.param(
+            broken("LambdaLR", functions="lr * 2"), "functions.default: 'lr \\* 2': 'lr'", id="name"
+        ),
+        pytest.param(broken("LambdaLR", functions="1 - step"), "is negative", id="negative-factor"),
+        pytest.param(broken("LambdaLR", functions="1 / step"), "has no value", id="no-value"),
+        pytest.param(broken("LambdaLR", functions="os.getpid"), "not allowed", id="forbidden"),
+        pytest.param(broken("LambdaLR", functions={"default": [1]}), "import path", id="function"),
+        pytest.param(
+            broken("SequentialLR", schedulers=[3], milestones=[]), "no _target_", id="part"
+        ),
+        pytest.param(
+            broken(
+                "SequentialLR",
+                schedulers=[broken(step_size=1, interval="epoch")],
+                milestones=[],
+            ),
+            r"schedulers.0.interval: must be set in lr_scheduler",
+            id="inner-interval",
+        ),
+        pytest.param(
+            broken("SequentialLR", schedulers=[broken(step_size=1)], milestones=[3, 4]),
+            "milestone",
+            id="milestones",
+        ),
+        pytest.param(
+            broken("ChainedScheduler", schedulers=[broken("ReduceLROnPlateau")]),
+            "ReduceLROnPlateau",
+            id="chained-plateau",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises((ScheduleError, TargetError), match=message) as caught:
+        build_lr_schedule(chosen, optimizers(), TOTAL, PER_EPOCH)
+    assert getattr(caught.value, "exit_code", None) == 2
+
+
+def test_a_run_without_a_length_has_no_horizon() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"lr_scheduler.T_max: depends on the length.*max_epochs"
+    ):
+        build_lr_schedule(node("cosine"), optimizers(), None, None)
+    with pytest.raises(ScheduleError, match="milestones: depends on the length of the run"):
+        build_lr_schedule(node("multi_step"), optimizers(), None, None)
+    warm = broken(step_size=1, warmup={"epochs": 1})
+    with pytest.raises(ScheduleError, match="the length of an epoch is not known"):
+        build_lr_schedule(warm, optimizers(), None, None)
+    schedule = build_lr_schedule(broken(step_size=1), optimizers(), None, None)
+    assert schedule.tracks["optimizer"].scheduler.step_size == 1
