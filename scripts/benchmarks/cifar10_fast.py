@@ -3,10 +3,11 @@
 Both are commands of their own, timed from their start to their end: imports, decoding, training and
 the test with mirror images (ours moves them as well). The loop is a plain one, as written in an
 afternoon: convolutions of random initial weights, SGD with Nesterov momentum and one cycle, label
-smoothing, crops and flips, bf16 and channels_last. `python -m scripts.benchmark cifar10_fast data.root=DIR
---rounds 1` takes some six minutes; `--rounds` repeats both. Headlines: the test accuracies, and
-seconds of ours by the loop's, by the clock and of the processors: the latter hold on a busy machine
-too, with OMP_NUM_THREADS=1, as threads that wait for each other there keep a core busy.
+smoothing, crops and flips, bf16 and channels_last. `python -m scripts.benchmark cifar10_fast
+data.root=DIR --rounds 1` takes some six minutes; `--rounds` repeats both. Headlines: the test
+accuracies, and seconds of ours by the loop's, by the clock and of the processors: the latter hold
+on a busy machine too, with OMP_NUM_THREADS=1, as threads that wait for each other there keep a core
+busy.
 """
 
 from __future__ import annotations
