@@ -39,6 +39,7 @@ class ModelSummary(Callback):
             self._depth,
             lambda model, batch: _predict(trainer, model, batch),
             trainer.precision.autocast,
+            compute=True,
         )
         if trainer.is_main:
             _log.info("%s", render(summary))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from PIL import Image as Pillow
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
+from callbacks.support.drawing import drawn
 from callbacks.support.errors import CallbackError
 from callbacks.support.event_file import EventFile, rewind
 from callbacks.support.hparams import (
@@ -20,8 +18,8 @@ from callbacks.support.hparams import (
     read_hparams,
     session_end,
     session_start,
-    swept_keys,
 )
+from callbacks.support.settings import swept_keys
 from callbacks.support.summaries import (
     histogram_summary,
     image_summary,
@@ -144,13 +142,6 @@ class TensorBoard(Callback):
                 self._warned = True
                 path = self._file.path if self._file is not None else self._folder
                 _log.warning("%s; training continues without it", storage_error(path, error))
-
-
-def drawn(figure: Any) -> Image:
-    """Return a figure of matplotlib's as an image."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return np.asarray(Pillow.open(file).convert("RGB"))
 
 
 def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:

@@ -100,7 +100,8 @@ _NUMBERS = {character: number for number, character in enumerate(ALPHABET)}
 class Prompts:
     """Texts to continue: samples are `(tokens, length, index)`, tokens [context] with zeros behind.
 
-    Of a longer text the last `context` characters count. `names`: of the texts, for messages.
+    Of a longer text the last `context` tokens count. `names`: of the texts, for messages.
+    `encoding`: characters, whose numbers are their places in the vocabulary, or bytes (UTF-8).
     Raises UnreadableError for a text with characters that are not in the vocabulary.
     """
 
@@ -111,9 +112,11 @@ class Prompts:
         vocabulary: Sequence[str],
         context: int,
         transform: Transform | None = None,
+        encoding: str = "characters",
     ) -> None:
         self.texts = list(texts)
         self._names = list(names)
+        self._bytes, self._size = encoding == "bytes", len(vocabulary)
         self._numbers = {character: number for number, character in enumerate(vocabulary)}
         self._context = context
         self._transform = transform
@@ -132,15 +135,21 @@ class Prompts:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         text = self.texts[index]
-        unknown = "".join(dict.fromkeys(c for c in text if c not in self._numbers))
+        unknown = "".join(dict.fromkeys(c for c in text if not self._known(c)))
         if unknown or not text:
             what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
             raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
-        tokens = torch.tensor([self._numbers[c] for c in text[-self._context :]])
+        numbers = list(text.encode()) if self._bytes else [self._numbers[c] for c in text]
+        tokens = torch.tensor(numbers[-self._context :])
         tokens = tokens if self._transform is None else self._transform(tokens)
         padded = tokens.new_zeros(self._context)
         padded[: len(tokens)] = tokens
         return padded, len(tokens), index
+
+    def _known(self, character: str) -> bool:
+        if self._bytes:
+            return max(character.encode()) < self._size
+        return character in self._numbers
 
 
 def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], list[str]]:

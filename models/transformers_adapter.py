@@ -22,11 +22,23 @@ class Logits(nn.Module):
         super().__init__()
         self.model = model
         self.main_input: str = model.main_input_name  # type: ignore[assignment]
+        self._follows = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
-    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, inputs: Tensor | Mapping[str, Tensor], labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits; with labels the loss that the model computes itself, and the logits.
+
+        Labels of a language model are the tokens that follow, place by place.
+        """
         named = {self.main_input: inputs} if isinstance(inputs, Tensor) else inputs
-        logits: Tensor = self.model(**named).logits
-        return logits
+        if labels is None:
+            logits: Tensor = self.model(**named).logits
+            return logits
+        # Else transformers would move the labels by one place, which the data have done already.
+        moved = {"shift_labels": labels} if self._follows else {}
+        found = self.model(**named, labels=labels, **moved)
+        return found.loss, found.logits
 
 
 def build(

@@ -15,6 +15,7 @@ BASE = "resnet18"  # the experiment that a file of another group is tried in
 # What a person has to give with a file, because it has no sensible default.
 GIVEN = {
     "data=huggingface": ["data.path=images"],
+    "data=huggingface_stream": ["data.path=x", "data.train_length=9", "data.val_length=9"],
     "data=image_folder": ["data.root=images"],
     "data=shards": ["data.root=images"],
     "data=table": ["data.path=t.csv", "data.target=price", "data.channels=3"],

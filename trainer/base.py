@@ -81,10 +81,12 @@ class TrainerBase:
         self.hooks = Hooks(self.callbacks.values())
         self.run_dir = None if run_dir is None else self._made(Path(run_dir))
         self.config_text = config_text  # kept in every checkpoint
+        self.data_facts: dict[str, Any] = {}  # of the data sets, as plain values; kept likewise
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the last value of everything logged
         self.timer = Timer()
         self.resumed = False
+        self.branched = False  # resumed with other hyper-parameters than before
         self._is_set_up = self._has_ended = False
         self._log_point: LogPoint | None = None
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)

@@ -133,7 +133,8 @@ def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> d
     if deterministic:
         os.environ.setdefault(_CUBLAS, ":4096:8")
     benchmark = cudnn_benchmark and not deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # imports torch's compiler: seconds
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark
     _set_tf32(tf32)

@@ -54,6 +54,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
             "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
             "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
+            "data": trainer.data_facts,
             "roles": {"average": average and average.name, "saver": saver and saver.name},
             "world_size": strategy.group.world_size,
             "torch": str(torch.__version__),
@@ -166,7 +167,7 @@ def _take_over(
         notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
-    trainer.resumed = True
+    trainer.resumed, trainer.branched = True, not hyper_parameters
     _load_loader_state(trainer, state.get("loader", []))
     if state["world_size"] == trainer.group.world_size:
         for sums, saved_sums in _sums(trainer, state):

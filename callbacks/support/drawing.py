@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,3 +140,10 @@ def overlay(image: Image, mask: Tensor, num_classes: int) -> Image:
 def _color(index: int, count: int) -> list[int]:
     color = Pillow.new("HSV", (1, 1), (int(255 * index / max(count, 1)), 255, 255))
     return list(np.asarray(color.convert("RGB"))[0, 0].tolist())
+
+
+def drawn(figure: Any) -> Image:
+    """Return a figure of matplotlib's as an image."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return np.asarray(Pillow.open(file).convert("RGB"))

@@ -8,16 +8,16 @@ leaves the file unchanged.
 from __future__ import annotations
 
 import errno
-import io
+import functools
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 _SUFFIX = ".regimen"
 
@@ -52,9 +52,7 @@ class EventFile:
     def event(self, event: Event) -> None:
         """Append an event completely, or raise OSError and leave the file unchanged."""
         event.wall_time = time.time()
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        content = record.getvalue()
+        content = _record(event.SerializeToString())
         with open(self.path, "ab", buffering=0) as file:
             written = _write(file.fileno(), content)
             if written < len(content):
@@ -70,6 +68,33 @@ def rewind(folder: Path, sizes: Mapping[str, int]) -> None:
             path.unlink()
         elif path.stat().st_size > sizes[path.name]:
             os.truncate(path, sizes[path.name])
+
+
+def _record(content: bytes) -> bytes:
+    """Return `content` as a record: its length and itself, each with a checksum.
+
+    tensorboard's function for it imports a stand-in for TensorFlow, with fsspec: 0.4 s.
+    """
+    length = struct.pack("<Q", len(content))
+    return b"".join((length, _checksum(length), content, _checksum(content)))
+
+
+def _checksum(content: bytes) -> bytes:
+    """Return the CRC-32C of `content`, rotated and shifted as TensorFlow's records have it."""
+    crc, table = 0xFFFFFFFF, _crc_table()
+    for byte in content:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    rotated = (crc >> 15) | (crc << 17)
+    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@functools.cache
+def _crc_table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [(crc >> 1) ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
+    return table
 
 
 def _write(descriptor: int, content: bytes) -> int:

@@ -7,19 +7,21 @@ the order of their names.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 
-from trainer.runs.dashboard import SWEEP
+from callbacks.support.settings import Value, leaves, read_overrides
 
-Value = bool | int | float | str
+# As in `tensorboard.plugins.hparams.metadata`, which imports a stand-in for TensorFlow: 0.3 s.
+_TAG = "_hparams_"
+_VERSION = 0
 
 
 def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
@@ -30,21 +32,12 @@ def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> di
     config = run / "config.yaml"
     if not config.exists():
         return {}
-    leaves = dict(_leaves("", yaml.safe_load(config.read_text(encoding="utf-8"))))
-    given = _overrides(run / "overrides.yaml")
-    varied = {key: leaves.get(key, given.get(key)) for key in swept}
-    matched = {k: v for k, v in leaves.items() if any(fnmatchcase(k, p) for p in patterns)}
+    settings = dict(leaves(yaml.safe_load(config.read_text(encoding="utf-8"))))
+    given = read_overrides(run / "overrides.yaml")
+    varied = {key: settings.get(key, given.get(key)) for key in swept}
+    matched = {k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in patterns)}
     found = varied | matched
     return {key: value for key, value in found.items() if value is not None}
-
-
-def swept_keys(run: Path) -> list[str]:
-    """Return what varies in the sweep that a run is a job of; nothing if it is of none."""
-    try:
-        keys = json.loads((run.parent / SWEEP).read_text(encoding="utf-8"))["swept"]
-        return [str(key) for key in keys]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def columns(
@@ -59,7 +52,7 @@ def columns(
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
     )
     data = plugin_data_pb2.HParamsPluginData(experiment=experiment)
-    return _summary(metadata.EXPERIMENT_TAG, data)
+    return _summary("experiment", data)
 
 
 def session_start(hparams: Mapping[str, Value]) -> Summary:
@@ -73,40 +66,25 @@ def session_start(hparams: Mapping[str, Value]) -> Summary:
         else:
             start.hparams[key].number_value = value
     data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
-    return _summary(metadata.SESSION_START_INFO_TAG, data)
+    return _summary("session_start_info", data)
 
 
 def session_end(*, failed: bool) -> Summary:
     """Return the summary that ends a session; one that may go on later has none."""
     status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status)
-    return _summary(
-        metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    )
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
+    return _summary("session_end_info", data)
 
 
 def _summary(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
-    value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
-    value.tensor.CopyFrom(metadata.NULL_TENSOR)
+    data.version = _VERSION
+    value = Summary.Value(tag=f"{_TAG}/{tag}")
+    value.metadata.plugin_data.plugin_name = "hparams"
+    value.metadata.plugin_data.content = data.SerializeToString()
+    value.tensor.dtype = DT_FLOAT
+    value.tensor.tensor_shape.dim.add(size=0)
     return Summary(value=[value])
-
-
-def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Value | None]]:
-    if isinstance(node, dict):
-        for key, child in node.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), child)
-    else:
-        yield prefix, str(node) if isinstance(node, list) else node
-
-
-def _overrides(path: Path) -> dict[str, str]:
-    """Return the overrides of a run as written, by key."""
-    try:
-        texts = yaml.safe_load(path.read_text(encoding="utf-8"))
-        pairs = (str(text).lstrip("+~").partition("=") for text in texts)
-        return {key: value for key, _, value in pairs}
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return {}
 
 
 def _type(value: Value) -> Any:

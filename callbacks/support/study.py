@@ -44,7 +44,7 @@ def open_storage(place: str, must_exist: bool = False) -> Any:
     """
     optuna = import_optuna()
     place = as_url(place)
-    path = file_of(place)
+    path = storage_file(place)
     if must_exist and path is not None and not path.exists():
         raise CheckpointError(f"{place}: the study that the job belongs to is gone")
     with study_errors(place, opening=True):
@@ -62,7 +62,7 @@ def as_url(place: str) -> str:
     return f"sqlite:///{place}" if database else place
 
 
-def file_of(place: str) -> Path | None:
+def storage_file(place: str) -> Path | None:
     """Return the file of a storage; None for a database elsewhere."""
     kind, separator, rest = place.partition("://")
     if not separator:

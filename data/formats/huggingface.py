@@ -15,7 +15,7 @@ from data.images import Transform
 from data.sources import Split
 from data.splits import rows_of_train
 
-_NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
+NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
 class ArrowRows:
@@ -60,7 +60,10 @@ class ArrowRows:
         return picture if self._picture else {"kind": "array"}
 
     def __getitem__(self, index: int) -> Any:
-        row = self._table[index]
+        return self.sample(self._table[index], index)
+
+    def sample(self, row: Mapping[str, Any], index: int) -> Any:
+        """Return the sample of a row; `index` is for messages."""
         value = self._input(row[self._columns["input"]], index)
         value = value if self.transform is None else self.transform(value)
         if "target" not in self._columns:
@@ -116,14 +119,14 @@ def huggingface(
     val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
     train. None if there is no such split; raises DataError.
     """
-    tables = _tables(path, name)
-    train = _of(tables, "train")
+    found = tables(path, name)
+    train = _of(found, "train")
     if train is None:
-        raise DataError(f"data.path={path} has no split train, only {', '.join(tables)}")
-    _check_columns(path, train, columns)
+        raise DataError(f"data.path={path} has no split train, only {', '.join(found)}")
+    check_columns(path, train, columns)
     classes = _classes(train, columns) if classification and "target" in columns else None
-    table = _of(tables, split)
-    cuts = folds is not None or (_of(tables, "val") is None and val_fraction > 0)
+    table = _of(found, split)
+    cuts = folds is not None or (_of(found, "val") is None and val_fraction > 0)
     if cuts and split != "test":
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
@@ -132,28 +135,32 @@ def huggingface(
         table = train.select(rows)
     if table is None:
         return None
-    words = None if tokenizer is None else _tokenizer(tokenizer)
+    words = None if tokenizer is None else import_tokenizer(tokenizer)
     return ArrowRows(
-        _undecoded(table, columns), columns, classes, channels, words, length, transform
+        undecoded(table, columns), columns, classes, channels, words, length, transform
     )
 
 
-def _tables(path: str, name: str | None) -> dict[str, Any]:
-    datasets = _import("datasets", "huggingface")
+def tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
+    """Return the splits of a data set by their own names. Raises DataError."""
+    datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
     saved = any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
     try:
         found = (
             datasets.load_from_disk(str(folder))
             if saved
-            else datasets.load_dataset(str(folder) if folder.exists() else path, name)
+            else datasets.load_dataset(
+                str(folder) if folder.exists() else path, name, streaming=streaming
+            )
         )
     except Exception as error:  # of the hub, of file systems, of each format
         raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 
-def _import(package: str, extra: str) -> ModuleType:
+def import_package(package: str, extra: str) -> ModuleType:
+    """Import a package of an extra. Raises DataError with the command that installs it."""
     try:
         return __import__(package)
     except ModuleNotFoundError as error:
@@ -163,10 +170,11 @@ def _import(package: str, extra: str) -> ModuleType:
 
 
 def _of(tables: Mapping[str, Any], split: str) -> Any:
-    return next((tables[name] for name in _NAMES[split] if name in tables), None)
+    return next((tables[name] for name in NAMES[split] if name in tables), None)
 
 
-def _check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
+def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
+    """Raise DataError for columns that a table lacks."""
     for key in columns.keys() - {"input", "target"}:
         raise DataError(f"data.columns.{key}: unknown; there are input and target")
     for key, column in columns.items():
@@ -185,16 +193,17 @@ def _classes(train: Any, columns: Mapping[str, str]) -> list[str]:
     return in_order({str(value) for value in values})
 
 
-def _undecoded(table: Any, columns: Mapping[str, str]) -> Any:
+def undecoded(table: Any, columns: Mapping[str, str]) -> Any:
     """Return a table whose images are the bytes of their files, for `data.decode`."""
     if type(table.features[columns["input"]]).__name__ != "Image":
         return table
-    images = _import("datasets", "huggingface").Image(decode=False)
+    images = import_package("datasets", "huggingface").Image(decode=False)
     return table.cast_column(columns["input"], images)
 
 
-def _tokenizer(name: str) -> Any:
-    transformers = _import("transformers", "transformers")
+def import_tokenizer(name: str) -> Any:
+    """Return a tokenizer of transformers: a folder's or the hub's. Raises DataError."""
+    transformers = import_package("transformers", "transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:

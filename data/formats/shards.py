@@ -129,14 +129,15 @@ def tar_shards(
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
+    keep_index: bool = True,
 ) -> TarShards | None:
     """Open one split of `root`: the shards `<split>*.tar` or `<split>/*.tar`.
 
     A sample is the files of one name up to its first dot: an image, and its class (a number or a
     name) in `.cls`, or in the field FIELD of `.json` with `label=json.FIELD`. The index of each
     shard is kept in `cache_dir` (default: `.index` in a local root). Without shards for `val`,
-    `val_fraction` of train is taken, stratified; with `folds`, fold number `fold` of train. None if
-    there is no such split. Raises DataError.
+    `val_fraction` of train is taken, stratified; with `folds`, fold number `fold` of train.
+    Without `keep_index` no index is written. None if there is no such split. Raises DataError.
     """
     root = root if "://" in root else str(Path(root).expanduser())
     train = _shards(root, "train")
@@ -145,7 +146,7 @@ def tar_shards(
     place = Path(cache_dir).expanduser() if cache_dir else None
     if place is None and "://" not in root:
         place = Path(root) / ".index"
-    index = _indexed(root, train, label, place)
+    index = _indexed(root, train, label, place, keep_index)
     classes = _classes(index)
     in_folds = folds is not None and split != "test"
     own = train if split == "train" or in_folds else _shards(root, split)
@@ -154,7 +155,7 @@ def tar_shards(
         logger.warning("data.root=%s has no shards for %s: the run goes without it", root, split)
         return None
     if own and split != "train" and not in_folds:
-        index = _indexed(root, own, label, place)
+        index = _indexed(root, own, label, place, keep_index)
     elif cuts:
         numbers = np.unique(index.labels, return_inverse=True)[1]
         index = index[rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)]
@@ -179,15 +180,17 @@ def _classes(index: ShardIndex) -> list[str]:
     return in_order(names)
 
 
-def _indexed(root: str, paths: list[str], label: str, place: Path | None) -> ShardIndex:
+def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: bool) -> ShardIndex:
     """Return the index of shards, each from its file in `place` if it is there."""
-    parts = [_shard_index(root, path, label, place) for path in paths]
+    parts = [_shard_index(root, path, label, place, keep) for path in paths]
     numbers = [np.full(len(part["offsets"]), number) for number, part in enumerate(parts)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return ShardIndex(shards=np.concatenate(numbers), **joined)
 
 
-def _shard_index(root: str, path: str, label: str, place: Path | None) -> dict[str, Any]:
+def _shard_index(
+    root: str, path: str, label: str, place: Path | None, keep: bool
+) -> dict[str, Any]:
     files = url_to_fs(root)[0]
     facts = files.info(path)
     known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
@@ -201,7 +204,7 @@ def _shard_index(root: str, path: str, label: str, place: Path | None) -> dict[s
     logger.info("indexing %s", path)
     with files.open(path, "rb") as file:
         index = _scan(path, file, label)
-    if kept is not None:
+    if kept is not None and keep:
         _keep(kept, index)
     return index
 

@@ -1,7 +1,7 @@
 """Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,13 @@ class Table(TableRows):
         if classes is not None:
             self.classes, self.targets = classes, self.answers
 
+    def statistics(self) -> dict[str, Any]:
+        """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
+        scale = None if self.target_scale is None else list(self.target_scale)
+        features = [_plain(feature) for feature in self.described]
+        classes = getattr(self, "classes", None)
+        return {"features": features, "classes": classes, "target_scale": scale}
+
     def fingerprint(self) -> str:
         """Return a digest of the encoded rows and their targets."""
         digest = hashlib.sha256(repr(self.described).encode())
@@ -115,13 +122,15 @@ def table(
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
+    statistics: Mapping[str, Any] | None = None,
 ) -> Table | None:
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
 
     What has no file of its own is cut from train by its fraction, stratified by class; with `folds`
     val is fold number `fold` of what test leaves of train. Columns are
     encoded and targets standardised by the statistics of the training rows. `channels`: how many
-    inputs the configuration expects. Raises DataError.
+    inputs the configuration expects. `statistics`: those of a checkpoint (`Table.statistics`),
+    which take the place of the training rows' if the columns are the same. Raises DataError.
     """
     place = Path(path).expanduser()
     files = {name: _file_of(place, name) for name in ("train", "val", "test")}
@@ -129,14 +138,25 @@ def table(
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
     train = read_columns(files["train"])
     names = [n for n in train.cells if n != target] if features is None else list(features)
+    if statistics is not None and [f["name"] for f in statistics["features"]] != names:
+        statistics = None  # other columns were chosen since
     classes = _classes(train, target) if target_kind == "class" else None
+    if statistics is not None and classes is not None and statistics["classes"]:
+        classes = list(statistics["classes"])
     if folds is not None:
         files["val"] = None
     shares = partial(train_and_val, seed=split_seed, fold=fold, folds=folds)
     parts = _parts(train, target, classes, files, val_fraction, test_fraction, split_seed, shares)
-    encoding = fitted(train, parts["train"], names, categorical)
+    encoding = (
+        fitted(train, parts["train"], names, categorical)
+        if statistics is None
+        else described_features(statistics["features"])
+    )
     _check_width(train, encoding, channels)
     scale = _scale(train, target, parts["train"]) if standardize_target and not classes else None
+    if scale is not None and statistics is not None and statistics["target_scale"]:
+        mean, std = statistics["target_scale"]
+        scale = float(mean), float(std)
     own = files[split]
     if own is None and not len(parts[split]):
         return None
@@ -156,16 +176,25 @@ def rows_to_predict(
 
 def rows_as_described(
     columns: Columns,
-    described: Sequence[dict[str, Any]],
+    described: Sequence[Mapping[str, Any]],
     missing: Missing,
     transform: Transform | None,
 ) -> TableRows:
     """Encode columns as `TableRows.input_form` describes it. Raises DataError."""
-    features = [
+    return TableRows(columns, described_features(described), missing, transform)
+
+
+def described_features(described: Sequence[Mapping[str, Any]]) -> list[Feature]:
+    """Return the encoding that plain values describe."""
+    return [
         Feature(d["name"], d["categories"] and tuple(d["categories"]), d["mean"], d["std"])
         for d in described
     ]
-    return TableRows(columns, features, missing, transform)
+
+
+def _plain(feature: Mapping[str, Any]) -> dict[str, Any]:
+    categories = feature["categories"]
+    return {**feature, "categories": None if categories is None else list(categories)}
 
 
 def _file_of(place: Path, split: str) -> Path | None:

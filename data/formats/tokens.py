@@ -17,6 +17,7 @@ from data.sources import Split
 from data.transforms import acts_on_batches
 
 _SUFFIXES = (".bin", ".npy", ".txt")
+Part = tuple[int, int]  # tokens of a file: the first, and the one after the last
 _HASHED = 1 << 20  # bytes at either end of the file that the fingerprint reads
 
 
@@ -28,7 +29,7 @@ class TokenBlocks:
     file is memory-mapped: memory does not grow with its size.
 
     path: `.bin` (numbers of `dtype`), `.npy` or `.txt` (its bytes, 256 classes).
-    start, stop: the tokens of the file that are used.
+    parts: those of the file that are used; None: all of it. No block reaches from one into another.
     """
 
     def __init__(
@@ -39,15 +40,13 @@ class TokenBlocks:
         dtype: Literal["uint16", "uint32"] = "uint16",
         shift: bool = False,
         seed: int = 0,
-        start: int = 0,
-        stop: int | None = None,
+        parts: Sequence[Part] | None = None,
         transform: Transform | None = None,
     ) -> None:
         self.path = path
         self._dtype = dtype
         self._file: npt.NDArray[Any] | None = None
-        tokens = self._tokens()
-        self._start, self._stop = start, len(tokens) if stop is None else stop
+        self._parts = [(0, len(self._tokens()))] if parts is None else list(parts)
         self.context = context
         self.num_classes = _vocabulary(path, num_classes)
         self.shift = shift
@@ -55,14 +54,31 @@ class TokenBlocks:
         self._offset = 0
         self.transform = transform
         if path.suffix == ".txt":
-            self.classes = [repr(bytes([number]))[2:-1] for number in range(256)]
+            self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self.num_classes))]
         if len(self) < 1:
-            held = self._stop - self._start
+            held = sum(stop - start for start, stop in self._parts)
             raise DataError(f"{path}: {held} tokens are too few for data.context={context}")
 
     def __len__(self) -> int:
+        return sum(map(self._blocks, self._parts))
+
+    def input_form(self) -> dict[str, Any]:
+        """Return what prompts must be brought to; a file of numbers has no text."""
+        if self.path.suffix != ".txt":
+            return {"kind": "array"}
+        return {"kind": "text", "encoding": "bytes", "context": self.context}
+
+    def _blocks(self, part: Part) -> int:
         spare = self.context if self.shift else 1  # for the largest offset, and what follows last
-        return max(0, self._stop - self._start - spare) // self.context
+        return max(0, part[1] - part[0] - spare) // self.context
+
+    def _first(self, index: int) -> int:
+        """Return where a block begins in the file."""
+        for part in self._parts:
+            if index < (blocks := self._blocks(part)):
+                return part[0] + self._offset + index * self.context
+            index -= blocks
+        raise IndexError(index)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose where the blocks of an epoch begin."""
@@ -85,7 +101,7 @@ class TokenBlocks:
     def fingerprint(self) -> str:
         """Return a digest of the file's size and ends, and of the blocks' position in it."""
         size = self.path.stat().st_size
-        digest = hashlib.sha256(f"{size} {self._start} {self._stop} {self.context}".encode())
+        digest = hashlib.sha256(f"{size} {self._parts} {self.context}".encode())
         with open(self.path, "rb") as file:
             digest.update(file.read(_HASHED))
             file.seek(max(0, size - _HASHED))
@@ -103,7 +119,7 @@ class TokenBlocks:
     def _windows(self, indices: Sequence[int]) -> Tensor:
         """Return the blocks [n, context + 1], each with the token after its last."""
         tokens = self._tokens()
-        firsts = [self._start + self._offset + index * self.context for index in indices]
+        firsts = [self._first(index) for index in indices]
         windows = np.stack([tokens[first : first + self.context + 1] for first in firsts])
         if self.num_classes < 256 or self.path.suffix != ".txt":
             self._check(windows, firsts)
@@ -129,26 +145,32 @@ def token_blocks(
     shift: bool = False,
     split_seed: int = 0,
     transform: Transform | None = None,
+    fold: int | None = None,
+    folds: int | None = None,
 ) -> TokenBlocks | None:
     """Open one split of `root`: a folder with train, val and test files, or a single file.
 
-    Without a file for `val`, the last `val_fraction` of train's tokens are taken. None if there is
-    no such split. Raises DataError.
+    Without a file for `val`, the last `val_fraction` of train's tokens are taken. With `folds` val
+    is fold number `fold` of train: a contiguous part, since neighbouring blocks are alike. None if
+    there is no such split. Raises DataError.
     """
     place = Path(root).expanduser()
+    in_folds = fold is not None and folds is not None
     own = _file_of(place, split)
-    cuts = _file_of(place, "val") is None and val_fraction > 0
-    path = _file_of(place, "train") if own is None and split == "val" and cuts else own
+    cuts = in_folds or (_file_of(place, "val") is None and val_fraction > 0)
+    path = _file_of(place, "train") if split == "val" and cuts else own
     if path is None:
         if split == "train":
             raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
         return None
-    start, stop = 0, None
+    parts: list[Part] | None = None
     if cuts and split != "test":
         tokens = len(_mapped(path, dtype))
-        boundary = tokens - round(tokens * val_fraction)
-        start, stop = (0, boundary) if split == "train" else (boundary, None)
-    return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, start, stop, transform)
+        first, last = tokens - round(tokens * val_fraction), tokens
+        if fold is not None and folds is not None:
+            first, last = fold * tokens // folds, (fold + 1) * tokens // folds
+        parts = [(first, last)] if split == "val" else [(0, first), (last, tokens)]
+    return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, parts, transform)
 
 
 def _file_of(place: Path, split: str) -> Path | None:

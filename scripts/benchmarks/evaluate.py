@@ -24,6 +24,7 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 BATCH = 128
+MOST_ROUNDS = 12  # ten seconds or more each
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and batches of a pass
     "small_cnn": (partial(SmallCNN, num_classes=10, in_channels=3), 10),
     "resnet18": (partial(ResNet, depth=18, num_classes=10, in_channels=3, stem="cifar"), 2),
@@ -33,7 +34,8 @@ Pass = Callable[[Trainer, OnDevice], object]
 
 
 def measure(rounds: int) -> Report:
-    """Evaluate `rounds` times in each way, in turn, with each network, and compare."""
+    """Evaluate `rounds` times, at most 12, in each way, in turn, with each network, and compare."""
+    rounds = min(rounds, MOST_ROUNDS)
     rows, ratios = [], {}
     for network, (make, batches) in NETWORKS.items():
         rates: dict[Pass, list[float]] = {_bare: [], _regimen: []}

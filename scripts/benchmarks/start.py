@@ -7,8 +7,11 @@ the process up to the mark, which other processes change less.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,6 +65,7 @@ def measure(rounds: int) -> Report:
             "cpu_ratio_to_handwritten": ratios["train: first update"],
             "cpu_seconds_help": min(taken[1] for taken in times["train --help"]),
             "cpu_seconds_mistake": min(taken[1] for taken in times["train: a mistake"]),
+            "cpu_seconds_argument": min(taken[1] for taken in times["train: a wrong argument"]),
         },
         settings={"rounds": turns},
     )
@@ -90,13 +94,22 @@ def _run(arguments: Sequence[str], folder: str, code: int) -> None:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=_environment(),
         capture_output=True,
         text=True,
         check=False,
     )
     if ended.returncode != code:
         raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    """Return the commands' environment: bytecode is kept, as at a user's, but in a folder apart."""
+    folder = tempfile.mkdtemp(prefix="regimen-bytecode-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": folder}
 
 
 def _cpu_of_children() -> float:
@@ -117,6 +130,10 @@ COMMANDS: dict[str, tuple[Callable[[], Times], str]] = {
     "train --help": (partial(_whole, (*_TRAIN, "--help"), 0), "bare script: --help"),
     "train: a mistake": (
         partial(_whole, (*_TRAIN, "experiment=resnet18", "trainer.max_epoch=1"), 2),
+        "bare script: --help",
+    ),
+    "train: a wrong argument": (
+        partial(_whole, (*_TRAIN, "experiment=resnet18", "optimizer.lrr=1"), 2),
         "bare script: --help",
     ),
 }

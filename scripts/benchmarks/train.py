@@ -34,6 +34,7 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 UPDATES, BATCH, LOG = 7, 32, 3  # the first update is not counted
+MOST_ROUNDS = 5  # half a minute or more each
 FORMS = {
     "fp32": ("fp32", False),
     "fp32, channels_last": ("fp32", True),
@@ -60,7 +61,8 @@ class Clock(Callback):
 
 
 def measure(rounds: int) -> Report:
-    """Train `rounds` times in each form and way, in turn, and compare."""
+    """Train `rounds` times, at most 5, in each form and way, in turn, and compare."""
+    rounds = min(rounds, MOST_ROUNDS)
     images = torch.randint(256, (UPDATES * BATCH, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(len(images)) % 10
     rates: dict[str, tuple[list[float], list[float]]] = {form: ([], []) for form in FORMS}

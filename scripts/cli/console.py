@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from scripts.cli.deferred import defer_imports
 from scripts.cli.outlets import outlive_readers
 from trainer.errors import EXIT_CODES, stopping_signals
 from trainer.files.log_format import VisibleFormatter, indented_lines, visible
@@ -53,6 +54,7 @@ class Command:
         # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
         # new memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms, not 30).
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        defer_imports()
         outlive_readers()
         end_on_signals()
         return self

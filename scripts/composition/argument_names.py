@@ -1,20 +1,19 @@
 """Read from source which arguments a `_target_` takes, without an import.
 
-If a command line has unknown keys, unknown arguments are listed with them, without importing
-torch, which takes seconds. What the source does not show plainly is skipped: signatures are checked
-once the keys are right.
+Unknown arguments are told without importing torch, which takes seconds. What the source does not
+show plainly is skipped: signatures are checked once the keys are right.
 """
 
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from conf.errors import Problem, nearest
+from conf.errors import Problem, did_you_mean
 
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 # Regimen's own keys beside a target's arguments, by section.
@@ -25,11 +24,16 @@ OWN_KEYS = {
 _MAX_HOPS = 8  # imports followed to a definition
 
 
-def argument_problems(node: Any, key: str = "") -> Iterator[Problem]:
-    """Yield the arguments, at any depth of `node`, that their targets do not take."""
+def argument_problems(
+    node: Any, key: str = "", chosen: Callable[[str], bool] = bool
+) -> Iterator[Problem]:
+    """Yield the arguments, at any depth of `node`, that their targets do not take.
+
+    `chosen` says of a node's key whether the node is looked at.
+    """
     for name, child in _children(node):
-        yield from argument_problems(child, f"{key}.{name}" if key else str(name))
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        yield from argument_problems(child, f"{key}.{name}" if key else str(name), chosen)
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str) or not chosen(key):
         return
     if (known := accepted(node["_target_"])) is None:
         return
@@ -37,8 +41,8 @@ def argument_problems(node: Any, key: str = "") -> Iterator[Problem]:
     own = [n for part in parts for n in OWN_KEYS.get(part, ())]
     for name in node:
         if name not in (*known, *own, *SPECIAL):
-            near = nearest(str(name), known)
-            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known)}"
+            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+            hint = did_you_mean(str(name), known) or takes
             message = f"{node['_target_']} has no argument {name!r}"
             yield Problem(f"{key}.{name}", message, hint=hint)
 
@@ -93,7 +97,20 @@ def _defined(file: Path, modules: tuple[str, ...], name: str, hops: int) -> tupl
                     starred = accepted(_source(statement, file, modules, name), hops + 1)
                     if starred is not None:
                         return starred
+        elif name in _bound(statement):
+            return None  # by an assignment, or on a condition
     return None
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement may bind."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 def _source(statement: ast.ImportFrom, file: Path, modules: tuple[str, ...], name: str) -> str:

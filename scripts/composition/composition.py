@@ -71,10 +71,11 @@ class Composition:
         self.problems += [p for p in check(raw) if p.key not in open_keys]
         refused = refused_targets(raw)
         self.problems += refused
-        if self.found():  # otherwise the signatures are checked next
-            away = {*open_keys, *(p.key.removesuffix("._target_") for p in refused)}
-            found = argument_problems(raw)
-            self.problems += [p for p in found if p.key.rpartition(".")[0] not in away]
+        away = {*open_keys, *(p.key.removesuffix("._target_") for p in refused)}
+        # The signatures are checked once there are no mistakes. What the user wrote is looked at
+        # before, without torch; nothing else needs to be then.
+        found = argument_problems(raw, "", bool if self.found() else self.origins.of_user)
+        self.problems += [p for p in found if p.key.rpartition(".")[0] not in away]
 
     def unresolved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the composed tree with its interpolations, and the groups' choices."""

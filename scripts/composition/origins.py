@@ -8,6 +8,8 @@ from pathlib import Path
 from conf.errors import Problem
 from conf.yaml_file import Document, examine
 
+_SHIPPED = Path(__file__).resolve().parents[2] / "conf"
+
 
 @dataclass(slots=True)
 class Notes:
@@ -56,6 +58,16 @@ class Origins:
         if below is not None:
             return f"command line: {below}"
         return next((found for name in _upwards(key) if (found := self._file(name))), None)
+
+    def of_user(self, key: str) -> bool:
+        """Return whether the command line sets something in a node, or a file is not a shipped one.
+
+        Shipped files are correct together.
+        """
+        if any(not placed.path.is_relative_to(_SHIPPED) for placed in self.files):
+            return True
+        typed = self.overrides
+        return any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in typed)
 
     def setters(self, key: str) -> list[int]:
         """Return the numbers of the files that set a key; the command line is the last number."""

@@ -16,6 +16,7 @@ from scripts.cli.console import (
     importing,
     log_to_stderr,
 )
+from scripts.cli.deferred import defer_imports
 from scripts.cli.outlets import outlive_readers
 from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
@@ -28,6 +29,7 @@ _STOPPED = (130, 143)
 def main() -> None:
     """Run this process's part of a run; a failure is reported in the folder of the launcher."""
     end_with_parent(signal.SIGKILL)
+    defer_imports()
     outlive_readers()
     end_on_signals()
     notes = LaunchNotes(Path(sys.argv[1]))

@@ -34,6 +34,7 @@ from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
 from trainer.inference.run import (
+    as_trained,
     facts_of_run,
     find_checkpoint,
     load_trainer,
@@ -63,6 +64,8 @@ def answer(request: Request) -> int:
     if unnamed and options.save is None:
         hint = "save=logits writes its answers into a file"
         raise ConfigError([Problem("task", "says nothing of what its outputs mean", hint=hint)])
+    if options.source in SPLITS:
+        config = as_trained(config, find_checkpoint(run_dir, options.checkpoint))
     dataset = _dataset(options, config, facts, request.files)
     generation = _generation(options, config, dataset)
     if options.draw:
@@ -92,7 +95,7 @@ def _patient(config: Config, options: Options) -> Config:
 
 def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
     if options.source not in SPLITS:
-        if facts.inputs["kind"] == "text":
+        if "text" in (facts.inputs["kind"], facts.outputs["kind"]):
             return prompts_for(facts, config, *find_prompts(options.source, lines))
         if facts.inputs["kind"] == "table":
             return table_for(facts, config, options.source)

@@ -14,6 +14,7 @@ from conf.schema import Config
 from scripts.runs.abandoned import Moment, go_back, going_back_to
 from scripts.runs.saved_config import saved_config
 from trainer import snapshot
+from trainer.build.statistics import changed_data
 from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
@@ -72,6 +73,9 @@ _HARMLESS = (
     "callbacks.throughput",
     "callbacks.memory",
     "callbacks.profiler",
+    "callbacks.mlflow",
+    "callbacks.wandb",
+    "callbacks.csv",
 )
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 _OF_A_START = ("run_dir", "resume", "dry_run", "sweep")
@@ -93,6 +97,7 @@ class Resume:
     def apply(self, trainer: Trainer) -> None:
         """Load the checkpoint into `trainer`, and log what differs."""
         assert self.payload is not None
+        self.notes += changed_data(self.payload["state"].get("data", {}), trainer.data_facts)
         self.notes += snapshot.restore(
             trainer,
             self.payload,

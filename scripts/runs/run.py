@@ -36,6 +36,7 @@ from scripts.runs.signals import stop_signals
 from trainer import snapshot
 from trainer.build.check import check_targets
 from trainer.build.experiment import Experiment, build
+from trainer.build.statistics import with_statistics
 from trainer.build.strategy import build_strategy
 from trainer.callback import Callback
 from trainer.checkpoints.reader import compare_names
@@ -161,7 +162,8 @@ def _prepared(request: Request, strategy: Strategy) -> _Prepared | None:
     payload = None if resume is None else resume.payload
     with backlog() as earlier, nullcontext() if payload is None else no_initial_weights():
         _remark_on_format(config, strategy)
-        experiment = build(config, strategy, _own_callbacks(config), request.config_text())
+        built = with_statistics(config, payload)
+        experiment = build(built, strategy, _own_callbacks(config), request.config_text())
     if resume is not None and payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return _Prepared(request, experiment, resume, earlier)

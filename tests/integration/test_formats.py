@@ -2,12 +2,20 @@
 
 import csv
 import importlib.util
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
+from PIL import Image
 
 SHORT = ["trainer.max_epochs=2", "loader.num_workers=0", "callbacks.early_stopping=null"]
+
+
+PIXEL = io.BytesIO()
+Image.new("RGB", (8, 8)).save(PIXEL, "PNG")
+PIXEL = PIXEL.getvalue()
 
 
 def log_of(run_dir):
@@ -45,6 +53,57 @@ def test_a_table_is_learned_and_predicted_for(train, houses, tmp_path):
     assert [row["file"] for row in rows] == [f"{new}:2", f"{new}:3"]
     answers = [float(row["prediction"]) for row in rows]
     assert answers == pytest.approx([65, 85], abs=8)  # in the file's own units
+
+
+def test_a_changed_table_is_told_and_encoded_as_before(train, evaluated, houses, tmp_path):
+    run_dir, path = tmp_path / "run", tmp_path / "houses.csv"
+    path.write_text(houses.read_text())
+    table = ["data=table", f"data.path={path}", "data.target=price", "data.channels=9"]
+    asked = ["experiment=regression", *table, *SHORT, f"run_dir={run_dir}"]
+    assert train(asked).code == 0
+    path.write_text(path.read_text() + "".join("900,t1,90000\n" for _ in range(120)))
+    done = train([*asked, "trainer.max_epochs=3", "resume=auto"])
+    assert done.code == 0, done.err
+    assert "data.train, data.val, data.test: the rows are not those of the checkpoint" in done.err
+    assert "encoded by the same statistics as before" in done.err
+    evaluated(run_dir)
+
+
+def test_a_dry_run_on_shards_writes_nothing(train, tmp_path):
+    (tmp_path / "data").mkdir()
+    with tarfile.open(tmp_path / "data" / "train.tar", "w") as archive:
+        for number in range(12):
+            for name, content in (
+                (f"{number}.png", PIXEL),
+                (f"{number}.cls", b"%d" % (number % 2)),
+            ):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    shards = ["experiment=resnet18", "data=shards", f"data.root={tmp_path}/data", "model=mlp"]
+    done = train(
+        [*shards, "data.image_size=8", "loader.num_workers=0", "dry_run=true"], folder=tmp_path
+    )
+    assert done.code == 0, done.err
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["train.tar"]
+
+
+def test_text_of_bytes_is_continued(train, tmp_path):
+    text, run_dir = tmp_path / "book.txt", tmp_path / "run"
+    text.write_text("größer als groß. " * 200)
+    small = ["model.dim=32", "model.depth=1", "data.context=32", "loader.batch_size=8"]
+    tokens = ["experiment=char_lm", "data=tokens", f"data.root={text}", *small, *SHORT]
+    done = train([*tokens, "trainer.max_epochs=6", f"run_dir={run_dir}"])
+    assert done.code == 0, done.err
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "p.csv"
+    prompts.write_text("größer\n")
+    words = [f"run={run_dir}", f"source={prompts}", f"out={out}", "max_new_tokens=17"]
+    answered = train(words, command="predict")
+    assert answered.code == 0, answered.err
+    with out.open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["prompt"] == "größer"
+    assert set(row["prediction"]) <= set("größer als. \ufffd")
 
 
 def test_tokens_go_on_exactly(train, tmp_path):

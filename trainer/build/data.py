@@ -101,13 +101,20 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     stage = "train" if split == "train" else "eval"
     pipeline = build_pipeline(config, stage)
     # A data set of the user's own may have no parameter for transforms.
-    takes_transform = "transform" in inspect.signature(locate(node["_target_"])).parameters
-    given = {"transform": pipeline} if takes_transform and "transform" not in node else {}
+    taken = inspect.signature(locate(node["_target_"])).parameters
+    transformed = "transform" in taken and "transform" not in node
+    given: dict[str, Any] = {"transform": pipeline} if transformed else {}
+    if config.dry_run and "keep_index" in taken:
+        given["keep_index"] = False  # a dry run leaves nothing behind
     dataset = instantiate(in_folds(config, split, node), _key_=f"data.{split}", **given)
     if dataset is None:
         return None
     own_collate = config.loader.collate_fn or (stage == "eval" and config.loader.eval.collate_fn)
-    if given and getattr(dataset, "transforms_in_batches", False) and not own_collate:
+    if (
+        "transform" in given
+        and getattr(dataset, "transforms_in_batches", False)
+        and not own_collate
+    ):
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
     if config.data.cache != "none" and not config.dry_run:

@@ -25,6 +25,7 @@ from trainer.build.data import (
     overfit_samples,
     train_loader,
 )
+from trainer.build.statistics import data_facts
 from trainer.build.strategy import build_strategy
 from trainer.callback import Average, Callback
 from trainer.lr_schedulers.schedule import warn_of_long_warmups
@@ -72,19 +73,10 @@ def build(
     if strategy is None:
         strategy = build_strategy(config)
         strategy.setup()
-    options = config.trainer
-    switches = set_switches(
-        deterministic=options.deterministic,
-        cudnn_benchmark=options.cudnn_benchmark,
-        tf32=options.tf32 or options.precision == "tf32",
-    )
-    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    options, switches = config.trainer, _set_switches(config)
     seed_everything(config.seed)
     data = _open_data(config, strategy)
-    loader = train_loader(config, data, strategy)
-    few = overfit_samples(config, data.sets["train"])
-    validated = data.sets["val"] if few is None else data.sets["train"]
-    val_loader = _held_out(config, validated, strategy, options.limit_val_batches, few)
+    loader, val_loader = train_loader(config, data, strategy), _val_loader(config, data, strategy)
     trainer_options = _options(config, len(loader))
     steps = trainer_options.limit_train_batches or len(loader)
     total = horizon(options.max_epochs, options.max_steps, steps)
@@ -107,12 +99,31 @@ def build(
         compiled=_compile(parts.model, False if config.dry_run else options.compile),
         config_text=config_text,
     )
+    trainer.data_facts = data_facts(data.sets)
     if strategy.group.is_main:
         warn_of_long_warmups(parts.schedule, total, steps)
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.rank)
     test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+
+
+def _set_switches(config: Config) -> dict[str, bool]:
+    """Set torch's global switches; return those that the manifest records."""
+    options = config.trainer
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    return set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
+
+
+def _val_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice | None:
+    """Return the loader of the validation; with `overfit_batches` it reads the training set."""
+    few = overfit_samples(config, data.sets["train"])
+    validated = data.sets["val"] if few is None else data.sets["train"]
+    return _held_out(config, validated, strategy, config.trainer.limit_val_batches, few)
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:

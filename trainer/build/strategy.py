@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -15,7 +16,6 @@ from trainer.distributed.processes import is_rank
 from trainer.errors import ModelError
 from trainer.strategies.ddp import DDP
 from trainer.strategies.dp import DataParallel
-from trainer.strategies.fsdp import FSDP
 from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Planned, Strategy, count_devices
 
@@ -72,7 +72,12 @@ def _group(options: StrategyConfig) -> Strategy:
     )
     names = _FSDP if options.name == "fsdp" else _DDP
     values: dict[str, Any] = {name: getattr(options, name) for name in names}
-    return FSDP(processes, **values) if options.name == "fsdp" else DDP(processes, **values)
+    if options.name != "fsdp":
+        return DDP(processes, **values)
+    # With DTensor and sympy, which take seconds to import.
+    fsdp = importlib.import_module("trainer.strategies.fsdp")
+    strategy: Strategy = fsdp.FSDP(processes, **values)
+    return strategy
 
 
 def _device(options: StrategyConfig) -> torch.device | None:

@@ -11,7 +11,7 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from trainer.build.experiment import build_split
 from trainer.build.strategy import build_strategy
-from trainer.inference.run import find_checkpoint, load_trainer
+from trainer.inference.run import as_trained, find_checkpoint, load_trainer
 
 logger = logging.getLogger("regimen")
 
@@ -28,6 +28,7 @@ def evaluate_run(config: Config, run_dir: Path, checkpoint: str, split: str) -> 
         raise ConfigError(Problem(f"data.{split}", "is null: there is nothing to test", hint))
     strategy = build_strategy(config)
     strategy.setup()
+    config = as_trained(config, path)
     loader, num_classes = build_split(config, strategy, split)
     trainer = load_trainer(run_dir, config, num_classes, strategy, str(path))
     if trainer.average is not None:

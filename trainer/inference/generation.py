@@ -87,7 +87,8 @@ def prompts_for(
     """Return prompts as the samples of a run that continues text. Raises ConfigError."""
     form = facts.inputs
     if form["kind"] != "text" or facts.outputs["kind"] != "text" or not facts.classes:
-        hint = "trainer.tasks.language_model.LanguageModel on data.text do"
+        hint = "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
+        hint += "token files of numbers do not hold the tokenizer that made them"
         raise ConfigError(Problem("run", "its task and data do not continue text", hint))
     transform = build_pipeline(config, "eval")
-    return Prompts(names, texts, facts.classes, form["context"], transform)
+    return Prompts(names, texts, facts.classes, form["context"], transform, form["encoding"])

@@ -31,6 +31,7 @@ class Rows:
         prompt_of: Callable[[int], str] | None = None,
     ) -> None:
         self._classes = facts.classes
+        self._in_bytes = facts.inputs.get("encoding") == "bytes"
         self._threshold = float(facts.outputs.get("threshold", 0.5))
         self._mean, self._std = facts.outputs.get("scale", (0.0, 1.0))
         self._top_k = top_k
@@ -105,9 +106,14 @@ class Rows:
         if self._prompt_of is None:
             return self._shapes(indices, values)
         return [
-            {"prompt": self._prompt_of(index), "prediction": "".join(map(self._name, tokens))}
+            {"prompt": self._prompt_of(index), "prediction": self._text(tokens)}
             for index, tokens in zip(indices, values.tolist(), strict=True)
         ]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        if self._in_bytes:
+            return bytes(tokens).decode(errors="replace")  # they may end within a character
+        return "".join(map(self._name, tokens))
 
     def _shapes(self, indices: Sequence[int], values: Tensor) -> list[Row]:
         return [{"shape": list(values.shape[1:])} for _ in indices]

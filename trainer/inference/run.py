@@ -29,6 +29,7 @@ from trainer.build.assembly import Assembly, Known
 from trainer.build.check import check_targets
 from trainer.build.data import build_data, build_pipeline
 from trainer.build.experiment import build_evaluator, build_split
+from trainer.build.statistics import takes_statistics, with_statistics
 from trainer.build.strategy import build_strategy
 from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
@@ -162,7 +163,8 @@ class Run:
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
         _check_split(split)
-        loader, _ = build_split(self.config, build_strategy(self.config), split)
+        config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
+        loader, _ = build_split(config, build_strategy(config), split)
         return (micro.batch for micro in loader.epoch(0))
 
     def trainer(self, checkpoint: str = "best") -> Trainer:
@@ -195,6 +197,7 @@ def facts_of_run(path: Path, config: Config) -> InferenceFacts:
     if facts is not None:
         return facts
     splits = tuple(s for s in _SPLITS if getattr(config.data, s) is not None) or ("train",)
+    config = as_trained(config, best_or_last(path / "checkpoints"))
     data = build_data(config, splits)
     on_cpu = Strategy(torch.device("cpu"))
     parts = Assembly(config, Known(data.num_classes), on_cpu, Precision("fp32", "cpu"))
@@ -231,6 +234,13 @@ def load_trainer(
     snapshot.load_weights(trainer, payload, path)
     trainer.state.global_step = snapshot.saved_step(payload)
     return trainer
+
+
+def as_trained(config: Config, checkpoint: Path | None) -> Config:
+    """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
+    if checkpoint is None or not takes_statistics(config):
+        return config
+    return with_statistics(config, CheckpointStore(checkpoint.parent).load(checkpoint))
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.optim.optimizer as optimizer_module
 from torch.optim import SGD, Optimizer
 
-# The wrapper that torch puts around `step` of every class of optimizers.
+# The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.
 _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
+_SWITCHED = optimizer_module._use_grad_for_differentiable(lambda self: None).__code__
 
 
-def step_of(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return `optimizer.step`, without torch's label for profilers where nothing needs it.
+def take_step(optimizer: Optimizer) -> None:
+    """Call `optimizer.step()`, without what torch puts around it where nothing needs that.
 
-    The label takes 30 us. It is needed by a profiler and by hooks; a `step` that is not torch's own
-    wrapper (compiled, decorated) is returned as it is.
+    The label for profilers takes 30 us. It is needed by a profiler and by hooks; a `step` that is
+    not torch's own wrapper (compiled, decorated) is called as it is. Gradients are switched off
+    here: where torch does it, it imports its compiler, which takes seconds.
     """
+    step = _unlabelled(optimizer)
+    if step is None:
+        optimizer.step()
+    elif step.__code__ is not _SWITCHED or optimizer.defaults["differentiable"]:
+        step(optimizer)
+    else:
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            step.__wrapped__(optimizer)
+        finally:
+            torch._C._set_grad_enabled(enabled)
+
+
+def _unlabelled(optimizer: Optimizer) -> Any:
+    """Return the function below torch's label, or None if `step` has to be called as it is."""
     labelled = type(optimizer).step
     # A scheduler of torch replaces `step` of an object to note that it was called.
     noted = vars(optimizer).get("step")
@@ -33,9 +50,9 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
         or optimizer_module._global_optimizer_pre_hooks
         or optimizer_module._global_optimizer_post_hooks
     ):
-        return optimizer.step
+        return None
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    return MethodType(labelled.__wrapped__, optimizer)  # type: ignore[attr-defined]
+    return labelled.__wrapped__  # type: ignore[attr-defined]
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -31,6 +31,7 @@ from trainer.runs.status import (
 )
 
 CONFIG, OVERRIDES, TENSORBOARD = "config.yaml", "overrides.yaml", "tensorboard"
+OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _log = logging.getLogger(__name__)
 
 
@@ -132,7 +133,7 @@ class RunDirectory:
         (self.path / MANIFEST).unlink(missing_ok=True)  # first: without it there is no run
         for name in (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
-        for name in (TENSORBOARD, CHECKPOINTS):
+        for name in (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS):
             shutil.rmtree(self.path / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()

@@ -51,16 +51,17 @@ def summarize(
     depth: int = 2,
     call: Call | None = None,
     autocast: Context = nullcontext,
+    compute: bool = False,
 ) -> Summary:
     """Describe the modules down to `depth`, after one forward pass on `example`, a batch.
 
     `call(model, example)` is the pass (default: `model(example)`); with a task's `training_step`
     the loss is included. BatchNorm needs two samples or more. The model and the random number
-    generators are left unchanged.
+    generators are left unchanged. `compute`: the pass may take the model's CPU (see `probe`).
     """
     first = first_tensor(example)
     samples = len(first) if first is not None and first.ndim else 1
-    found = probe(model, example, call or _plain, autocast)
+    found = probe(model, example, call or _plain, autocast, compute)
     parameters = list(model.parameters())
     return Summary(
         rows=tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,21 +32,30 @@ class Probe:
     problem: str | None = None
 
 
-def probe(model: nn.Module, example: Any, call: Call, autocast: Context = nullcontext) -> Probe:
+def probe(
+    model: nn.Module,
+    example: Any,
+    call: Call,
+    autocast: Context = nullcontext,
+    compute: bool = False,
+) -> Probe:
     """Run `call(model, example)` on the meta device, or on the model's device if that fails.
 
-    Parameters, buffers, other attributes of the modules, random states and the training mode are
-    left unchanged.
+    With `compute` a CPU is tried first: a run computes more than that anyway, while torch imports
+    sympy for the meta device, which takes seconds. Parameters, buffers, other attributes of the
+    modules, random states and the training mode are left unchanged.
     """
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
         return Probe(
             problem="its parameters are sharded"
         )  # their modules do not accept replacement tensors
     step = _Step(model, call)
-    try:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if compute and device.type == "cpu" and not any(map(_uncounted, model.modules())):
+        with suppress(Exception):  # to be told below
+            return _try(step, example, device, autocast)
+    with suppress(Exception):  # a tensor created on the CPU, an operator without a meta kernel, ...
         return _try(step, example, torch.device("meta"), autocast)
-    except Exception:  # a tensor created on the CPU, an operator without a meta kernel, ...
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         return _try(step, example, device, autocast)
     except Exception as error:  # a summary without this part is still useful
@@ -85,6 +94,11 @@ def _try(step: _Step, example: Any, device: torch.device, autocast: Context) -> 
     del output  # it kept the saved tensors alive until here
     found.total_flops, found.saved_bytes = counter.get_total_flops(), saved.bytes
     return found
+
+
+def _uncounted(module: nn.Module) -> bool:
+    """Return whether torch has a kernel for a module on CPUs that it counts no FLOPs of."""
+    return isinstance(module, nn.RNNBase)
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.optimizers.steps import can_leave_out, step_of
+from trainer.optimizers.steps import can_leave_out, take_step
 from trainer.update.copies import Backup
 from trainer.update.gradients import is_finite
 from trainer.update.parts import Parts
@@ -47,9 +47,7 @@ class HostGuard:
         """Return whether a norm is not finite; waits for the device."""
         return not is_finite(norm)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step: the norm was finite."""
-        step_of(optimizer)()
+    step = staticmethod(take_step)  # the norm was finite
 
     def restore(self) -> None:
         """Put back what was remembered."""

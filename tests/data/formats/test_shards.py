@@ -177,3 +177,11 @@ def test_folds_are_shared_out_of_train(folder: Path) -> None:
     assert sum(map(len, folds)) == len(opened(folder)) == 20
     assert all(set(one.targets.tolist()) == {0, 1, 2} for one in folds)
     assert len(opened(folder, "train", fold=1, folds=4)) == 20 - len(folds[1])
+
+
+def test_a_dry_run_keeps_no_index(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    assert len(opened(folder, keep_index=False)) == 20
+    assert sorted(folder.rglob("*")) == before
+    opened(folder)
+    assert sorted(folder.rglob("*")) != before

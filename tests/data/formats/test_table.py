@@ -6,6 +6,7 @@ import torch
 
 from data.errors import DataError
 from data.formats.table import rows_to_predict, table
+from trainer.build.statistics import changed_data, data_facts
 
 HEADER = "rooms,area,town,price"
 
@@ -144,3 +145,34 @@ def test_folds_are_shared_out_of_what_test_leaves(file: Path) -> None:
     assert sorted(np.concatenate(folds)) == sorted(left)
     assert sorted([*opened(file, "train", fold=1, folds=3).rows, *folds[1]]) == sorted(left)
     assert (opened(file, "test", fold=1, folds=3).rows == opened(file, "test").rows).all()
+
+
+@pytest.mark.parametrize("kind", ["number", "class"])
+def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(file: Path, kind: str) -> None:
+    target = {"target": "town", "target_kind": "class"} if kind == "class" else {}
+    before = opened(file, **target)
+    kept = before.statistics()
+    row = {tuple(inputs.tolist()) for inputs, _ in before}
+    # More rows, and larger ones: by their own statistics each row would be encoded anew.
+    file.write_text(file.read_text() + "".join(f"9,{900 + i},Bonn,{i}\n" for i in range(40)))
+    anew = opened(file, **target)
+    alike = opened(file, **target, statistics=kept)
+    assert anew.statistics() != kept
+    assert alike.statistics() == kept
+    assert {tuple(inputs.tolist()) for inputs, _ in alike} & row
+    assert not {tuple(inputs.tolist()) for inputs, _ in anew} & row
+    assert alike.fingerprint() != before.fingerprint()
+    others = opened(file, **target, features=["area"], statistics=kept)
+    assert [feature["name"] for feature in others.statistics()["features"]] == ["area"]
+
+
+def test_a_checkpoint_keeps_and_compares_what_a_table_was(file: Path) -> None:
+    then = data_facts({"train": opened(file), "val": opened(file, "val"), "test": None})
+    assert then.keys() == {"statistics", "fingerprints"}
+    assert changed_data(then, data_facts({"train": opened(file)})) == []
+    assert data_facts({"train": [1, 2]}) == {}
+    file.write_text(file.read_text().replace("Bonn", "Celle"))
+    now = data_facts({"train": opened(file)})
+    (line,) = changed_data(then, now)
+    assert line.startswith("data.train: the rows are not those of the checkpoint; they are encoded")
+    assert line.endswith("by other statistics than before")

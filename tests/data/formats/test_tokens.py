@@ -1,4 +1,5 @@
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,34 @@ def test_without_a_val_file_the_end_of_train_is_taken(folder: Path) -> None:
     assert val[0][0][0] == NUMBERS[800]
     assert len(train) == (800 - 1) // 16
     assert opened(folder, "val", val_fraction=0.0) is None
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_folds_are_contiguous_and_share_out_the_file(folder: Path, shift: bool) -> None:
+    held: list[int] = []
+    for fold in range(3):
+        train = opened(folder, shift=shift, fold=fold, folds=3)
+        val = opened(folder, "val", fold=fold, folds=3)
+        train.set_epoch(5)
+        first, last = fold * 1000 // 3, (fold + 1) * 1000 // 3
+        held += val.batch(range(len(val)))[0].flatten().tolist()
+        assert val[0][0][0] == NUMBERS[first]
+        starts = [train._first(index) for index in range(len(train))]
+        used = {place for start in starts for place in range(start, start + 17)}
+        assert len(train) >= 38
+        assert used.isdisjoint(range(first, last))  # what follows the last token of a block, too
+        assert all(b - a >= 16 for a, b in pairwise(starts))
+        assert train.fingerprint() != opened(folder, fold=(fold + 1) % 3, folds=3).fingerprint()
+    assert len(held) == 3 * 20 * 16
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_the_form_of_prompts_is_known_of_text_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a" * 100)
+    text = opened(tmp_path / "book.txt", num_classes=None, val_fraction=0.0)
+    assert text.input_form() == {"kind": "text", "encoding": "bytes", "context": 16}
+    assert opened(folder).input_form() == {"kind": "array"}
 
 
 @pytest.mark.parametrize(

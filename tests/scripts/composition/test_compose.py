@@ -11,6 +11,7 @@ import pytest
 from conf.errors import ConfigError
 from conf.yaml_dump import dump
 from scripts.cli.arguments import parse_arguments
+from scripts.composition.argument_names import accepted
 from scripts.composition.compose import Composed, compose
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
@@ -78,6 +79,9 @@ def test_what_depends_on_the_length_of_training_stays_open() -> None:
     assert config["lr_scheduler"]["total_steps"] == "${total_steps}"
 
 
+OPEN = "model._target_=torchvision.models.resnet18"  # takes any argument
+
+
 @pytest.mark.parametrize("form", ["experiment=mine", "+experiment=mine", "++experiment=mine"])
 def test_a_group_is_picked_with_or_without_plus(mine: Path, form: str) -> None:
     assert composed("--config-dir", str(mine), form).config["name"] == "mine"
@@ -88,8 +92,8 @@ def test_a_group_is_picked_with_or_without_plus(mine: Path, form: str) -> None:
     [
         pytest.param(["model.dropout=0.5"], "dropout", 0.5, id="change"),
         pytest.param(["+model.dropout=0.5"], "dropout", 0.5, id="plus-on-what-exists"),
-        pytest.param(["+model.extra={a: [1, x]}"], "extra", {"a": [1, "x"]}, id="add"),
-        pytest.param(["model.extra=1"], "extra", 1, id="add-without-plus"),
+        pytest.param([OPEN, "+model.extra={a: [1, x]}"], "extra", {"a": [1, "x"]}, id="add"),
+        pytest.param([OPEN, "model.extra=1"], "extra", 1, id="add-without-plus"),
         pytest.param(["model.widths=[1,2]"], "widths", [1, 2], id="list"),
         pytest.param(["model.widths.1=99"], "widths", [16, 99, 64], id="item"),
         pytest.param(["~model.dropout"], "dropout", None, id="delete"),
@@ -255,3 +259,33 @@ def test_nothing_of_torch_is_imported() -> None:
     code += "compose(['experiment=resnet18']);"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        pytest.param("optimizer.lrr=1", "optimizer.lrr", id="torch's"),
+        pytest.param("model.widht=3", "model.widht", id="ours"),
+        pytest.param("+callbacks.checkpoint.foo=1", "callbacks.checkpoint.foo", id="nested"),
+        pytest.param(
+            "+transforms.train.affine.degree=1", "transforms.train.affine.degree", id="v2"
+        ),
+    ],
+)
+def test_a_wrong_argument_is_found_by_composing(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["experiment=resnet18", override])
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_a_name_that_is_bound_twice_is_left_to_the_signature(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(
+        "def one(a): ...\ndef two(a): ...\ntwo = print\nif one:\n    def three(a): ...\n"
+    )
+    sys.path.append(str(tmp_path))
+    try:
+        assert accepted("twice.one") == ("a",)
+        assert accepted("twice.two") is None
+        assert accepted("twice.three") is None
+    finally:
+        sys.path.remove(str(tmp_path))

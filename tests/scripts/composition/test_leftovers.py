@@ -59,15 +59,15 @@ def test_a_saved_configuration_keeps_keys_whose_readers_are_resolved(tmp_path: P
             ["task.loss._target_=torch.nn.MultiMarginLoss"], "task.loss", set(), id="nested"
         ),
         pytest.param(
-            ["model={_target_: models.mlp.MLP, depth: 3}"],
+            ["model={_target_: models.mlp.MLP, hidden: [3]}"],
             "model",
-            {"num_classes", "in_channels", "image_size", "activation", "depth"},
+            {"num_classes", "in_channels", "image_size", "activation", "hidden"},
             id="given-with-it",
         ),
         pytest.param(
-            ["task._target_=models.mlp.MLP", "task/loss=weighted_sum"],
+            ["task._target_=trainer.tasks.segmentation.Segmentation", "task/loss=weighted_sum"],
             "task",
-            {"loss", "num_classes"},
+            {"loss", "metrics", "num_classes"},
             id="chosen",
         ),
     ],

@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from callbacks.support.event_file import EventFile, rewind
-from callbacks.support.hparams import columns, read_hparams, session_start, swept_keys
+from callbacks.support.hparams import columns, read_hparams, session_start
+from callbacks.support.settings import swept_keys
 from scripts.sweeps import dashboard
 from scripts.sweeps.process import Outcome
 from trainer.runs.dashboard import command, sweep_command

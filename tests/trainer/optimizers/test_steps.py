@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.steps import step_of
+from trainer.optimizers.steps import take_step
 
 
 def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:
@@ -91,7 +91,7 @@ def one_step(prepare: Callable[[Optimizer], object] = id) -> Optimizer:
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     prepare(optimizer)
     parameter.grad = torch.arange(3.0)
-    step_of(optimizer)()
+    take_step(optimizer)
     return optimizer
 
 
@@ -100,7 +100,6 @@ def test_a_step_without_the_label_is_the_same_step() -> None:
         labelled = one_step()
     assert any(event.name == "Optimizer.step#AdamW.step" for event in profile.function_events)
     plain = one_step()
-    assert step_of(plain).__code__ is not type(plain).step.__code__
     assert torch.equal(plain.param_groups[0]["params"][0], labelled.param_groups[0]["params"][0])
 
 
@@ -140,7 +139,7 @@ def test_a_class_whose_step_is_decorated_keeps_the_decoration() -> None:
 
     one_step()  # torch has labelled the class by now
     kind = type("Decorated", (torch.optim.AdamW,), {"step": decorated(torch.optim.AdamW.step)})
-    step_of(kind([nn.Parameter(torch.ones(3))]))()
+    take_step(kind([nn.Parameter(torch.ones(3))]))
     assert called == [1]
 
 
@@ -149,3 +148,25 @@ def test_a_scheduler_notes_a_step_without_the_label(recwarn: pytest.WarningsReco
     one_step(lambda o: made.append(torch.optim.lr_scheduler.StepLR(o, step_size=1)))
     made[0].step()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_is_without_gradients_and_leaves_the_mode_as_it_was(enabled: bool) -> None:
+    with torch.set_grad_enabled(enabled):
+        stepped = one_step()
+        assert torch.is_grad_enabled() is enabled
+    (parameter,) = stepped.param_groups[0]["params"]
+    assert parameter.grad_fn is None
+    assert not stepped.state[parameter]["exp_avg"].requires_grad
+
+
+def test_a_step_that_is_differentiated_through_keeps_its_graph() -> None:
+    start = torch.ones(3, requires_grad=True)
+    moved = start.clone()
+    moved.retain_grad()
+    moved.sum().backward(retain_graph=True)
+    optimizer = torch.optim.SGD([start], lr=0.1)
+    optimizer.param_groups[0]["params"], optimizer.param_groups[0]["differentiable"] = [moved], True
+    optimizer.defaults["differentiable"] = True
+    take_step(optimizer)
+    assert moved.grad_fn is not None

@@ -166,7 +166,7 @@ def test_a_wrong_mean_would_be_noticed(alone, ranks):
         gradient_scale = 1.0
 
     def train(rank):
-        strategy = Unscaled("gloo", timeout=30, accelerator="cpu")
+        strategy = Unscaled(Processes("gloo", 30, "cpu"))
         strategy.setup()
         result = case("mean", strategy)
         strategy.group.leave()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from models.resnet import ResNet
+from models.vit import ViT
 from trainer.summary.memory import estimate, state_bytes
 from trainer.summary.model import render, summarize
 
@@ -75,14 +77,15 @@ def test_the_loss_counts_in_when_the_call_computes_it() -> None:
         pytest.param(Host(), (8, 4), id="real"),
     ],
 )
-def test_looking_changes_nothing(model: nn.Module, example: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("compute", [False, True])
+def test_looking_changes_nothing(model: nn.Module, example: tuple[int, ...], compute: bool) -> None:
     model.train()
     next(model.children()).eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     x = torch.randn(example)
     numbers, python = torch.get_rng_state(), random.getstate()
-    summary = summarize(model, x)
+    summary = summarize(model, x, compute=compute)
     assert summary.problem is None
     assert summary.flops == 2 * 4 * 4
     assert torch.equal(numbers, torch.get_rng_state())
@@ -93,8 +96,36 @@ def test_looking_changes_nothing(model: nn.Module, example: tuple[int, ...]) -> 
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_forward_pass_that_fails_is_told_not_raised() -> None:
-    summary = summarize(mlp(), torch.zeros(4, 31))
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        pytest.param(mlp(), (4, 32), id="mlp"),
+        pytest.param(ResNet(18, 10, in_channels=1, stem="cifar"), (2, 1, 16, 16), id="resnet"),
+        pytest.param(ViT(10, depth=2, dim=24), (2, 1, 16, 16), id="attention"),
+        pytest.param(Recurrent(), (2, 5, 4), id="recurrent"),
+    ],
+)
+def test_computing_finds_what_the_meta_device_finds(
+    model: nn.Module, example: tuple[int, ...]
+) -> None:
+    meta, computed = (summarize(model, torch.randn(example), compute=c) for c in (False, True))
+    assert computed.flops == meta.flops
+    assert computed.rows == meta.rows
+
+
+@pytest.mark.parametrize("compute", [False, True])
+def test_a_forward_pass_that_fails_is_told_not_raised(compute: bool) -> None:
+    summary = summarize(mlp(), torch.zeros(4, 31), compute=compute)
     assert summary.flops is None
     assert summary.problem is not None
     assert "mat1 and mat2" in summary.problem

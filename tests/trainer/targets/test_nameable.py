@@ -27,6 +27,7 @@ callbacks.pictures.samples Misclassified TrainingSamples ValidationSamples
 callbacks.pictures.texts Texts
 callbacks.whitening Whitening
 data.formats.huggingface huggingface
+data.formats.huggingface_stream streamed
 data.formats.shards tar_shards
 data.formats.table table
 data.formats.tokens token_blocks
@@ -48,6 +49,9 @@ callbacks.state_dump StateDump
 callbacks.swa SWA
 callbacks.tensorboard TensorBoard
 callbacks.throughput Throughput
+callbacks.trackers.csv CSV
+callbacks.trackers.mlflow MLflow
+callbacks.trackers.wandb WandB
 callbacks.trial Trial
 callbacks.unfreeze Unfreeze
 data.batch_transforms ColorJitter RandomAffine RandomCrop RandomErasing RandomHorizontalFlip
@@ -83,6 +87,7 @@ trainer.tasks.classification Classification
 trainer.tasks.gan GAN
 trainer.tasks.language_model LanguageModel
 trainer.tasks.multilabel MultiLabel
+trainer.tasks.own_loss OwnLoss
 trainer.tasks.regression Regression
 trainer.tasks.segmentation Segmentation
 """

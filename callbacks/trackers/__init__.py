@@ -1,0 +1,1 @@
+"""Callbacks that send a run to the trackers of others."""

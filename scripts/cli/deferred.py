@@ -1,0 +1,152 @@
+"""Imports that a command leaves out until something uses them: of a start's time more than a third.
+
+torch's optimizers and torchvision import `torch._dynamo`, the front end of `torch.compile`, with
+sympy and triton, to mark functions that it must not trace. As long as it is not loaded it traces
+nothing, and the marks have no effect: they are set when it is loaded. torchvision also imports all
+of its networks, operators for boxes and data sets; here each does its imports at its first use.
+
+What torch or torchvision do not have under these names is imported as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+from weakref import WeakSet
+
+PACKAGES = ("torchvision.datasets", "torchvision.models", "torchvision.ops")
+_COMPILER = "torch._dynamo"
+
+
+def defer_imports() -> None:
+    """Do so from here on, in this process; modules that are imported already stay as they are."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Find what is deferred as it would be found, and load it in another way."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        wrapper = _LOADERS.get(name)
+        spec = None if wrapper is None else PathFinder.find_spec(name, path)
+        if wrapper is not None and spec is not None and spec.loader is not None:
+            spec.loader = wrapper(spec.loader)
+        return spec
+
+
+class _Around(Loader):
+    """Stand for a loader until the module exists."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.execute(module)
+
+    def execute(self, module: ModuleType) -> None:
+        raise NotImplementedError
+
+
+class _Deferring(_Around):
+    """Leave the package's `__init__` to the first use of a name; its modules can be imported."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Deferred(spec.name)
+
+    def execute(self, module: ModuleType) -> None:
+        """Do nothing yet."""
+
+
+class _Deferred(ModuleType):
+    """A package whose `__init__` has not been executed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self._execute()
+        return getattr(self, name)
+
+    def __dir__(self) -> list[str]:
+        self._execute()
+        return dir(self)
+
+    def _execute(self) -> None:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        loader = self.__spec__.loader
+        assert loader is not None
+        try:
+            loader.exec_module(self)
+        except BaseException:
+            self.__class__ = _Deferred
+            raise
+
+
+class _Decorator(_Around):
+    """Of `torch._compile`: what its decorator marks is called as it is, until there is a compiler.
+
+    The decorated function looks its marked form up at each call, as an attribute of the plain one.
+    """
+
+    def execute(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        if (decorator := vars(module).get(_DECORATOR)) is None:
+            return  # another version of torch, which then imports what it imports
+
+        def deferring(fn: Any = None, recursive: bool = True) -> Any:
+            if fn is None:
+                return functools.partial(deferring, recursive=recursive)
+            decorated = decorator(fn, recursive)
+            if isinstance(fn, FunctionType) and _COMPILER not in sys.modules:
+                setattr(fn, _FORM, fn)
+                _unmarked.add(fn)
+            return decorated
+
+        setattr(module, _DECORATOR, deferring)
+
+
+class _Tensors(_Around):
+    """Of `torchvision.tv_tensors`, which uses the compiler's decorator where that one would do."""
+
+    def execute(self, module: ModuleType) -> None:
+        torch = importlib.import_module("torch")
+        marking = torch.compiler.disable
+        torch.compiler.disable = getattr(torch, _DECORATOR, marking)
+        try:
+            self.loader.exec_module(module)
+        finally:
+            torch.compiler.disable = marking
+
+
+class _Compiler(_Around):
+    """Of `torch._dynamo`: from here on every mark counts."""
+
+    def execute(self, module: ModuleType) -> None:
+        for function in _unmarked:
+            delattr(function, _FORM)
+        _unmarked.clear()
+        self.loader.exec_module(module)
+
+
+_DECORATOR, _FORM = "_disable_dynamo", "__dynamo_disable"
+_unmarked: WeakSet[Any] = WeakSet()
+_LOADERS: dict[str, Callable[[Loader], _Around]] = {
+    **dict.fromkeys(PACKAGES, _Deferring),
+    "torch._compile": _Decorator,
+    "torchvision.tv_tensors": _Tensors,
+    _COMPILER: _Compiler,
+}

@@ -1,0 +1,109 @@
+"""Imports that a command leaves out until they are needed, tried in processes of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = {
+    "large/__init__.py": "print('executed'); from large.part import value; from large import other",
+    "large/part.py": "value = 3",
+    "large/other.py": "",
+    "broken/__init__.py": "import os; value = 3 if 'MENDED' in os.environ else 1 / 0",
+}
+PREPARED = """
+from scripts.cli import deferred
+deferred._LOADERS |= dict.fromkeys(("large", "broken"), deferred._Deferring)
+deferred.defer_imports()
+"""
+UNTIL_NEEDED = """
+from scripts.cli.deferred import defer_imports
+defer_imports()
+import sys
+import torch, torchvision
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms import v2
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with FlopCounterMode(display=False) as counter:
+    model(torch.ones(1, 2))
+assert counter.get_total_flops() == 8
+optimizer.load_state_dict(optimizer.state_dict())
+v2.RandomAffine(5)(torch.ones(1, 4, 4))
+assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
+print("done")
+"""
+AND_THEN = """
+plain = torch.optim.Optimizer.state_dict.__wrapped__
+assert getattr(plain, "__dynamo_disable") is plain
+one = torch.ones(2)
+assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(one), one + 1)
+assert not hasattr(plain, "__dynamo_disable")  # from here on torch's own way
+optimizer.state_dict()
+assert getattr(plain, "__dynamo_disable")._torchdynamo_disable
+assert torchvision.models.resnet18.__module__ == "torchvision.models.resnet"
+assert "nms" in dir(torchvision.ops)
+print("done")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    for name, text in PACKAGE.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def run(script, **environment):
+        ended = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=Path(__file__).parents[3],
+            env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.split()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("use", "printed"),
+    [
+        pytest.param("import large", [], id="imported"),
+        pytest.param("import large.part; print(large.part.value)", ["3"], id="a module of it"),
+        pytest.param("import large; print(large.value)", ["executed", "3"], id="a name of it"),
+        pytest.param("from large import value as v; print(v)", ["executed", "3"], id="from it"),
+        pytest.param("from large import *; print(value)", ["executed", "3"], id="all of it"),
+        pytest.param("import large; print('part' in dir(large))", ["executed", "True"], id="dir"),
+        pytest.param("import large; large.__path__; large.__file__", [], id="what tools look at"),
+        pytest.param("import large; large.absent", ["executed"], id="a name that it has not"),
+    ],
+)
+def test_a_package_is_executed_when_a_name_of_it_is_used(run, use, printed) -> None:
+    attempt = f"try:\n {use}\nexcept AttributeError as error: assert 'large' in str(error)"
+    assert run(PREPARED + attempt) == printed
+
+
+def test_a_package_that_failed_is_tried_again(run) -> None:
+    use = """
+import os, broken
+try: broken.value
+except ZeroDivisionError as error: print("no")
+os.environ["MENDED"] = "1"
+print(broken.value, type(broken).__name__)
+"""
+    assert run(PREPARED + use) == ["no", "3", "module"]
+
+
+def test_training_does_without_the_compiler(run) -> None:
+    assert run(UNTIL_NEEDED) == ["done"]
+
+
+@pytest.mark.slow
+def test_once_the_compiler_is_there_torch_has_its_way(run) -> None:
+    assert run(UNTIL_NEEDED + AND_THEN) == ["done", "done"]

@@ -1,0 +1,79 @@
+"""Training with the loss that a model computes itself, as those of transformers do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+from trainer.task import Metric, StepOutput, Task
+from trainer.tasks.supervised import Supervised
+from trainer.user_code import called, spelled
+
+IGNORED = -100  # the label that such losses leave out
+
+
+class OwnLoss(Task):
+    """Train on batches `(inputs, labels)` with the loss that the model returns.
+
+    The model is called as `model(inputs, labels=labels)` and returns `(loss, output)`, where the
+    loss is a mean over the labels that are not -100 (or over all, of real numbers). An update has
+    that mean over all its micro-batches. Scores, metrics and the meaning of the output are those of
+    `task`, whose own loss is not computed.
+    """
+
+    count_names: Sequence[str] = ("",)
+
+    def __init__(self, task: Supervised) -> None:
+        self._task = task
+        self.output_kind = task.output_kind
+
+    def metric_names(self) -> list[str]:
+        """Return the loss, and the other metrics of the task."""
+        return ["loss", *(n for n in self._task.metric_names() if not n.startswith("loss"))]
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the metrics of the task."""
+        return self._task.metrics()
+
+    def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
+        """Return the number of labels that the model's mean is over."""
+        labels = batch[1]
+        return {"": len(labels) if labels.is_floating_point() else (labels != IGNORED).sum()}
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Let the model compute its loss; compute the scores."""
+        inputs, labels = batch
+        losses: list[Tensor] = []
+
+        def answer(values: Any) -> Any:
+            found = model(values, labels=labels)
+            if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
+                raise ModelError(
+                    f"{called(model)}.forward(inputs, labels=...) returned {spelled(found)}, and "
+                    "not (loss, output): task.task alone computes a loss from an output"
+                )
+            losses.append(found[0])
+            return found[1]
+
+        output = self._task.answer(answer, inputs)  # type: ignore[arg-type]
+        self._task.check(output, labels)
+        scores = self._task.scores(output, labels)
+        return StepOutput({"": losses[0]}, self.counts(batch), scores, output)
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Compute loss, scores and metrics."""
+        result = self.training_step(model, batch)
+        for metric in self.metrics().values():
+            metric.update(result.output, batch[1])
+        return result
+
+    def prediction_step(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's output, as the task does."""
+        return self._task.prediction_step(model, batch)
+
+    def interpret(self, output: Any) -> Any:
+        """Convert an output to the values of the task's kind."""
+        return self._task.interpret(output)
