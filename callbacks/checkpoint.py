@@ -109,6 +109,10 @@ class Checkpoint(Saver):
             return None
         return self.monitor, self.best.value, self.best.step
 
+    def improves(self, value: float, than: float | None) -> bool:
+        """Compare by `mode`; NaN never improves."""
+        return self._monitor.better(value, than)
+
     def setup(self, trainer: Trainer) -> None:
         """Find the folder and the metric."""
         with problems_at(f"callbacks.{self.name}"):

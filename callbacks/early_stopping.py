@@ -21,7 +21,8 @@ class EarlyStopping(Callback):
     `patience`: None disables this. `min_delta`: the minimum improvement of a better value.
     `min_epochs`: no stop before this many epochs, whose validations are counted nevertheless.
     `check_finite`: stop as soon as the metric is NaN or infinite. A metric of the training
-    (`train/loss`) is compared after every epoch, by its mean over the epoch.
+    (`train/loss`) is compared after every epoch, by its mean over the epoch, so that `patience`
+    counts epochs.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class EarlyStopping(Callback):
         self._min_epochs = min_epochs
         self._check_finite = check_finite
         self.best: float | None = None
-        self.waited = 0  # validations since the best one
+        self.waited = 0  # validations, or epochs, since the best one
         self._looked_at = 0  # step; a boundary that a signal interrupted is repeated
 
     @property
@@ -98,9 +99,9 @@ class EarlyStopping(Callback):
             return
         if trainer.state.epoch >= self._min_epochs:
             best = "it was never a number" if self.best is None else f"best {self.best:.6g}"
-            trainer.state.request_stop(
-                f"{self.monitor} has not improved in {self.waited} validations ({best})"
-            )
+            unit = "validation" if self._monitor.on_validation else "epoch"
+            looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
+            trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the number of validations since."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from data.batch import map_tensors
 from trainer import rng
 from trainer.callback import Callback
+from trainer.files.layout import WIDTH, columns_of
 from trainer.summary.model import render, summarize
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class ModelSummary(Callback):
             compute=True,
         )
         if trainer.is_main:
-            _log.info("%s", render(summary))
+            width = min(WIDTH, columns_of(sys.stderr) or WIDTH)
+            _log.info("%s", render(summary, width))
 
 
 def example(trainer: Trainer) -> Any:

@@ -1,45 +1,37 @@
-"""Show the progress of a run: a bar on a terminal, otherwise lines at intervals."""
+"""Show the progress of a run: bars and a table on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
+from callbacks.support.bars import Bars, View, in_short
 from callbacks.support.errors import CallbackError
-from trainer.callback import Callback
+from callbacks.support.metric_table import MetricTable, Row
+from trainer.callback import Callback, saver_of
+from trainer.files.layout import is_dumb, pair_lines, size_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{left}, {rate_fmt}{postfix}]"
+_BARS_EVERY = 0.2  # seconds
 _log = logging.getLogger(__name__)
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
-    # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
-    monitor_interval: ClassVar[int] = 0
-    left: Callable[[], str] = staticmethod(lambda: "?")  # of the run: tqdm knows that of the bar
-
-    @property
-    def format_dict(self) -> Any:
-        """Add what `bar_format` shows beyond tqdm's own."""
-        return {**super().format_dict, "left": self.left()}
-
-
 class Progress(Callback):
-    """Show epoch, rate, time left and the last train/loss; log a line after every epoch.
+    """Show how far the run and its epoch are, and the metrics of each epoch and validation.
 
-    `bar`: true, false, or None for a bar if stderr is a terminal. Without a bar, the progress of
-    the epoch is logged at most every `every_seconds`. The line of an epoch has train/epoch_loss,
-    the mean over its samples, and the validation at its end, if there was one; a validation within
-    it has a line of its own. Only logged values are shown, so that nothing is read from the device
-    for them.
+    `bar`: true, false, or None for bars if stderr is a terminal; a notebook and a terminal that
+    cannot move its cursor (TERM=dumb) get lines in any case. Below bars, metrics are a table whose
+    `best` column marks the best value so far of what `callbacks.checkpoint` monitors. Without bars,
+    an epoch is a line, with train/epoch_loss, the mean over its samples, and the validation at its
+    end; a validation within it has a line of its own, and the progress of the epoch is logged at
+    most every `every_seconds`. Lines have at most 100 characters. Only logged values are shown, so
+    that nothing is read from the device for them.
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
@@ -48,7 +40,9 @@ class Progress(Callback):
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._shown = False
-        self._bar: _Bar | None = None
+        self._bars: Bars | None = None
+        self._table = MetricTable("", None, marks_best=False)
+        self._best: float | None = None  # of the monitored metric, so far
         self._loss: dict[str, float] = {}  # of the last log line
         self._closing: dict[str, float] = {}  # of the epoch that ends here
         self._begun = self._told = 0.0  # time: the epoch's start, the last line
@@ -58,113 +52,137 @@ class Progress(Callback):
         self._consoles: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Choose between a bar and lines."""
+        """Choose between bars and lines."""
         self._started, self._first_step = time.monotonic(), trainer.state.global_step
         self._shown = trainer.is_main
         self._loss = {k: v for k, v in trainer.metrics.items() if k == _LOSS}
-        self._wants_bar = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
-        if self._shown and self._wants_bar:
-            self._consoles = _console_handlers()
-            for handler in self._consoles:
-                handler.addFilter(self._make_room)
+        if self._shown and _takes_bars(self._wants_bar):
+            self._begin_bars(trainer)
+
+    def _begin_bars(self, trainer: Trainer) -> None:
+        saver, last = saver_of(trainer.callbacks), trainer.options.max_epochs
+        monitored = saver is not None and saver.monitor is not None
+        found = saver.best_result() if saver is not None else None
+        self._best = found[1] if found else None
+        self._table = MetricTable(f"{last}/{last}" if last else "", trainer.total_steps, monitored)
+        self._bars = Bars(lambda: self._of_run(trainer))
+        self._consoles = _console_handlers()
+        for handler in self._consoles:
+            handler.addFilter(self._make_room)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Start a bar."""
+        """Start the bar of an epoch."""
         self._begun = self._told = time.monotonic()
         self._closing = {}
         self._position = trainer.state.position
-        if self._shown and self._wants_bar:
-            self._bar = _Bar(
-                desc=_epoch(trainer, trainer.state.epoch + 1),
-                total=trainer.steps_per_epoch,
-                initial=trainer.state.position,
-                unit=" steps",
-                leave=False,
-                dynamic_ncols=True,
-                bar_format=_BAR,
-                miniters=1,  # tqdm's default would freeze the bar when steps become slower
-                mininterval=0.2,
-            )
-            self._bar.left = lambda: self._left(trainer, time.monotonic())
-            self._bar.set_postfix_str(_text(self._loss), refresh=False)
+        if self._bars is not None:
+            label = f"epoch {_numbered(trainer, trainer.state.epoch + 1)}"
+            self._bars.loss = _text(self._loss)
+            self._bars.begin(label, trainer.state.position, trainer.steps_per_epoch)
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Advance the bar."""
-        if self._bar is not None:
-            self._bar.update()
+        """Advance the bars."""
+        if self._bars is not None:
+            self._bars.advance()
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
         self._loss |= {k: v for k, v in scalars.items() if k == _LOSS}
         self._closing |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
-        if self._bar is not None:
-            self._bar.set_postfix_str(_text(self._loss), refresh=False)
+        if self._bars is not None:
+            self._bars.loss = _text(self._loss)
         elif self._shown and trainer.state.position and _LOSS in scalars:
             self._tell(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
         self._looked = time.monotonic()
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{_text(self._loss)}, validating")
+        if self._bars is not None:
+            self._bars.doing = "validating"
+            self._bars.show()
 
     def on_evaluation_batch(
         self, trainer: Trainer, stage: str, done: int, batches: int | None
     ) -> None:
         """Show how far a validation or test is."""
         now = time.monotonic()
-        if not self._shown or done == batches or now - self._looked < self._every_evaluation():
+        every = self._every_seconds if self._bars is None else _BARS_EVERY
+        if not self._shown or done == batches or now - self._looked < every:
             return
         self._looked = now
         where = f"{stage} {done}/{batches or '?'}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(where)
+        if self._bars is not None:
+            self._bars.doing = where
+            self._bars.show()
         else:
-            _say(f"{_epoch(trainer, trainer.state.epoch)}: {where} batches")
-
-    def _every_evaluation(self) -> float:
-        return 0.2 if self._bar is not None else self._every_seconds
+            _say([f"epoch {_numbered(trainer, trainer.state.epoch)}: {where} batches"])
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Show the metrics: with the line of the epoch that ends here, or in one of their own."""
         values = {key: metrics[key] for key in sorted(metrics)}
+        if self._bars is not None:
+            self._bars.doing = ""
         if not trainer.state.position or trainer.done:
             self._closing |= values
         elif self._shown:
-            where = f"{_epoch(trainer, trainer.state.epoch + 1)}, step {trainer.state.global_step}"
-            _say(f"{where}: {_text(values)}")
-        if self._bar is not None:
-            self._bar.set_postfix_str(_text(self._loss), refresh=False)
+            self._show(trainer, trainer.state.epoch + 1, values)
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Log the line of an epoch, after its validation."""
+        """Show an epoch, after its validation."""
         if not trainer.state.position:
             self._close(trainer, trainer.state.epoch)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Log the line of an incomplete epoch, after `max_steps` or a signal."""
+        """Show an incomplete epoch, after `max_steps` or a signal."""
         if trainer.state.position:
             # Of an epoch that a signal ends no mean was logged; on all processes, as it adds up.
             self._closing = trainer.updater.epoch_means(ended=False) | self._closing
             self._close(trainer, trainer.state.epoch + 1)
 
     def teardown(self, trainer: Trainer) -> None:
-        """Remove the bar and the log filters."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Remove the bars and the log filters."""
+        if self._bars is not None:
+            self._bars.close()
+            self._bars = None
         for handler in self._consoles:
             handler.removeFilter(self._make_room)
         self._consoles = []
 
     def _close(self, trainer: Trainer, epoch: int) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._bars is not None:
+            self._bars.end()
         if self._shown:
             seconds = time.monotonic() - self._begun
-            step, values = trainer.state.global_step, _text(_closing(self._closing))
-            _say(f"{_epoch(trainer, epoch)}, step {step}: {values} ({seconds:.1f} s)")
+            self._show(trainer, epoch, _closing(self._closing), seconds)
+
+    def _show(
+        self,
+        trainer: Trainer,
+        epoch: int,
+        values: Mapping[str, float],
+        seconds: float | None = None,
+    ) -> None:
+        """Log values as a line; below bars the terminal has them as a row instead."""
+        number, step = _numbered(trainer, epoch), trainer.state.global_step
+        took = "" if seconds is None else f"({seconds:.1f} s)"
+        if self._bars is None:
+            _say(pair_lines(f"epoch {number}, step {step}", values, took))
+            return
+        _to_files(pair_lines(f"epoch {number}, step {step}", values, took))
+        best = self._is_best(trainer, values)
+        took = "" if seconds is None else _duration(seconds)
+        row = Row(number, step, values, took, best)
+        self._bars.clear()
+        print(*self._table.lines(row, *size_of(sys.stderr)), sep="\n", file=sys.stderr)
+        self._bars.show()
+
+    def _is_best(self, trainer: Trainer, values: Mapping[str, float]) -> bool:
+        saver = saver_of(trainer.callbacks)
+        value = None if saver is None or saver.monitor is None else values.get(saver.monitor)
+        if saver is None or value is None or not saver.improves(value, self._best):
+            return False
+        self._best = value
+        return True
 
     def _tell(self, trainer: Trainer) -> None:
         now, state = time.monotonic(), trainer.state
@@ -172,23 +190,39 @@ class Progress(Callback):
             return
         self._told = now
         rate = (state.position - self._position) / (now - self._begun)
-        total = trainer.steps_per_epoch
-        left = f", {self._left(trainer, now)} left" if trainer.total_steps else ""
-        where = f"{_epoch(trainer, state.epoch + 1)}, {state.position}/{total or '?'}"
-        _say(f"{where}: {_text(self._loss)} ({rate:.3g} steps/s{left})")
+        left = self._left(trainer, now)
+        where = f"epoch {_numbered(trainer, state.epoch + 1)}, "
+        where += f"{state.position}/{trainer.steps_per_epoch or '?'}"
+        tail = f"({rate:.3g} steps/s{'' if left is None else f', {in_short(left)} left'})"
+        _say(pair_lines(where, self._loss, tail))
 
-    def _left(self, trainer: Trainer, now: float) -> str:
-        """Return the time that is left of the run, validations included."""
-        state, seconds = trainer.state, now - self._started
-        steps = state.global_step - self._first_step
-        total = trainer.total_steps
-        rest = (total or 0) - state.global_step
-        return str(_Bar.format_interval(rest * seconds / steps)) if total and steps > 0 else "?"
+    def _of_run(self, trainer: Trainer) -> View:
+        """Return what the bar of the run shows."""
+        now, steps = time.monotonic(), trainer.state.global_step
+        total, limit = trainer.total_steps, trainer.options.max_time
+        shares = [steps / total] if total else []
+        shares += [(now - self._started) / limit] if limit else []
+        left = self._left(trainer, now)
+        items = [f"{steps}/{total} updates" if total else f"{steps} updates"]
+        items += [] if left is None else [f"{in_short(left)} left"]
+        return View(min(1.0, max(shares)) if shares else None, "run", items)
+
+    def _left(self, trainer: Trainer, now: float) -> float | None:
+        """Return the seconds that are left of the run, validations included; None if unknown."""
+        seconds, total = now - self._started, trainer.total_steps
+        steps = trainer.state.global_step - self._first_step
+        limit = trainer.options.max_time
+        left = [] if limit is None else [max(0.0, limit - seconds)]
+        if total and steps > 0:
+            left.append((total - trainer.state.global_step) * seconds / steps)
+        return min(left, default=None)
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Clear the bar before a log record is written to its line."""
-        if self._bar is not None:
-            self._bar.clear()
+        """Clear the bars before a log record is written; rows of the table stand for our own."""
+        if record.name == _log.name:
+            return self._bars is None
+        if self._bars is not None:
+            self._bars.clear()
         return True
 
 
@@ -199,12 +233,24 @@ def _console_handlers() -> list[logging.Handler]:
     return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
 
 
-def _say(line: str) -> None:
-    """Log a line, or print it if logging has no handlers."""
-    if logging.getLogger().handlers:
+def _takes_bars(wanted: bool | None) -> bool:
+    """Return whether stderr shows bars: in a notebook, each drawing would be a line of its own."""
+    if wanted is False or is_dumb() or "ipykernel" in sys.modules:
+        return False
+    return wanted or sys.stderr.isatty()
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Log lines, or print them if logging has no handlers."""
+    _to_files(lines)
+    if not logging.getLogger().handlers:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _to_files(lines: Sequence[str]) -> None:
+    """Log lines; the filter of the bars keeps them from the terminal."""
+    for line in lines:
         _log.info("%s", line)
-    else:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _closing(values: Mapping[str, float]) -> dict[str, float]:
@@ -213,9 +259,13 @@ def _closing(values: Mapping[str, float]) -> dict[str, float]:
     return {key: values[key] for key in shown}
 
 
-def _epoch(trainer: Trainer, epoch: int) -> str:
+def _numbered(trainer: Trainer, epoch: int) -> str:
     last = trainer.options.max_epochs
-    return f"epoch {epoch}/{last}" if last is not None else f"epoch {epoch}"
+    return f"{epoch}/{last}" if last is not None else str(epoch)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else in_short(seconds)
 
 
 def _text(values: Mapping[str, float]) -> str:

@@ -65,7 +65,8 @@ class TensorBoard(Callback):
             return
         self._folder = trainer.run_dir / FOLDER
         self._try(lambda: self._begin(trainer))
-        _log.info("follow the run: %s", command(trainer.run_dir))
+        served = command(trainer.run_dir)
+        _log.info("follow the run: %s", served, extra={"command": served})
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Write scalars."""

@@ -40,12 +40,21 @@ class DataConfig:
     cache_dir: str | None = option(
         None, "folder for cache=disk; null = .cache in data.root", check=plain_path
     )
+    decode: Literal["full", "scaled"] = option(
+        "full", "JPEG files whole, or no larger than the first transform needs them"
+    )
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = option(100, "unreadable samples that `skip` puts up with", at_least=0)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def conflicts(self) -> Iterator[Problem]:
-        """Say where a fold and the number of folds do not go together."""
+        """Say where a fold and the number of folds, or keys of decoding, do not go together."""
+        if self.decode == "scaled" and self.cache != "none":
+            yield Problem(
+                "decode",
+                f"is scaled, but data.cache={self.cache} keeps images that are decoded whole",
+                "set data.decode=full or data.cache=none",
+            )
         if self.fold is None and self.folds is not None:
             yield Problem(
                 "fold", f"missing: data.folds={self.folds} has folds 0 to {self.folds - 1}"

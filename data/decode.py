@@ -5,19 +5,36 @@ import io
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from data.errors import UnreadableError, reason
 
 # Pillow's limit against decompression bombs.
 MAX_PIXELS = 89_478_485
+# From this size on, decoding at a fraction by Pillow is faster than whole by torchvision.
+LARGE_PIXELS = 2_000_000
 _MODES = {1: "L", 3: "RGB"}
+
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+# What makes a picture upright, by its EXIF orientation (1: nothing).
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def read_image(path: Path | str, channels: int = 3) -> Tensor:
@@ -45,7 +62,7 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
     """Return the image of a file's bytes as `read_image` does; `path` is for messages."""
     if not data:
         raise UnreadableError(f"cannot decode {path}: the file is empty")
-    if data[:2] == b"\xff\xd8" and _is_plain_jpeg(data, path, channels):
+    if _is_plain_jpeg(data, path, channels):
         image = _by_torchvision(data, channels)
         if image is not None:
             return image
@@ -59,22 +76,104 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
         raise UnreadableError(f"cannot decode {path}: {text}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class JpegFile:
+    """A JPEG file that is not decoded yet, since only a part of it is needed, at some size."""
+
+    data: bytes
+    path: str
+    channels: int
+    height: int  # of the upright picture
+    width: int
+    orientation: int
+
+    def decoded(self) -> Tensor:
+        """Return the whole picture (channels, H, W), as `decode_image` does."""
+        return decode_image(self.data, self.path, self.channels)
+
+    def scaled(self, box: Box, size: tuple[int, int]) -> Tensor | None:
+        """Return a box of the picture at a size (channels, *size), bilinear with antialiasing.
+
+        It is decoded at 1/2, 1/4 or 1/8 of its size, as far as the box is then no smaller than
+        `size`. None if it is smaller even at 1/2.
+        """
+        by = min(box[2] // size[0], box[3] // size[1])
+        scale = next((power for power in (8, 4, 2) if by >= power), None)
+        if scale is None:
+            return None
+        try:
+            return self._decoded_at(scale, box, size)
+        except Exception as error:
+            raise UnreadableError(f"cannot decode {self.path}: {reason(error)}") from error
+
+    def _decoded_at(self, scale: int, box: Box, size: tuple[int, int]) -> Tensor:
+        top, left, tall, wide = (side / scale for side in self._in_file(box))
+        sideways = self.orientation > 4
+        with Image.open(io.BytesIO(self.data)) as image:
+            image.draft(None, (image.width // scale, image.height // scale))
+            mode = _MODES[self.channels]
+            whole = image if image.mode == mode else image.convert(mode)
+            edges = (left, top, left + wide, top + tall)
+            out = size if sideways else size[::-1]
+            part = whole.resize(out, Image.Resampling.BILINEAR, edges)
+        upright = part.transpose(_TURNS[self.orientation]) if self.orientation > 1 else part
+        return _planes(np.asarray(upright), self.channels)
+
+    def _in_file(self, box: Box) -> Box:
+        """Return the box of the picture as the file has it, before it is turned upright."""
+        top, left, tall, wide = box
+        turn, sideways = self.orientation, self.orientation > 4
+        right, below = self.width - left - wide, self.height - top - tall
+        across = right if turn in (2, 3, 6, 7) else left
+        down = below if turn in (3, 4, 7, 8) else top
+        return (across, down, wide, tall) if sideways else (down, across, tall, wide)
+
+
+def open_image(path: str, channels: int = 3) -> Tensor | JpegFile:
+    """Return a large JPEG file for a part of it to be decoded, and what else there is decoded.
+
+    Raises UnreadableError.
+    """
+    try:
+        data = _content(path)
+    except OSError as error:
+        raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
+    width, height, _ = _frame(data)
+    large = width * height >= LARGE_PIXELS
+    if not (large and _is_plain_jpeg(data, path, channels)):
+        return decode_image(data, path, channels)
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            turn = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        return decode_image(data, path, channels)
+    turn = turn if turn in _TURNS else 1
+    sides = (width, height) if turn > 4 else (height, width)
+    return JpegFile(data, path, channels, *sides, turn)
+
+
 def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
     """Return whether torchvision decodes a file as Pillow does, by its header.
 
     Pillow decodes CMYK (also Adobe's inverted form) and the grey of colour files. Raises
     UnreadableError for too many pixels.
     """
-    position = 2
+    width, height, components = _frame(data)
+    _check_size(width, height, path)
+    return components in (1, channels)
+
+
+def _frame(data: bytes) -> tuple[int, int, int]:
+    """Return a JPEG file's width, height and number of components; zeros for other files."""
+    position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while position + 9 < len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height = int.from_bytes(data[position + 5 : position + 7])
             width = int.from_bytes(data[position + 7 : position + 9])
-            _check_size(width, height, path)
-            return data[position + 9] in (1, channels)
+            return width, height, data[position + 9]
         position += 2 + int.from_bytes(data[position + 2 : position + 4])
-    return False
+    return 0, 0, 0
 
 
 def _check_size(width: int, height: int, path: Path | str) -> None:
@@ -116,6 +215,10 @@ def _by_pillow(data: bytes, path: Path | str, channels: int) -> Tensor:
         _check_size(*opened.size, path)
         image = ImageOps.exif_transpose(opened)
         pixels = np.asarray(_to_eight_bits(image, path).convert(_MODES[channels]))
+    return _planes(pixels, channels)
+
+
+def _planes(pixels: npt.NDArray[np.uint8], channels: int) -> Tensor:
     planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
     return torch.from_numpy(np.array(planes, order="C"))
 

@@ -118,9 +118,11 @@ def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) ->
     """Crop each image to a window (n, C, *size), copying whole rows."""
     images = images.contiguous()
     samples, channels, height, width = images.shape
-    planes = torch.arange(samples * channels, device=images.device).view(samples, channels, 1)
-    rows = planes * height + top[:, None, None] + torch.arange(size[0], device=images.device)
-    starts = rows * width + left[:, None, None]
+    planes = torch.arange(channels, device=images.device) * (height * width)
+    within_plane = torch.arange(size[0], device=images.device) * width
+    each = torch.arange(samples, device=images.device) * (channels * height * width)
+    corners = each + top * width + left
+    starts = corners[:, None] + (planes[:, None] + within_plane).view(-1)
     every = images.view(-1).as_strided((images.numel() - size[1] + 1, size[1]), (1, 1))
     return every.index_select(0, starts.view(-1)).view(samples, channels, *size)
 

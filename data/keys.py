@@ -82,7 +82,7 @@ class Draws:
     def __init__(self, keys: Words, epoch: int = 0) -> None:
         self.epoch = epoch
         self._keys = keys
-        self._ready = counted(keys, 0, 0)  # (numbers, n), not used yet
+        self._ready: Words = np.empty((0, len(keys)), np.uint64)  # (numbers, n), not used yet
         self._drawn = 0
 
     @classmethod
@@ -93,9 +93,14 @@ class Draws:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def of(self, which: Tensor) -> "Draws":
-        """Return the draws of those samples that `which` (n,) says, from their first number on."""
-        return Draws(self._keys[which.numpy()], self.epoch)
+    def of(self, which: Tensor, ahead: int = 0) -> "Draws":
+        """Return the draws of those samples that `which` (n,) says, from their first number on.
+
+        ahead: how many numbers of each are computed at once.
+        """
+        draws = Draws(self._keys[which.numpy()], self.epoch)
+        draws._ready, draws._drawn = counted(draws._keys, 0, ahead), ahead
+        return draws
 
     def later(self, skipped: int) -> Tensor:
         """Return what `uniform` gives after so many more numbers, without drawing it."""
@@ -130,7 +135,7 @@ class Draws:
         if missing > 0:
             more = counted(self._keys, self._drawn, max(missing, _AHEAD))
             self._drawn += len(more)
-            self._ready = np.concatenate([self._ready, more])
+            self._ready = np.concatenate([self._ready, more]) if len(self._ready) else more
         given, self._ready = self._ready[:numbers], self._ready[numbers:]
         return given
 

@@ -58,6 +58,12 @@ class Pipeline:
         """Whether a batch may be passed instead of an image."""
         return all(acts_on_batches(step) for step in self.steps.values())
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether the first step takes a `data.decode.JpegFile` as well as a decoded image."""
+        first = next(iter(self.steps.values()), None)
+        return bool(getattr(first, "takes_files", False))
+
     def __call__(self, sample: Any) -> Any:
         for name, step in self.steps.items():
             try:

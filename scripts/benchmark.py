@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
+from scripts.cli.first_line import greet
 
 BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
@@ -42,6 +43,7 @@ def benchmark(argv: Sequence[str]) -> int:
         return 0
     if arguments.overrides and arguments.name not in TAKE_OVERRIDES:
         parser.error(f"{arguments.name} takes no overrides, only {', '.join(TAKE_OVERRIDES)} do")
+    greet()
     module = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
     report = module.measure(arguments.rounds, *given)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command, log_to_stderr
+from scripts.cli.first_line import greet
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("target", type=Path, help="the file to write")
     if (arguments := parse_command(parser, argv)) is None:
         return 0
+    greet("cpu")
     log_to_stderr(verbose=True)
     return convert(arguments.checkpoint, arguments.target)
 

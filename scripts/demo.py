@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from conf.errors import Problem, raise_problems
 from scripts.cli.arguments import parse_or_help
 from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.first_line import asked_device, greet
 from scripts.cli.keys import Take, one_of, only_keys, whole
 
 _HELP = """\
@@ -30,6 +31,7 @@ def demo(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
+    greet(asked_device(arguments.overrides, "device"))
     log_to_stderr(verbose=True)
     keys: dict[str, Take] = {
         "run": str,

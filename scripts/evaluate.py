@@ -32,14 +32,17 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    from conf.check import parse
     from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.first_line import asked_device, greet
     from scripts.cli.keys import of_run
-    from scripts.composition.compose import compose
 
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
+    greet(asked_device(arguments.overrides))
+    from conf.check import parse  # after the first line: these import Hydra
+    from scripts.composition.compose import compose
+
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments.overrides)
     run_dir = Path(own["run"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from conf.errors import raise_problems
 from scripts.cli.arguments import parse_or_help
 from scripts.cli.console import importing, log_to_stderr
+from scripts.cli.first_line import greet
 from scripts.cli.keys import Take, one_of, only_keys, true_or_false
 
 _HELP = """\
@@ -27,6 +28,7 @@ def export(argv: Sequence[str]) -> int:
     """Do what a command line asks for."""
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
+    greet("cpu")
     log_to_stderr(verbose=True)
     keys: dict[str, Take] = {
         "run": str,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.history.entry import RunEntry, read_run, runs_in
@@ -14,6 +16,10 @@ from scripts.history.show import compared, comparison, differing, table_of
 from trainer.files.log_format import on_one_line
 from trainer.summary.text import size
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_UNLIMITED = 1_000_000  # characters
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _CLEAN = """\
 Remove runs that did not end well: failed, killed, preempted, damaged. What would go is said first.
@@ -109,8 +115,14 @@ def _positive(text: str) -> int:
     return number
 
 
-def _print(table: object) -> None:
+def _print(table: Table) -> None:
+    """Print a table; off a terminal, a row is one line, however long, without a frame."""
     # rich is slow to import, and --json and --help do not need it
     from rich.console import Console
 
-    Console(soft_wrap=False).print(table)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    table.box, table.pad_edge = None, False
+    whole = Console(width=_UNLIMITED)
+    whole.print(table, width=whole.measure(table).maximum, crop=False)

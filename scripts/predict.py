@@ -20,15 +20,20 @@ def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
     from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
+    from scripts.cli.first_line import asked_device, greet
     from scripts.cli.keys import of_run
-    from scripts.cli.request import Request
-    from scripts.composition.compose import compose
     from scripts.prediction.command_line import HELP, take_apart
 
     if (arguments := parse_or_help(argv, HELP)) is None:
         return 0
+    by_torch = not _names_a_file(arguments.overrides)
+    if by_torch:
+        greet(asked_device(arguments.overrides, "device"))
+    from scripts.cli.request import Request  # after the first line: these import Hydra
+    from scripts.composition.compose import compose
+
     log_to_stderr(os.environ.get("RANK", "0") == "0")
-    if _names_a_file(arguments.overrides):
+    if not by_torch:
         from scripts.prediction.onnx_model import answer_without_torch
 
         return answer_without_torch(arguments.overrides, _lines("source=-" in arguments.overrides))

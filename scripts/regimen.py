@@ -25,6 +25,10 @@ COMMANDS = {
         "scripts.sweeps.report.__main__:report",
         "what a sweep found: table, pictures, a page",
     ),
+    "tensorboard": (
+        "scripts.serving.tensorboard:tensorboard",
+        "curves and pictures of runs, by their names",
+    ),
     "doctor": ("scripts.doctor:doctor", "whether this machine can train, and what would cure it"),
     "schema": (
         "scripts.schema:schema",
@@ -41,7 +45,10 @@ def main() -> None:
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("--help", "-h", "help"):
-        print(_help())
+        from scripts.cli.outlets import outlive_readers
+
+        outlive_readers()
+        print(_help(), flush=True)
         sys.exit(0)
     if word not in COMMANDS:
         print(f"error: regimen has no command {word!r}: {', '.join(COMMANDS)}", file=sys.stderr)

@@ -24,12 +24,16 @@ def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from scripts.cli.arguments import parse_arguments
     from scripts.cli.console import importing, log_to_stderr, logger
-    from scripts.cli.request import Request
+    from scripts.cli.first_line import asked_device, greet
+
+    arguments = parse_arguments(argv)
+    if not arguments.asks_for_text:
+        greet(asked_device(arguments.overrides))
+    from scripts.cli.request import Request  # after the first line: these import Hydra
     from scripts.cli.shadow import clashes
     from scripts.composition.compose import compose
     from scripts.help import answer
 
-    arguments = parse_arguments(argv)
     if answer(arguments):
         return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")

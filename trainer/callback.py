@@ -187,6 +187,10 @@ class Saver(Callback):
         """Return metric, value and step of the best checkpoint, or None."""
         return None
 
+    def improves(self, value: float, than: float | None) -> bool:
+        """Whether a value of the monitored metric is better than another, or the first."""
+        return False
+
 
 class Hooks:
     """Call each hook on the callbacks that override it, in the order of the config."""

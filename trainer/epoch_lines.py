@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.callback import Callback
+from trainer.files.layout import pair_lines
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -33,5 +34,5 @@ class EpochLines(Callback):
         if trainer.is_main:
             state, last = trainer.state, trainer.options.max_epochs
             where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
-            text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            print(f"{where}, step {state.global_step}: {text}", file=sys.stderr, flush=True)
+            lines = pair_lines(f"{where}, step {state.global_step}", values)
+            print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 `SummaryWriter.add_hparams` writes them to a separate sub-run, and accepts neither lists nor None.
 What varies in a sweep is marked as such: TensorBoard shows those columns first, then the others in
-the order of their names.
+the order of their names. The seed is marked as well where that puts it behind what is swept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from callbacks.support.settings import Value, leaves, read_overrides
 # As in `tensorboard.plugins.hparams.metadata`, which imports a stand-in for TensorFlow: 0.3 s.
 _TAG = "_hparams_"
 _VERSION = 0
+
+_SEED = "seed"
 
 
 def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
@@ -44,9 +46,10 @@ def columns(
     hparams: Mapping[str, Value], swept: Collection[str], metrics: Sequence[str]
 ) -> Summary:
     """Return the summary that declares settings and metrics: the columns of the tab."""
+    first = {*swept, _SEED} if all(key < _SEED for key in swept) else swept
     experiment = api_pb2.Experiment(
         hparam_infos=[
-            api_pb2.HParamInfo(name=key, type=_type(value), differs=key in swept)
+            api_pb2.HParamInfo(name=key, type=_type(value), differs=key in first)
             for key, value in hparams.items()
         ],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],

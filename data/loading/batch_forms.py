@@ -13,35 +13,79 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from data import batch_transforms as batched
+from data.decode import Box, JpegFile
 from data.errors import DataError
 from data.transforms import Pipeline, acts_on_batches
 
+_BLANK = torch.zeros(1, 1, 1, dtype=torch.uint8)
+
 
 def quick_form(step: Any) -> Any:
-    """Return a faster step with the same draws and result for each image, or `step` itself."""
-    if type(step) is not v2.RandomResizedCrop or not step.antialias:
+    """Return a step with the same draws and result for each image, or `step` itself.
+
+    It is faster, or takes JPEG files that are not decoded yet, or both.
+    """
+    quick = {v2.RandomResizedCrop: _QuickResizedCrop, v2.Resize: _QuickResize}.get(type(step))
+    if quick is None or not step.antialias:
         return step
     mode = getattr(step.interpolation, "value", step.interpolation)
-    return _QuickResizedCrop(step) if mode == "bilinear" else step
+    plain = mode == "bilinear" and step.size is not None and not getattr(step, "max_size", None)
+    return quick(step) if plain else step
 
 
 class _QuickResizedCrop:
     """torchvision's RandomResizedCrop of 8-bit images, without the classes around its two calls.
 
     Bit-equal to torchvision's on CPUs with AVX2; on others torchvision rounds once more.
+    The draws for a JPEG file that is not decoded yet are those for its picture.
     """
+
+    takes_files = True
 
     def __init__(self, step: v2.RandomResizedCrop) -> None:
         self.step = step
 
     def __call__(self, image: Any) -> Any:
+        if isinstance(image, JpegFile):
+            box = self._box(_BLANK.expand(1, image.height, image.width))
+            part = image.scaled(box, tuple(self.step.size))
+            return self._cut(image.decoded(), box) if part is None else part
         if type(image) is not Tensor or image.dtype != torch.uint8:
             return self.step(image)
-        box = self.step.make_params([image])
-        rows = slice(box["top"], box["top"] + box["height"])
-        columns = slice(box["left"], box["left"] + box["width"])
-        part, size = image[None, :, rows, columns], list(self.step.size)
+        return self._cut(image, self._box(image))
+
+    def _box(self, image: Tensor) -> Box:
+        drawn = self.step.make_params([image])
+        return drawn["top"], drawn["left"], drawn["height"], drawn["width"]
+
+    def _cut(self, image: Tensor, box: Box) -> Tensor:
+        top, left, tall, wide = box
+        part, size = image[None, :, top : top + tall, left : left + wide], list(self.step.size)
         return interpolate(part, size, mode="bilinear", antialias=True)[0]
+
+
+class _QuickResize:
+    """torchvision's Resize, and of JPEG files that are not decoded yet."""
+
+    takes_files = True
+
+    def __init__(self, step: v2.Resize) -> None:
+        self.step = step
+
+    def __call__(self, image: Any) -> Any:
+        if not isinstance(image, JpegFile):
+            return self.step(image)
+        size = self._size(image.height, image.width)
+        whole = image.scaled((0, 0, image.height, image.width), size)
+        return self.step(image.decoded()) if whole is None else whole
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        size = self.step.size
+        if len(size) == 2:
+            return size[0], size[1]
+        short, long = sorted((height, width))
+        other = int(size[0] * long / short)
+        return (size[0], other) if height <= width else (other, size[0])
 
 
 def defer(pipeline: Pipeline, stage: str) -> None:

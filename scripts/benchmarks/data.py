@@ -1,17 +1,18 @@
 """What data loading costs: our transforms by name, against torchvision's default for each sample.
 
-Three kinds of images: in memory, small JPEG files, and JPEG files of ImageNet's size. Every loader
+Images in memory, small JPEG files, JPEG files of ImageNet's size, and photographs. Every loader
 is built from the shipped YAML. Its reference is `ImageFolder`, or images in memory as torchvision's
 `CIFAR10` has them, with Pillow and `torchvision.transforms`, sample by sample, and as many workers.
 
-A rate is that of a whole pass. The first pass is not counted: it starts workers, warms the file
-cache and fills ours. Without workers it is by the CPU's time, which other processes change least;
-with workers by the clock. Images are taken from `$DATA_ROOT` where `cifar10/train` and `imagenet`
-are there; else they are made up, about as large.
+A rate is that of whole passes, by the CPU's time of this process and its workers, which other
+processes change least. The first pass is not counted: it starts workers, warms the file cache and
+fills ours. Images are taken from `$DATA_ROOT` where `cifar10/train` and `imagenet` are there; else
+they are made up, about as large. Photographs are some of the large ones, enlarged.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -31,9 +32,12 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
 from conf.check import parse
+from data.decode import read_image
 from data.images import ImageTensors
 from data.loading.batch_forms import defer
 from data.loading.on_device import OnDevice
+from data.transforms import Standardize, ToFloat
+from scripts.benchmarks.image_files import enlarged, image_folder, pictures
 from scripts.benchmarks.report import Report, Row, one_thread
 from scripts.composition.compose import compose
 from trainer.build.data import Data, build_data, build_pipeline, train_loader
@@ -41,6 +45,8 @@ from trainer.build.data import Data, build_data, build_pipeline, train_loader
 BATCH = 128
 IN_MEMORY, SMALL, LARGE = 4000, 2000, 300  # images of a pass
 LARGE_BATCH, LARGE_WORKERS = 64, 2
+PHOTOGRAPHS = 12
+LEAST = 0.3  # seconds of CPU time a rate is taken over
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 Sample = tuple[Tensor, int]
@@ -53,7 +59,6 @@ class Contender:
     name: str
     reference: str
     batches: Callable[[], Iterable[Tensor]]
-    workers: int = 0
 
 
 class InMemory(Dataset[Sample]):
@@ -73,9 +78,10 @@ class InMemory(Dataset[Sample]):
 def measure(rounds: int) -> Report:
     """Let every contender make a pass `rounds` times, in turn, and compare."""
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        small, made_small = _folder("cifar10/train", Path(folder), 32, SMALL)
-        large, made_large = _folder("imagenet", Path(folder), 500, LARGE)
-        contenders = [*_memory(), *_small(small), *_large(large)]
+        small, made_small = image_folder("cifar10/train", Path(folder), 32, SMALL)
+        large, made_large = image_folder("imagenet", Path(folder), 500, LARGE)
+        photographs = enlarged(large, Path(folder) / "photographs", PHOTOGRAPHS)
+        contenders = [*_memory(), *_small(small), *_large(large), *_photographs(photographs)]
         rates: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for turn in range(rounds + 1):
             for contender in contenders:
@@ -92,7 +98,10 @@ def measure(rounds: int) -> Report:
         headlines={
             "ratio_to_reference": _least(ratios, "in memory"),
             "small_jpeg_cached": _least(ratios, "small JPEG, cache"),
-            "large_jpeg": _least(ratios, "large JPEG"),
+            "large_jpeg": _least(ratios, "large JPEG, imagenet"),
+            "large_jpeg_by_hand": _least(ratios, "large JPEG, by hand"),
+            "large_jpeg_cached": _least(ratios, "large JPEG, cache"),
+            "photographs_scaled": _least(ratios, "photographs, decode=scaled"),
         },
         settings={"rounds": rounds, "made_up": {"small": made_small, "large": made_large}},
     )
@@ -131,19 +140,55 @@ def _small(folder: Path) -> Iterator[Contender]:
 
 def _large(folder: Path) -> Iterator[Contender]:
     reference = "large, torchvision"
+    plain = _plain(folder)
+    yield Contender(reference, reference, lambda: _inputs(plain))
+    by_hand = _loaded_by_hand(folder)
+    standardize = Standardize(list(MEAN), list(STD)).after(ToFloat())
+    yield Contender("large JPEG, by hand", reference, lambda: map(standardize, _inputs(by_hand)))
+    words = ("transforms=imagenet", *_with_workers())
+    yield Contender("large JPEG, imagenet", reference, _passes(_ours(folder, *words)))
+    cached = _ours(folder, *words, "data.cache=ram")
+    yield Contender("large JPEG, cache=ram, imagenet", reference, _passes(cached))
+
+
+def _photographs(folder: Path) -> Iterator[Contender]:
+    reference = "photographs, torchvision"
+    plain = _plain(folder)
+    yield Contender(reference, reference, lambda: _inputs(plain))
+    for how in ("full", "scaled"):
+        words = ("transforms=imagenet", f"data.decode={how}", *_with_workers())
+        ours = _passes(_ours(folder, *words))
+        yield Contender(f"photographs, decode={how}", reference, ours)
+
+
+def _with_workers() -> tuple[str, ...]:
+    words = (f"batch_size={LARGE_BATCH}", f"num_workers={LARGE_WORKERS}", "persistent_workers=true")
+    return tuple(f"loader.{word}" for word in words)
+
+
+def _plain(folder: Path) -> DataLoader[Sample]:
+    """Return torchvision's own recipe for ImageNet."""
     parts: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip()]
     transform = v1.Compose([*parts, v1.ToTensor(), v1.Normalize(MEAN, STD)])
-    loader = DataLoader(
-        ImageFolder(str(folder / "train"), transform),
-        LARGE_BATCH,
-        shuffle=True,
-        num_workers=LARGE_WORKERS,
-        persistent_workers=True,
+    return _many(ImageFolder(str(folder / "train"), transform))
+
+
+def _loaded_by_hand(folder: Path) -> DataLoader[Sample]:
+    """Return the quickest loader known of bytes: a slice of torchvision's own decoding, scaled."""
+
+    def cut(image: Tensor) -> Tensor:
+        top, left, tall, wide = v1.RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+        part = image[None, :, top : top + tall, left : left + wide]
+        part = interpolate(part, (224, 224), mode="bilinear", antialias=True)[0]
+        return part.flip(-1) if torch.rand(()) < 0.5 else part
+
+    return _many(ImageFolder(str(folder / "train"), cut, loader=read_image))
+
+
+def _many(files: ImageFolder) -> DataLoader[Sample]:
+    return DataLoader(
+        files, LARGE_BATCH, shuffle=True, num_workers=LARGE_WORKERS, persistent_workers=True
     )
-    yield Contender(reference, reference, lambda: _inputs(loader), LARGE_WORKERS)
-    words = (f"loader.batch_size={LARGE_BATCH}", f"loader.num_workers={LARGE_WORKERS}")
-    ours = _ours(folder, "transforms=imagenet", *words)
-    yield Contender("large JPEG, imagenet", reference, _passes(ours), LARGE_WORKERS)
 
 
 def _default(side: int, channels: int) -> Callable[[Any], Tensor]:
@@ -201,12 +246,24 @@ def _inputs(loader: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _rate(contender: Contender) -> float:
-    clock = time.perf_counter if contender.workers else time.process_time
-    since, images = clock(), 0
-    for inputs in contender.batches():
-        assert inputs.dtype == torch.float32
-        images += len(inputs)
-    return images / (clock() - since)
+    since, images = _cpu_seconds(), 0
+    while images == 0 or _cpu_seconds() - since < LEAST:
+        for inputs in contender.batches():
+            assert inputs.dtype == torch.float32
+            images += len(inputs)
+    return images / (_cpu_seconds() - since)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children, ended or (on Linux) running."""
+    ended = os.times()
+    seconds = time.process_time() + ended.children_user + ended.children_system
+    for child in multiprocessing.active_children():
+        path = Path(f"/proc/{child.pid}/stat")
+        if path.exists():
+            fields = path.read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _row(contender: Contender, rates: dict[str, list[float]]) -> Row:
@@ -214,37 +271,3 @@ def _row(contender: Contender, rates: dict[str, list[float]]) -> Row:
     ratio = statistics.median(a / b for a, b in zip(own, others, strict=True))
     middle = statistics.median(own)
     return Row(contender.name, middle, min(own), max(own), ratio, contender.reference)
-
-
-def _folder(name: str, scratch: Path, side: int, images: int) -> tuple[Path, bool]:
-    """Return a folder with `train/<class>/*` of JPEG files, and whether they are made up."""
-    tree = scratch / f"pictures{side}"
-    place = tree / "train" / "pictures"
-    place.mkdir(parents=True)
-    real = sorted(_real(name))[:: max(1, len(list(_real(name))) // images)][:images]
-    for number, path in enumerate(real):
-        (place / f"{number:05d}.jpg").symlink_to(path.absolute())
-    if not real:
-        for number, picture in enumerate(pictures(images, side, 3)):
-            image = Image.fromarray(picture[:, : side * 3 // 4 or side].permute(1, 2, 0).numpy())
-            image.save(place / f"{number:05d}.jpg", quality=90)
-    return tree, not real
-
-
-def _real(name: str) -> Iterator[Path]:
-    root = Path(os.environ.get("DATA_ROOT", "datasets")) / name
-    yield from (path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
-
-
-def pictures(samples: int, side: int, channels: int) -> Tensor:
-    """Return images with detail at several scales, about as costly to decode as photographs."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for _ in range(samples):
-        total = torch.zeros(channels, side, side)
-        for part in (32, 8, 2, 1):
-            small = (1, channels, -(-side // part), -(-side // part))
-            noise = torch.rand(small, generator=generator)
-            total += interpolate(noise, (side, side), mode="bilinear")[0] * (0.2 + part / 64)
-        made.append((total / total.max() * 255).byte())
-    return torch.stack(made)

@@ -32,6 +32,13 @@ class Arguments:
     package: str | None = None
     info: str | None = None
 
+    @property
+    def asks_for_text(self) -> bool:
+        """Whether help, a configuration or the like is asked for instead of a run."""
+        named = (self.cfg, self.info)
+        flags = (self.help, self.version, self.hydra_help, self.shell_completion)
+        return any(flags) or any(word is not None for word in named)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

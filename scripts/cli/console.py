@@ -15,12 +15,15 @@ from types import FrameType
 from typing import NoReturn
 
 from scripts.cli.deferred import defer_imports
+from scripts.cli.job import is_job
+from scripts.cli.others import LOG_ONLY, quiet_others
 from scripts.cli.outlets import outlive_readers
 from trainer.errors import EXIT_CODES, stopping_signals
+from trainer.files.layout import columns_of, folded, folded_command
 from trainer.files.log_format import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
-log_file = logging.getLogger("regimen.log")  # for `train.log` only
+log_file = logging.getLogger(LOG_ONLY)  # for `train.log` only
 _PR_SET_PDEATHSIG = 1
 _early: list[int] = []
 
@@ -56,6 +59,7 @@ class Command:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         defer_imports()
         outlive_readers()
+        quiet_others()
         end_on_signals()
         return self
 
@@ -122,11 +126,24 @@ def describe(error: BaseException) -> str:
     return account(error) or first
 
 
+class _Folding(VisibleFormatter):
+    """Break long lines between words on a terminal; elsewhere each message is one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the formatted record; a command (`extra={"command": ...}`) can still be pasted."""
+        text, columns = super().format(record), columns_of(sys.stderr)
+        command = getattr(record, "command", None)
+        if columns is None or command is None or len(text) <= columns:
+            return folded(text, columns)
+        before = text.partition(command)[0].rstrip()
+        return f"{before}\n  {folded_command(command, columns - 2, indent='      ')}"
+
+
 def log_to_stderr(verbose: bool) -> None:
-    """Print log messages without a prefix: all, or warnings only."""
+    """Print log messages without a prefix: all, or warnings only, as in jobs of a sweep."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(VisibleFormatter("%(message)s"))
-    handler.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler.setFormatter(_Folding("%(message)s"))
+    handler.setLevel(logging.INFO if verbose and not is_job() else logging.WARNING)
     handler.addFilter(lambda record: record.name != log_file.name)
     root = logging.getLogger()
     root.handlers = [handler]

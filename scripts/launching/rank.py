@@ -17,6 +17,7 @@ from scripts.cli.console import (
     log_to_stderr,
 )
 from scripts.cli.deferred import defer_imports
+from scripts.cli.others import quiet_others
 from scripts.cli.outlets import outlive_readers
 from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
@@ -31,6 +32,7 @@ def main() -> None:
     end_with_parent(signal.SIGKILL)
     defer_imports()
     outlive_readers()
+    quiet_others()
     end_on_signals()
     notes = LaunchNotes(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])

@@ -14,6 +14,7 @@ from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
 from scripts.plan.trial import first_micro_batch, try_out
 from trainer.files.atomic import write_text
+from trainer.files.layout import takes_colour
 from trainer.lr_schedulers.schedule import curve
 from trainer.runs.directory import make_folder
 from trainer.summary.memory import MemoryEstimate, estimate
@@ -30,7 +31,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     """Print the plan and write it to `plan.txt`, the only file of a dry run."""
     plan = _plan(request, experiment, folder)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print(render(plan, width=width, colour=sys.stdout.isatty()))
+    print(render(plan, width=width, colour=takes_colour(sys.stdout)))
     make_folder(folder)
     write_text(folder / "plan.txt", render(plan, width=100))
 

@@ -140,7 +140,8 @@ def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
         return Results("pruned", metrics, reason=f"pruned at {where}")
     if trainer.done or not state.interrupted:
         return Results("finished", metrics)
-    return Results("stopped", metrics, reason=f"trainer.{state.stop_reason} ended it at {where}")
+    limit = f"trainer.max_time={experiment.config.trainer.max_time}"
+    return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
 
 
 def record_end(

@@ -11,6 +11,7 @@ import yaml
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from scripts.composition.harmless import trains_the_same
 from scripts.runs.abandoned import Moment, go_back, going_back_to
 from scripts.runs.saved_config import saved_config
 from trainer import snapshot
@@ -31,52 +32,6 @@ from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
-# Changes of these keys affect the place, the speed or the output of a run, but not its result.
-_HARMLESS = (
-    "name",
-    "run_dir",
-    "resume",
-    "resume_policy",
-    "dry_run",
-    "strategy",
-    "sweep",
-    "loader.num_workers",
-    "loader.pin_memory",
-    "loader.prefetch_factor",
-    "loader.persistent_workers",
-    "loader.timeout",
-    "loader.multiprocessing_context",
-    "loader.non_blocking",
-    "loader.prefetch_to_device",
-    "loader.eval_batch_size",
-    "loader.eval",
-    "data.root",
-    "data.cache",
-    "data.cache_bytes",
-    "data.cache_dir",
-    "data.test",
-    "data.predict",
-    "trainer.log_every_n_steps",
-    "trainer.max_time",
-    "trainer.gradient_accumulation_steps",
-    "trainer.limit_test_batches",
-    "trainer.validate_at_start",
-    "trainer.detect_anomaly",
-    "trainer.compile",
-    "trainer.activation_checkpointing",
-    "trainer.activation_checkpointing_segments",
-    "callbacks.progress",
-    "callbacks.tensorboard",
-    "callbacks.checkpoint",
-    "callbacks.model_summary",
-    "callbacks.lr_monitor",
-    "callbacks.throughput",
-    "callbacks.memory",
-    "callbacks.profiler",
-    "callbacks.mlflow",
-    "callbacks.wandb",
-    "callbacks.csv",
-)
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 _OF_A_START = ("run_dir", "resume", "dry_run", "sweep")
 _ABSENT = object()
@@ -219,10 +174,10 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = changed_leaves({**saved, "sweep": None}, {**raw, "sweep": None})
+    changes = changed_leaves(_without_start(saved), _without_start(raw))
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
-    resume.notes += [f"changed: {_shown(k, *v)}" for k, v in harmless.items()]
+    resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
     resume.new_values = any(k in _HORIZON for k in harmless)
     if not serious:
         return resume
@@ -238,6 +193,22 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     else:
         resume.config = _with_harmless(saved, raw, harmless)
     return resume
+
+
+def _without_start(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what differs between any two starts of a run."""
+    return {key: value for key, value in config.items() if key not in _OF_A_START}
+
+
+def _note(key: str, old: Any, new: Any) -> str:
+    """Say what changed harmlessly; of a part that comes or goes its name is enough."""
+    if key == "resume_policy" or (old is _ABSENT and new is None):
+        return ""
+    if old is _ABSENT and isinstance(new, dict):
+        return f"added: {key}"
+    if new is _ABSENT and isinstance(old, dict):
+        return f"removed: {key}"
+    return f"changed: {_shown(key, old, new)}"
 
 
 def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
@@ -258,11 +229,12 @@ def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, An
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
-    if old is _ABSENT and new is None:  # a key that came with a later version, and is not used
+    # A key that came with a later version, and is not used.
+    if old is _ABSENT and (new is None or (key, new) == ("data.decode", "full")):
         return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
-    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in _HARMLESS)
+    return trains_the_same(key)
 
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:

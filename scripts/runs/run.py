@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.weights import no_initial_weights
 from scripts.cli.console import heard_early
+from scripts.cli.first_line import asked_device, known_device
+from scripts.cli.job import is_job
 from scripts.cli.request import Request
 from scripts.plan.gather import make_plan
 from scripts.runs.account import Account
@@ -30,7 +33,7 @@ from scripts.runs.record import (
     record_end,
     record_skipped,
 )
-from scripts.runs.report import final_block
+from scripts.runs.report import final_block, result_line
 from scripts.runs.resume import Resume, changed_leaves, find_resume
 from scripts.runs.signals import stop_signals
 from trainer import snapshot
@@ -43,10 +46,11 @@ from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed.attempts import attempt
 from trainer.evaluation import EvaluationAbandoned
+from trainer.files.layout import columns_of
 from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Strategy, describe_device
 from trainer.targets.allow_list import allow
 from trainer.update.precision import emulation_remark
 
@@ -65,12 +69,22 @@ def run(request: Request, note: Path | None = None) -> int:
     if (remark := strategy.explain()) is not None:
         logger.info("%s", remark)
     strategy.setup()
+    _tell_device(request, strategy)
     try:
         with strategy.group.failing_together():
             _compare(strategy.group.gather(request.config))
             return _train(_restarted(request, strategy), strategy, note)
     finally:
         strategy.group.leave()
+
+
+def _tell_device(request: Request, strategy: Strategy) -> None:
+    """Log what computes, where the first line of the command could not say it."""
+    device = strategy.device
+    if known_device(asked_device(request.overrides)) != device.type or device.type == "cuda":
+        name = describe_device(device)
+        number = f", the first of {strategy.devices}" if strategy.devices > 1 else ""
+        logger.info("device: %s%s", f"{device} ({name})" if name != str(device) else name, number)
 
 
 def _compare(configs: Sequence[dict[str, Any]]) -> None:
@@ -131,8 +145,21 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
             record_end(request, experiment, directory, results)
         trainer.end(results)
         if directory is not None:
-            print(final_block(request, experiment, directory.path, results.metrics, account))
+            print(_report(request, experiment, directory.path, results.metrics, account))
     return 0
+
+
+def _report(
+    request: Request,
+    experiment: Experiment,
+    run_dir: Path,
+    results: Mapping[str, float],
+    account: Account,
+) -> str:
+    if is_job():
+        return result_line(experiment, results, account)
+    columns = columns_of(sys.stdout)
+    return final_block(request, experiment, run_dir, results, account, columns)
 
 
 class _Prepared(NamedTuple):

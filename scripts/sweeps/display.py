@@ -9,9 +9,11 @@ from scripts.sweeps.leaderboard import short_keys
 from scripts.sweeps.process import NOT_STARTED, Outcome
 from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from scripts.sweeps.sweep import Job, Sweep
+from trainer.files.layout import is_dumb
 from trainer.files.log_format import on_one_line
 
 _ROWS = 30  # of the table
+_EVERY = 30.0  # seconds between two lines of a job
 
 
 class Display(Protocol):
@@ -32,7 +34,7 @@ class Display(Protocol):
 
 def display_for(it: Sweep) -> "Display":
     """Return a table for several jobs on a terminal, else lines."""
-    if it.launcher.quiet and sys.stdout.isatty():
+    if it.launcher.quiet and sys.stdout.isatty() and not is_dumb():
         return _Table(it)
     return _Lines(it)
 
@@ -61,16 +63,21 @@ class _Account:
 
 
 class _Lines:
-    """A line for each start and each end; a job that runs alone prints what a run prints."""
+    """A line for each start and each end, and now and then one for a long job.
+
+    A job that runs alone prints its result, its warnings and its error itself.
+    """
 
     def __init__(self, it: Sweep) -> None:
         self.it = it
         self.account = _Account(it)
+        self._told: dict[int, float] = {}  # time of the last line of each job that runs
         if it.launcher.quiet:
             print(it.launcher.describe(), flush=True)
 
     def started(self, outcome: Outcome, job: Job, start: int) -> None:
         """Print where a job goes."""
+        self._told[outcome.number] = time.monotonic()
         place = self.it.outcomes.index(outcome) + 1
         again = f" (start {start})" if start > 1 else ""
         before = "" if self.it.launcher.quiet else "\n"
@@ -83,17 +90,29 @@ class _Lines:
             print(on_one_line(f"job {outcome.number} starts again: {outcome.reason}"), flush=True)
             return
         self.account.done += 1
-        if self.it.launcher.quiet:
-            value = self.it.ranking.value(outcome)
-            result = "" if value is None else f" {self.it.ranking.name} {value:.4f}"
-            why = f": {outcome.reason}" if outcome.failed else ""
-            said = on_one_line(f"job {outcome.number} {outcome.state}{result}{why}")
-            done = f"{self.account.done} of {self.it.count} done"
-            facts = (said, done, self.account.best(), self.account.left())
-            print("; ".join(fact for fact in facts if fact), flush=True)
+        done = f"{self.account.done} of {self.it.count} done"
+        facts = [self._result(outcome), done, self.account.best(), self.account.left()]
+        print("; ".join(fact for fact in facts if fact), flush=True)
+
+    def _result(self, outcome: Outcome) -> str:
+        if not self.it.launcher.quiet:
+            return ""
+        value = self.it.ranking.value(outcome)
+        result = "" if value is None else f" {self.it.ranking.name} {value:.4f}"
+        why = f": {outcome.reason}" if outcome.failed else ""
+        return on_one_line(f"job {outcome.number} {outcome.state}{result}{why}")
 
     def refresh(self, running: Sequence[Outcome]) -> None:
-        """Say nothing more."""
+        """Print where a job stands of which nothing was said for a while."""
+        now, metric = time.monotonic(), self.it.ranking.name
+        for outcome in running:
+            if now - self._told.setdefault(outcome.number, now) < _EVERY:
+                continue
+            self._told[outcome.number] = now
+            progress = progress_of(outcome.run_dir, outcome.config, metric)
+            epoch = "" if progress.epoch is None else f", epoch {progress.epoch}"
+            value = "" if progress.value is None else f", {metric} {progress.value:.4f}"
+            print(f"job {outcome.number}: {progress.share:.0%}{epoch}{value}", flush=True)
 
     def close(self) -> None:
         """Leave the lines."""

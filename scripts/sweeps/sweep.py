@@ -176,7 +176,8 @@ def report(folder: Path) -> None:
     print(done.stdout, end="")
     if done.returncode:
         why = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
-        print(on_one_line(f"no report ({why}); try again: regimen report {folder}"))
+        command = shlex.join(["regimen", "report", str(folder)])
+        print(on_one_line(f"no report ({why}); try again: {command}"))
 
 
 def flags(arguments: Arguments) -> list[str]:

@@ -9,6 +9,7 @@ from callbacks.support.study import study_errors
 from conf.errors import ConfigError
 from scripts.cli.console import logger
 from scripts.cli.request import quoted
+from scripts.composition.harmless import trains_the_same
 from scripts.composition.identity import identity
 from scripts.composition.overrides import Swept
 from scripts.sweeps.check import checked
@@ -16,6 +17,7 @@ from scripts.sweeps.process import NOT_STARTED, Outcome, note_outcome
 from scripts.sweeps.space import Space, swept
 from scripts.sweeps.study import started, suggested
 from scripts.sweeps.sweep import Job, Sweep
+from trainer.errors import CheckpointError
 
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
@@ -45,7 +47,7 @@ class Trials:
 
     def _recall(self) -> None:
         """Read the jobs of earlier starts from the study and from their folders."""
-        self._remark_on_changes()
+        self._refuse_changes()
         for trial in started(self._study):
             if not self._is_ours(trial):
                 continue
@@ -149,14 +151,27 @@ class Trials:
         left = self._total - len(started(self._study)) + len(self._open)
         self.it.count = len(self.it.planned) + max(0, left)
 
-    def _remark_on_changes(self) -> None:
+    def _refuse_changes(self) -> None:
+        """Raise CheckpointError for other fixed values: one study has one experiment's results."""
         now = list(identity(override.text for override in self._base))
         before = self._study.user_attrs.get(_OVERRIDES)
         if before is None:
             self._study.set_user_attr(_OVERRIDES, now)
-        elif changed := sorted(set(now) ^ set(before)):
-            logger.warning(
-                "warning: the study began with other overrides, and its results stay as they are: "
-                "compare %s",
-                ", ".join(changed),
+            return
+        old, new = _by_key(before), _by_key(now)
+        changed = [
+            f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key) and not trains_the_same(key)
+        ]
+        if changed and self.it.config["resume_policy"] != "override":
+            raise CheckpointError(
+                f"the study {self._study.study_name!r} began with other values: "
+                f"{', '.join(changed)}: give the former ones, take another run_dir or "
+                "sweep.storage, or mix the results of both: resume_policy=override"
             )
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    parts = (text.lstrip("+~").partition("=") for text in overrides)
+    return {key: value for key, _, value in parts}

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.histograms import Histograms
@@ -16,6 +19,7 @@ from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
 from callbacks.state_dump import StateDump
 from callbacks.support.errors import CallbackError
+from callbacks.support.xplane import xspace
 from callbacks.tensorboard import TensorBoard
 from trainer.callback import Callback
 from trainer.errors import DivergedError
@@ -55,6 +59,68 @@ def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) 
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "aten::addmm" in names
     assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
+
+
+def test_a_trace_is_in_the_profile_tab_as_well(make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
+    (trace,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
+    (found,) = (tmp_path / "tensorboard" / "plugins" / "profile" / "step-00000004").iterdir()
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
+    space = xspace_message()
+    space.ParseFromString(found.read_bytes())
+    (plane,) = space.planes
+    assert plane.name == "/host:CPU"
+    names = {entry.key: entry.value.name for entry in plane.event_metadata}
+    begin = plane.lines[0].timestamp_ns
+    read = sorted(
+        (names[e.metadata_id], begin / 1e3 + e.offset_ps / 1e6, e.duration_ps / 1e6)
+        for line in plane.lines
+        for e in line.events
+    )
+    told = sorted((e["name"], float(e["ts"]), float(e["dur"])) for e in events if e["dur"] > 0)
+    assert [name for name, *_ in read] == [name for name, *_ in told]
+    assert "aten::addmm" in names.values()
+    for (_, *mine), (_, *theirs) in zip(read, told, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12, abs=2e-3)  # begins are in nanoseconds
+
+
+def xspace_message() -> Any:
+    """Return an empty XSpace, as protobuf reads it: the fields by their published numbers."""
+    kinds = FieldDescriptorProto
+    file = FileDescriptorProto(name="xplane.proto", package="x")
+
+    def message(called: str, /, **fields: tuple[int, Any]) -> None:
+        added = file.message_type.add(name=called)
+        for field, (number, kind) in fields.items():
+            many = isinstance(kind, str) and not kind.startswith("one ")
+            label = kinds.LABEL_REPEATED if many else kinds.LABEL_OPTIONAL
+            made = added.field.add(name=field, number=number, label=label)
+            if isinstance(kind, str):
+                made.type, made.type_name = kinds.TYPE_MESSAGE, f".x.{kind.removeprefix('one ')}"
+            else:
+                made.type = kind
+
+    whole, text = kinds.TYPE_INT64, kinds.TYPE_STRING
+    message("Space", planes=(1, "Plane"))
+    metadata = {"event_metadata": (4, "Entry")}  # a map is a list of entries
+    message("Plane", id=(1, whole), name=(2, text), lines=(3, "Line"), **metadata)
+    message("Line", id=(1, whole), name=(2, text), timestamp_ns=(3, whole), events=(4, "Event"))
+    message("Event", metadata_id=(1, whole), offset_ps=(2, whole), duration_ps=(3, whole))
+    message("Entry", key=(1, whole), value=(2, "one Name"))
+    message("Name", id=(1, whole), name=(2, text))
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("x.Space"))()
+
+
+def test_events_of_a_device_are_on_its_own_plane() -> None:
+    common = {"ph": "X", "ts": 10.5, "dur": 2.0}
+    kernel = {**common, "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7}
+    launch = {**common, "cat": "cuda_runtime", "name": "launch", "pid": 99, "tid": 99}
+    space = xspace_message()
+    space.ParseFromString(xspace({"traceEvents": [kernel, launch, {"ph": "M"}]}, "here"))
+    found = {plane.name: [line.name for line in plane.lines] for plane in space.planes}
+    assert found == {"/host:CPU": ["thread 99"], "/device:GPU:0": ["Stream #7"]}
 
 
 def test_profiler_ends_with_a_run_that_is_too_short(make_trainer: Any, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None
     trainer = make_trainer({"stop": callback}, max_epochs=9, validated=False)
     trainer.fit()
     assert (trainer.state.epoch, callback.waited) == (3, 2)
+    assert "has not improved in 2 epochs (best" in str(trainer.state.stop_reason)
     callback.on_boundary(trainer)  # as by a run that resumes at this boundary
     assert callback.waited == 2
 

@@ -1,12 +1,8 @@
 import contextlib
-import fcntl
+import io
 import logging
-import os
 import re
-import struct
 import sys
-import termios
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,32 +11,11 @@ import pytest
 
 from callbacks import progress as module
 from callbacks.progress import Progress
+from callbacks.support.bars import View, bar_format
 from callbacks.support.errors import CallbackError
-from trainer.callback import Callback
-
-
-class Terminal:
-    """A pseudo terminal and all that was written to it."""
-
-    def __init__(self) -> None:
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-        self.stream = os.fdopen(slave, "w")
-        self._read: list[bytes] = []
-        self._reader = threading.Thread(target=self._collect)
-        self._reader.start()
-
-    def _collect(self) -> None:
-        with contextlib.suppress(OSError):  # the last writer has closed it
-            while chunk := os.read(self._master, 65536):
-                self._read.append(chunk)
-
-    def frames(self) -> list[str]:
-        """Return what the line held, each time it was written anew."""
-        self.stream.close()
-        self._reader.join()
-        os.close(self._master)
-        return [frame.strip() for frame in re.split(r"[\r\n]+", b"".join(self._read).decode())]
+from callbacks.support.metric_table import MetricTable, Row
+from screen import Terminal
+from trainer.callback import Callback, Saver
 
 
 @contextlib.contextmanager
@@ -60,30 +35,193 @@ def console(stream: Any = None, logged: bool = True) -> Iterator[None]:
         root.setLevel(kept[1])
 
 
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 class Warns(Callback):
     def on_update_end(self, trainer: Any) -> None:
         if trainer.state.global_step == 3:
             logging.getLogger("elsewhere").warning("something happened")
 
 
-def test_a_terminal_sees_a_bar(make_trainer: Any) -> None:
+class Judge(Saver):
+    """Monitors a metric, and saves nothing."""
+
+    def __init__(self, before: float | None = None) -> None:
+        self._before = before
+
+    @property
+    def monitor(self) -> str:
+        return "val/loss"
+
+    def best_result(self) -> tuple[str, float, int] | None:
+        return None if self._before is None else ("val/loss", self._before, 1)
+
+    def improves(self, value: float, than: float | None) -> bool:
+        return than is None or value < than
+
+
+RUN = re.compile(r"run +(\d+)%\|[^|]*\| (.*)")
+EPOCH = re.compile(r"epoch (\d)/2 +(\d+)%\|[^|]*\| (.*)")
+ITEM = re.compile(
+    r"\d+/10 updates|\d\d:\d\d left|\d/5|validating|val 1/2|[\d.e+]+ updates/s|train/loss [\d.]+"
+)
+
+
+def test_a_terminal_sees_the_run_above_its_epoch(make_trainer: Any, tmp_path: Any) -> None:
     terminal = Terminal()
-    callbacks = {"progress": Progress(), "warns": Warns()}
-    with console(terminal.stream):
-        make_trainer(callbacks, log_every_n_steps=1).fit()
+    callbacks = {"progress": Progress(), "warns": Warns(), "judge": Judge()}
+    with console(terminal.stream), logged(tmp_path / "log"):
+        make_trainer(callbacks, tmp_path / "run", log_every_n_steps=1).fit()
     frames = terminal.frames()
     bars = [frame for frame in frames if "|" in frame]
-    assert bars[0].startswith("epoch 1/2:   0%|")
-    assert "0/5" in bars[0]
-    assert any(bar.startswith("epoch 1/2: 100%") and "validating" in bar for bar in bars)
+    runs = [found.groups() for bar in bars if (found := RUN.fullmatch(bar))]
+    epochs = [found.groups() for bar in bars if (found := EPOCH.fullmatch(bar))]
+    assert len(runs) + len(epochs) == len(bars)
+    assert (runs[0], runs[-1][0]) == (("0", "0/10 updates"), "100")
+    assert epochs[0] == ("1", "0", "0/5")
+    assert any(epoch[:2] == ("1", "100") and "validating" in epoch[2] for epoch in epochs)
     assert not any("val/loss" in bar for bar in bars)  # it would be shown as if it were new
-    assert "steps/s, train/loss" in bars[-1]
-    lines = [frame for frame in frames if frame and "|" not in frame]
-    assert lines[0] == "something happened"  # on a line of its own
-    assert [line.split(":")[0] for line in lines[1:]] == ["epoch 1/2, step 5", "epoch 2/2, step 10"]
-    assert re.search(
-        r"train/epoch_loss [\d.]+, val/accuracy [\d.]+, val/loss [\d.]+ \([\d.]+ s\)$", lines[1]
-    )
+    metrics = ["val/accuracy", "val/loss"]
+    warning, header, *rows = [row.split() for row in terminal.rows() if row]  # the bars are gone
+    assert warning == ["something", "happened"]
+    assert header == ["epoch", "step", "best", "train/epoch_loss", *metrics, "time"]
+    assert [row[:3] for row in rows] == [["1/2", "5", "*"], ["2/2", "10", "*"]]
+    lines = (tmp_path / "log").read_text().splitlines()  # whose file has lines as ever
+    assert re.fullmatch(
+        r"epoch 1/2, step 5: train/epoch_loss [\d.]+, val/accuracy [\d.]+, val/loss [\d.]+ "
+        r"\([\d.]+ s\)", lines[1],
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def logged(path: Any) -> Iterator[None]:
+    """Keep log lines in a file as well."""
+    handler = logging.FileHandler(path)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_nothing_is_cut_inside_a_word(make_trainer: Any, tmp_path: Any, columns: int) -> None:
+    terminal = Terminal(columns)
+    with console(terminal.stream):
+        callbacks = {"progress": Progress(), "judge": Judge()}
+        make_trainer(callbacks, tmp_path, log_every_n_steps=1, validate_every_n_steps=3).fit()
+    frames = terminal.frames()
+    assert max(map(len, frames)) <= columns
+    for bar in (frame for frame in frames if "|" in frame):
+        found = RUN.fullmatch(bar) or EPOCH.fullmatch(bar)
+        assert found, bar
+        assert all(ITEM.fullmatch(item) for item in found.groups()[-1].split(", ")), bar
+    words = {word for frame in frames if "|" not in frame for word in frame.split()}
+    names = {"epoch", "step", "best", "train/epoch_loss", "val/accuracy", "val/loss", "time"}
+    numbers = {word for word in words if re.fullmatch(r"[\d.e-]+|\d/2|s|\*", word)}
+    assert words - numbers == names
+
+
+def test_bars_follow_a_terminal_that_is_resized(make_trainer: Any) -> None:
+    terminal = Terminal(120)
+
+    class Resize(Callback):
+        def on_update_end(self, trainer: Any) -> None:
+            if trainer.state.global_step == 5:
+                terminal.resize(60)
+
+    with console(terminal.stream):
+        make_trainer({"resize": Resize(), "progress": Progress()}, log_every_n_steps=1).fit()
+    before, after = terminal.text().split("epoch 1/2 100%", 1)
+    assert max(len(part) for part in re.split(r"[\r\n]+|\x1b\[.", before)) > 110
+    assert max(len(part) for part in re.split(r"[\r\n]+|\x1b\[.", after)) <= 60
+
+
+def test_a_best_value_from_before_a_resume_counts(make_trainer: Any, tmp_path: Any) -> None:
+    terminal = Terminal()
+    with console(terminal.stream):
+        make_trainer({"progress": Progress(), "judge": Judge(before=0.0)}, tmp_path).fit()
+    assert "best" in terminal.rows()[0]
+    assert "*" not in terminal.text()
+
+
+def test_a_time_limit_is_a_share_of_the_run(make_trainer: Any, stop_at: Any) -> None:
+    terminal = Terminal()
+    with console(terminal.stream):
+        callbacks = {"progress": Progress(), "stop": stop_at(2)}
+        make_trainer(callbacks, max_epochs=None, max_time=3600.0).fit()
+    assert re.search(r"run +0%\|.*\| 0 updates, (59:\d\d|1:00:00) left", terminal.frames()[0])
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch, term: str
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal()
+    with console(terminal.stream):
+        make_trainer({"progress": Progress(bar=True)}).fit()
+    assert [f.split(":")[0] for f in terminal.frames()] == [
+        "epoch 1/2, step 5", "epoch 2/2, step 10",
+    ]  # fmt: skip
+    assert "\x1b" not in terminal.text()
+
+
+def test_a_notebook_gets_lines(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
+    cell = io.StringIO()
+    with console(cell):
+        make_trainer({"progress": Progress(bar=True)}).fit()
+    assert len(cell.getvalue().splitlines()) == 2
+    assert "\r" not in cell.getvalue()
+
+
+def test_bars_use_no_colour(make_trainer: Any) -> None:
+    terminal = Terminal()
+    with console(terminal.stream):
+        make_trainer({"progress": Progress()}).fit()
+    assert set(re.findall(r"\x1b\[\d*(.)", terminal.text())) <= {"A", "K"}
+
+
+def test_a_header_comes_again_where_columns_change_or_a_screen_is_full() -> None:
+    table = MetricTable("9/9", 90, marks_best=False)
+
+    def header_of(epoch: int, *names: str) -> bool:
+        row = Row(f"{epoch}/9", epoch, dict.fromkeys(names, 1.0))
+        return any("epoch" in line for line in table.lines(row, 80, 10))
+
+    first = [header_of(1, "val/loss"), header_of(2, "val/loss"), header_of(3, "train/loss")]
+    assert first == [True, False, True]
+    assert [header_of(n, "val/loss") for n in range(4, 12)].count(True) == 1
+
+
+def test_more_metrics_than_fit_take_further_lines() -> None:
+    table = MetricTable("9/9", 90, marks_best=True)
+    names = [f"val/metric_{number}" for number in range(8)]
+    lines = table.lines(Row("1/9", 10, dict.fromkeys(names, 0.5), "1.0 s", True), 60, 24)
+    assert max(map(len, lines)) <= 60
+    half = len(lines) // 2
+    assert " ".join(lines[:half]).split() == ["epoch", "step", "best", *names, "time"]
+    assert " ".join(lines[half:]).split() == ["1/9", "10", "*", *["0.5"] * 8, "1.0", "s"]
+    for above, below in zip(lines[:half], lines[half:], strict=True):  # each below its name
+        ends = [match.end() for match in re.finditer(r"0\.5", below)]
+        assert all(above[end - 1] != " " and above[end : end + 1] in ("", " ") for end in ends)
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60])
+def test_a_bar_shows_what_fits_whole(width: int) -> None:
+    items = ["9/20", "validating", "44.2 updates/s", "{odd} 0.5"]
+    text = bar_format(View(0.45, "epoch 2/3", items), width)
+    shown = text.replace("{bar}", "#" * 8).replace("{{", "{").replace("}}", "}")
+    assert len(shown) <= max(width, len("epoch 2/3  45%|########| "))
+    tail = shown.partition("| ")[2]
+    assert tail == ", ".join(items[: tail.count(",") + 1] if tail else [])
 
 
 @pytest.mark.parametrize("logged", [True, False], ids=["to the log", "printed"])
@@ -131,7 +269,8 @@ def test_a_resumed_epoch_begins_where_it_was(
     with console(terminal.stream):
         second.fit()
     bars = [frame for frame in terminal.frames() if "|" in frame]
-    assert re.search(r"epoch 1/2:  60%\|.*\| 3/5 ", bars[0])
+    assert re.search(r"run +30%\|.*\| 3/10 updates", bars[0])
+    assert re.search(r"epoch 1/2  60%\|.*\| 3/5", bars[1])
 
 
 def test_a_horizon_in_steps_closes_its_last_epoch(make_trainer: Any, capsys: Any) -> None:

@@ -188,11 +188,7 @@ def test_hparams_session_is_closed_as_it_ended(
     assert ends == statuses
 
 
-def test_command_is_safe_to_paste_and_local_and_names_the_run() -> None:
-    parts = "resnet18/2026-11-22_04-00-00", "--host 127.0.0.1"
-    stamped = command(Path("/my runs") / parts[0])
-    assert (
-        stamped
-        == f"tensorboard --logdir_spec '{parts[0]}:/my runs/{parts[0]}/tensorboard' {parts[1]}"
-    )
-    assert command(Path("/a:b/c")) == f"tensorboard --logdir /a:b/c {parts[1]}"
+def test_command_is_safe_to_paste() -> None:
+    plain, odd = command(Path("runs/net/1")), command(Path("/my runs/net:1"))
+    assert plain == "regimen tensorboard --logdir runs/net/1"
+    assert odd == "regimen tensorboard --logdir '/my runs/net:1'"

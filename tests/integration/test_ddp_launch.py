@@ -185,7 +185,9 @@ def test_nothing_outlives_a_killed_launcher(start, folder):
 def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, folder):
     run = train([*JOB, "optimizer.nesterof=true"], folder=folder)
     assert run.code == 2
-    assert run.err.strip() == (
+    first, error = run.err.splitlines()
+    assert first.startswith("regimen ")
+    assert error == (
         "error: optimizer.nesterof: torch.optim.SGD has no argument 'nesterof'; did you mean "
         "nesterov? [command line: optimizer.nesterof=true]"
     )

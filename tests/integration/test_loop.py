@@ -73,7 +73,11 @@ def test_time_ends_a_run_in_good_order(run, lines, tmp_path) -> None:
     assert 0 < last < 200_000
     assert steps(lines(), "test/loss") == [status["best"]["step"]]
     again = ["trainer.max_epochs=10000", "trainer.max_time=1", "lr_scheduler=constant"]
-    assert f"resumed at step {last}" in run(*again, "resume=auto").err
+    resumed = run(*again, "resume=auto")
+    assert f"resumed at step {last}" in resumed.err
+    changed = [line for line in resumed.err.splitlines() if "changed: " in line]
+    assert changed == ["  changed: trainer.max_time: 1.5 -> 1"]
+    assert "ended by its time limit (trainer.max_time=1" in resumed.out
     assert max(line["step"] for line in lines()) > last
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert steps(lines(), "test/loss") == [status["best"]["step"]]  # the earlier one is abandoned

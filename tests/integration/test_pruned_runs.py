@@ -52,7 +52,7 @@ def test_a_pruned_run_says_so_and_is_done(train, trial, tmp_path):
     assert (status["state"], status["reason"]) == ("pruned", "pruned at epoch 1, step 3")
     assert "best/val/accuracy" in status["results"]
     assert not any(key.startswith("test/") for key in status["results"])
-    assert "ended by pruning" in run.out
+    assert "pruned: its search ended it early" in run.out
     assert "is behind the other jobs" in run.err
     assert yaml.safe_load((place / "config.yaml").read_text())["sweep"] is None
     again = train([*JOB, override, f"run_dir={place}", "resume=auto"])

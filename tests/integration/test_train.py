@@ -1,6 +1,7 @@
 """`train` and `evaluate` from the command line, on real digits."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,12 @@ def test_the_closing_block_names_the_next_steps(finished):
     for text in (str(folder), "val/accuracy", "tensorboard --logdir", f"evaluate run={folder}"):
         assert text in run.out
     assert "error:" not in run.err
+    versions, *_ = run.err.splitlines()
+    assert re.fullmatch(r"regimen \S+ · torch \S+ · (\w+, )?\d+ threads?", versions)
+    assert run.err.count("regimen ") == 1
+    epochs = [line for line in run.err.splitlines() if line.startswith("epoch ")]
+    assert epochs
+    assert max(map(len, epochs)) <= 100
 
 
 def test_evaluate_repeats_the_figures(finished):

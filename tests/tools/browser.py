@@ -20,6 +20,34 @@ OPTIONS = (
     "--disable-component-update",
     "--remote-debugging-pipe",  # JSON on file 3 and 4, a zero byte after each message
 )
+# What is in the shadow trees of web components no selector of the document finds.
+NODES = """function* nodes(node) {
+    yield node;
+    if (node.shadowRoot) yield* nodes(node.shadowRoot);
+    for (const child of node.childNodes) yield* nodes(child);
+}"""
+
+
+def every(selector: str, value: str, within: str = "true") -> str:
+    """Return an expression: the values of elements `e`, those in shadow trees included.
+
+    Of all that match the selector and are somewhere within an element `e` for which that is true.
+    """
+    return f"""(() => {{
+        {NODES}
+        const outer = [...nodes(document)].filter(e => e.localName && {within});
+        const inner = outer.flatMap(e => [...nodes(e)]);
+        const found = new Set(inner.filter(e => e.matches?.({json.dumps(selector)})));
+        return [...found].map(e => {value});
+    }})()"""
+
+
+TEXT = f"""(() => {{
+    {NODES}
+    const seen = n => n.nodeType === 3 && (n.parentElement?.checkVisibility() ?? true);
+    const texts = [...nodes(document)].filter(seen).map(n => n.textContent.trim());
+    return texts.filter(Boolean).join("\\n");
+}})()"""
 
 
 def installed() -> str | None:
@@ -88,9 +116,20 @@ class Browser:
         """Return the value of an expression, a plain one, once it is something."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):
-            assert time.monotonic() < deadline, f"waited in vain for {expression}: {self.errors}"
+            page = self.value(TEXT) if time.monotonic() > deadline else None
+            assert page is None, f"waited in vain for {expression}: {self.errors}, on {page}"
             time.sleep(0.01)
         return value
+
+    def shows(self, *texts: str) -> str:
+        """Wait until all these texts can be seen, and return all that can be, a piece a line."""
+        self.until(f"(page => {json.dumps(texts)}.every(t => page.includes(t)))({TEXT})")
+        return str(self.value(TEXT))
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page another size, in pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
 
     def draw(self, points: list[tuple[float, float]]) -> None:
         """Press the mouse at the first point, move it along the others, let it go."""

@@ -21,7 +21,7 @@ _WALL_CLOCK = (
     "*time/*",
     "*memory/*",
     "callbacks.tensorboard.*",
-    "callbacks.metrics_log.offset",
+    "callbacks.metrics_log.*",
 )
 _SHOWN = 5
 

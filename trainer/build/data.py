@@ -119,7 +119,17 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     check_per_sample(pipeline, f"transforms.{stage}")
     if config.data.cache != "none" and not config.dry_run:
         _set_cache(config, split, dataset)
+    if config.data.decode == "scaled":
+        _decode_scaled(split, dataset, pipeline)
     return as_dataset(dataset)
+
+
+def _decode_scaled(split: str, dataset: Any, pipeline: Pipeline) -> None:
+    if isinstance(dataset, ImageFolder) and pipeline.takes_files:
+        dataset.decodes_scaled = True
+    else:
+        known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
+        logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
 
 
 def _set_cache(config: Config, split: str, dataset: Any) -> None:

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 FOLDER = "tensorboard"
+SESSIONS = Path("plugins", "profile")  # in FOLDER: where the Profile tab looks for traces
 SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 
 
@@ -12,18 +13,10 @@ def command(run_dir: Path) -> str:
 
     For a job of a sweep it is the sweep's, which shows the job by what varies in it.
     """
-    if (run_dir.parent / SWEEP).exists():
-        return sweep_command(run_dir.parent)
-    name, folder = "/".join(run_dir.parts[-2:]).lstrip("/"), run_dir / FOLDER
-    if any(sign in f"{name}{folder}" for sign in ":,"):  # these separate runs and their names
-        return _served("--logdir", str(run_dir))
-    return _served("--logdir_spec", f"{name}:{folder}")
+    in_sweep = (run_dir.parent / SWEEP).exists()
+    return sweep_command(run_dir.parent if in_sweep else run_dir)
 
 
 def sweep_command(folder: Path) -> str:
     """Return the command that serves a sweep, each job under what varies in it."""
-    return _served("--logdir", str(folder / FOLDER))
-
-
-def _served(option: str, value: str) -> str:
-    return f"tensorboard {option} {shlex.quote(value)} --host 127.0.0.1"
+    return f"regimen tensorboard --logdir {shlex.quote(str(folder))}"

@@ -11,10 +11,12 @@ from torch import nn
 
 from trainer.nested import first_tensor
 from trainer.summary.probe import Call, Context, Probe, probe
-from trainer.summary.text import count, size, table, to_text
+from trainer.summary.text import count, natural_width, size, table, to_text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_COLUMNS = ("module", "type", "output", "parameters", "FLOPs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,20 @@ def summarize(
 
 
 def render(summary: Summary, width: int = 100, colour: bool = False) -> str:
-    """Return the summary as text: the table of modules and a line of totals."""
-    return to_text(modules_table(summary), totals(summary), width=width, colour=colour)
+    """Return the summary as text: the table of modules and a line of totals.
+
+    Where the table is too wide, the columns `output` and then `type` are left out.
+    """
+    tables = [modules_table(summary, without) for without in ((), ("output",), ("output", "type"))]
+    fitting = (drawn for drawn in tables if natural_width(drawn) <= width)
+    return to_text(next(fitting, tables[-1]), totals(summary), width=width, colour=colour)
 
 
-def modules_table(summary: Summary) -> Table:
+def modules_table(summary: Summary, without: Sequence[str] = ()) -> Table:
     """Return the modules as a rich table, indented by level."""
-    columns = ("module", "type", "output", "parameters", "FLOPs")
-    return table(columns, map(_cells, summary.rows), right=("parameters", "FLOPs"))
+    shown = [i for i, name in enumerate(_COLUMNS) if name not in without]
+    rows = [[_cells(row)[i] for i in shown] for row in summary.rows]
+    return table([_COLUMNS[i] for i in shown], rows, right=("parameters", "FLOPs"))
 
 
 def totals(summary: Summary) -> str:

@@ -52,6 +52,13 @@ def table(
     return drawn
 
 
+def natural_width(drawn: Table) -> int:
+    """Return how many columns of a terminal a table takes where no cell is folded."""
+    from rich.console import Console
+
+    return Console(width=10_000).measure(drawn).maximum
+
+
 def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> str:
     """Render parts below each other, without trailing spaces and repeated empty lines."""
     from rich.console import Console

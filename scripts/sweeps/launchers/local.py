@@ -2,6 +2,7 @@
 
 import os
 
+from scripts.cli.job import AS_JOB
 from scripts.sweeps.launchers.launcher import TRAIN, Ended, Launch, errors_of
 from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.launchers.slots import (
@@ -73,7 +74,7 @@ class LocalLauncher:
         return self._slots
 
     def _environment(self, launch: Launch, devices: list[str]) -> dict[str, str]:
-        environment = {VISIBLE: ",".join(devices)} if devices else {}
+        environment = {**AS_JOB, **({VISIBLE: ",".join(devices)} if devices else {})}
         processes = processes_of(launch.strategy)
         if THREADS in self._share and processes > 1:  # the processes of a job share its threads
             environment[THREADS] = str(max(1, int(self._share[THREADS]) // processes))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.cli.console import end_with_parent
+from scripts.cli.job import AS_JOB
 from scripts.sweeps.launchers.launcher import TRAIN, Launch
 from trainer.runs.status import holds_run
 
@@ -45,6 +46,7 @@ class NodeJob:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.module, *self.words()],
                 cwd=self.folder,
+                env={**os.environ, **AS_JOB},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

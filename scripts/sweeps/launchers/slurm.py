@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any
 
 from conf.errors import ConfigError, Problem
+from scripts.cli.console import logger
 from scripts.sweeps.launchers.launcher import Ended, Launch, errors_of
 from scripts.sweeps.launchers.on_node import NodeJob
 
@@ -67,6 +68,10 @@ class SubmititLauncher:
         with self._executor.batch():
             jobs = [self._executor.submit(NodeJob.of(launch)) for launch in new]
         self._jobs |= {one.number: (one, job) for one, job in zip(new, jobs, strict=True)}
+        # A job of an array is called by the array's number and its own.
+        ids = dict.fromkeys(str(job.job_id).partition("_")[0] for job in jobs)
+        cancel = f"{'scancel' if self._cluster == 'slurm' else 'kill'} {' '.join(ids)}"
+        logger.info("they go on even if this process is killed; what cancels them then: %s", cancel)
 
     def _ended(self) -> list[Ended]:
         done = [number for number, (_, job) in self._jobs.items() if job.done()]

@@ -139,6 +139,14 @@ def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]
     assert runs([]) == 0
 
 
+def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/" + "a_long_name_" * 15)
+    assert runs([]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["run", "status"]
+    assert row.split()[:3] == [str(path), "finished", "2/3"]
+
+
 def test_a_torn_last_line_is_no_epoch() -> None:
     path = made("net/a")
     with (path / "metrics.jsonl").open("a") as file:

@@ -44,7 +44,8 @@ def main():
         while not other.exists():
             time.sleep(0.01)
     if lr == 0.7:
-        shown = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REGIMEN_SWEEP_JOB")
+        shown = {k: os.environ.get(k) for k in names}
         folder.joinpath("environment.json").write_text(json.dumps(shown))
     if lr > 1:
         print("error: it diverged", file=sys.stderr)

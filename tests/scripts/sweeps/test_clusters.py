@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import signal
 import sys
 import threading
@@ -29,9 +30,14 @@ def remote(job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_grid_goes_through_submitit(
-    remote: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
+    remote: Path,
+    sweep_of: Sweep,
+    rows_of: Rows,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pytest.importorskip("submitit")
+    caplog.set_level("INFO")
     argv = ["run_dir=there", "optimizer.lr=0.6,0.4,1.5", *SUBMITIT, "sweep.retries=1"]
     # 0.6 waits until 0.4 has begun, which is killed once; 1.5 fails.
     assert sweep_of(*argv) == 5
@@ -40,6 +46,8 @@ def test_a_grid_goes_through_submitit(
     out = capfd.readouterr().out
     assert "job 1 starts again: killed by SIGKILL" in out
     assert "job 2 failed (exit 5): it diverged" in out
+    first, *_ = (text for text in caplog.messages if "what cancels them" in text)
+    assert len(re.search(r": kill (\d+ \d+ \d+)$", first)[1].split()) == 3
     assert "resume=auto" in json.loads(Path("there/1/overrides.yaml").read_text())
     assert Path("there/output/0.txt").read_text() == "job output 0.6\n"
 

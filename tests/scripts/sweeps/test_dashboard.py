@@ -124,7 +124,7 @@ def test_a_jobs_columns_begin_with_what_is_swept(tmp_path: Path) -> None:
     assert found == {"model": "mlp", "optimizer.lr": 0.1, "seed": 1, "optimizer.betas": "[0.9]"}
     (value,) = columns(found, swept, ["best/val/loss", "test/loss"]).value
     experiment = metadata.parse_experiment_plugin_data(value.metadata.plugin_data.content)
-    assert [info.name for info in experiment.hparam_infos if info.differs] == swept
+    assert [info.name for info in experiment.hparam_infos if info.differs] == [*swept, "seed"]
     assert [info.name.tag for info in experiment.metric_infos] == ["best/val/loss", "test/loss"]
     assert swept_keys(tmp_path) == []  # a run that is no job
 
@@ -132,7 +132,7 @@ def test_a_jobs_columns_begin_with_what_is_swept(tmp_path: Path) -> None:
 def test_a_job_and_its_sweep_print_one_command(tmp_path: Path) -> None:
     dashboard.begin(tmp_path, VARIED)
     assert command(tmp_path / "0") == sweep_command(tmp_path)
-    assert sweep_command(tmp_path).endswith(f"--logdir {tmp_path}/tensorboard --host 127.0.0.1")
+    assert sweep_command(tmp_path) == f"regimen tensorboard --logdir {tmp_path}"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"swept": 3}'])

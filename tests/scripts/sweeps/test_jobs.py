@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scripts.sweeps import search
+from scripts.sweeps import display, search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import local
 from scripts.sweeps.launchers.launcher import Launch
 from scripts.sweeps.launchers.server import Server
 from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
+from scripts.sweeps.process import Outcome
 from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from trainer.files.storage import storage_error
 
@@ -213,6 +216,7 @@ def test_each_job_has_its_share_of_threads(
     assert json.loads(Path("there/0/environment.json").read_text()) == {
         "OMP_NUM_THREADS": "2",
         "CUDA_VISIBLE_DEVICES": None,
+        "REGIMEN_SWEEP_JOB": "1",
     }
 
 
@@ -265,6 +269,29 @@ def test_the_progress_of_a_job(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep')
     config = {"trainer": {"max_epochs": 4, "max_steps": 20}}
     assert progress_of(tmp_path, config, "val/loss") == JobProgress(0.75, 1, 0.5)
+
+
+def test_a_long_job_tells_now_and_then_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 0.0, 20.0, 40.0, 50.0, 80.0])
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    line = {"step": 10, "epoch": 1, "val/loss": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    config = {"trainer": {"max_epochs": 4}}
+    outcome = Outcome(3, tmp_path, {}, config=config)
+    sweep: Any = SimpleNamespace(
+        launcher=SimpleNamespace(quiet=False),
+        ranking=SimpleNamespace(name="val/loss"),
+        outcomes=[outcome],
+        count=1,
+    )
+    lines = display._Lines(sweep)
+    lines.started(outcome, [], 1)
+    for _ in range(4):
+        lines.refresh([outcome])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
+    assert told == ["job 3: 25%, epoch 1, val/loss 0.5000"] * 2
 
 
 def test_the_remaining_time() -> None:

@@ -335,14 +335,17 @@ def test_changed_choices_of_a_study_are_refused(jobs: Jobs) -> None:
         run("optimizer.lr=choice(1.0,3.0)", *argv)
 
 
-def test_changed_overrides_of_a_study_are_a_warning(
-    jobs: Jobs, caplog: pytest.LogCaptureFixture
-) -> None:
-    argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=1"]
-    run(*argv)
-    run(*argv, "name=train", "seed=3")
-    assert "began with other overrides" in caplog.text
-    assert "seed=3" in caplog.text
+def test_other_fixed_values_than_the_study_began_with_are_refused(jobs: Jobs) -> None:
+    argv = [*SPACE, "run_dir=there", "resume=auto"]
+    run(*argv, "sweep.n_trials=1", "loader.num_workers=0")
+    more = [*argv, "sweep.n_trials=2", "seed=3"]
+    with pytest.raises(CheckpointError, match="began with other values: seed: not given -> 3: "):
+        run(*more)
+    assert len(board("there")) == 1
+    run(*argv, "sweep.n_trials=2", "loader.num_workers=1")  # trains the same
+    assert len(board("there")) == 2
+    run(*more, "resume_policy=override", "sweep.n_trials=3")
+    assert len(board("there")) == 3
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,16 @@ def test_tied_and_frozen_parameters_count_once_and_as_such() -> None:
     assert "10 frozen" in render(summary)
 
 
+def test_a_narrow_table_has_fewer_columns_and_whole_words() -> None:
+    summary, width = summarize(mlp(), torch.zeros(4, 32)), 100
+    for columns in (5, 4, 3):
+        table = render(summary, width).partition("\n\n")[0].splitlines()
+        assert max(map(len, table)) <= width
+        assert len(table[0].split()) == columns
+        assert "(model)" in table[2]
+        width = max(map(len, table)) - 1
+
+
 def test_activation_checkpointing_shows() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,166 @@
+"""TensorBoard in a real browser: what runs and sweeps have written is on its pages.
+
+`SCREENSHOTS=docs pytest -m slow tests/integration/test_tensorboard_pages.py` draws those of docs/.
+"""
+
+import csv
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from browser import Browser, every, installed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() is None, reason="no Chromium is installed (apt: chromium)"),
+]
+RUN = [
+    "experiment=resnet18",
+    "model=small_cnn",
+    "loader.num_workers=0",
+    "trainer.max_epochs=3",
+    "trainer.log_every_n_steps=4",
+    "callbacks.checkpoint.every_n_steps=5",
+]
+UPDATES = 60
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "resnet18"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(train, runs):
+    """A finished run with pictures, and what it printed."""
+    path = runs / "uninterrupted"
+    done = train([*RUN, "callbacks=[default,pictures]", f"run_dir={path}"])
+    assert done.code == 0, done.err
+    return path, done.out
+
+
+@pytest.fixture(scope="module")
+def resumed(start, train, runs):
+    """A run of the same training that was killed, and resumed, three times."""
+    path = runs / "resumed"
+    words = [*RUN, f"run_dir={path}", "resume=auto"]
+    for step in (10, 25, 45):
+        run = start(words)
+        run.until((path / f"checkpoints/step-{step:08}.pt").exists)
+        run.kill()
+    done = train(words)
+    assert done.code == 0, done.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def sweep(start, runs):
+    """A sweep of two jobs that end well and one that diverges, and what it printed."""
+    path = runs / "sweep"
+    done = start(["-m", *RUN, "optimizer.lr=0.1,0.02,1e9", f"run_dir={path}"]).wait(300)
+    assert done.code == 5, done.err
+    return path, done.out
+
+
+@pytest.fixture
+def page(start, tmp_path):
+    """Run a command that a run has printed, and open its page with a fragment."""
+    browsers = []
+
+    def show(command, fragment):
+        name, *words = shlex.split(command)[1:]
+        served = start([*words, "--port", "0"], command=name)
+        served.until(lambda: "http://127.0.0.1:" in served.err)
+        url = re.search(r"http://127\.0\.0\.1:\d+/", served.err)[0]
+        browsers.append(Browser(tmp_path / "profile", f"{url}#{fragment}"))
+        browsers[-1].resize(1300, 800)
+        return browsers[-1]
+
+    yield show
+    for browser in browsers:
+        browser.__exit__()
+
+
+@pytest.fixture
+def picture(tmp_path):
+    folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    return lambda name: folder / f"{name}.png"
+
+
+def printed(out):
+    """Return the one command that a run or sweep shows itself with."""
+    (command,) = set(re.findall(r"regimen tensorboard .*", out))
+    return command
+
+
+def go(browser, fragment):
+    browser.value(f"location.hash = {json.dumps(fragment)}")
+
+
+def curves(tag):
+    """Return an expression: the curves in the chart of a tag, as SVG paths."""
+    card = f"e.localName === 'tf-scalar-card' && e.tag === {json.dumps(tag)}"
+    return every("path.line", "e.getAttribute('d')", within=card) + ".filter(Boolean)"
+
+
+def test_the_curve_of_a_run_killed_three_times_is_that_of_one_that_was_not(
+    page, picture, plain, resumed
+):
+    both = printed(plain[1]) + f" {resumed}"
+    browser = page(both, f"scalars&tagFilter={quote('loss$|accuracy$')}&_smoothingWeight=0")
+    browser.shows("resnet18/uninterrupted", "resnet18/resumed", "train/loss")
+    for tag in ("train/loss", "train/accuracy", "val/loss", "val/accuracy"):
+        browser.until(f"{curves(tag)}.length === 2")
+    first, second = browser.value(curves("train/loss"))
+    logged = (plain[0] / "metrics.jsonl").read_text().splitlines()
+    points = sum("train/loss" in json.loads(line) for line in logged)
+    assert len(re.findall("[ML]", first)) == points >= UPDATES // 4
+    assert first == second
+    browser.screenshot(picture("tensorboard"))
+    assert browser.errors == []
+
+
+def test_a_run_has_its_charts_pictures_and_texts(page, picture, plain):
+    browser = page(printed(plain[1]), "custom_scalars")
+    browser.shows("resnet18/uninterrupted", "training and validation", "accuracy", "Matches (4)")
+    lines = every("path.line", "e.getAttribute('d')", within="e.localName === 'vz-line-chart2'")
+    browser.until(f"{lines}.filter(Boolean).length >= 8")  # of loss and accuracy
+    go(browser, "images")
+    tags = ["confusion/counts", "confusion/shares"]
+    tags += [f"samples/{name}" for name in ("train", "val", "misclassified")]
+    browser.shows(*tags, "resnet18/uninterrupted")
+    sizes = every("img[src*=individualImage]", "e.naturalWidth")
+    browser.until(f"{sizes}.filter(width => width > 16).length === {len(tags)}")
+    browser.screenshot(picture("tensorboard_images"))
+    go(browser, "text")
+    browser.shows("run/overrides", "callbacks=[default,pictures]", "run/config", "seed: 0")
+    assert browser.errors == []
+
+
+def test_a_sweep_has_a_row_for_each_job(page, picture, sweep):
+    folder, out = sweep
+    browser = page(printed(out), "hparams")
+    with (folder / "leaderboard.csv").open() as file:
+        jobs = {row["optimizer.lr"]: row for row in csv.DictReader(file)}
+    browser.resize(1500, 400)
+    shown = browser.shows("Trial ID", *(f"lr={lr}" for lr in jobs))
+    browser.screenshot(picture("tensorboard_hparams"))
+    shown = shown[shown.index("Trial ID") :].splitlines()
+    assert shown[2:4] == ["optimizer.lr", "seed"]
+    assert set(jobs) == {"0.1", "0.02", "1000000000.0"}
+    for lr, job in jobs.items():
+        place = shown.index(f"lr={lr}")
+        assert float(shown[place + 1]) == float(lr)
+        if job["status"] == "finished":
+            value = float(job["val/accuracy"])
+            assert f"{value:#.5g}" in shown[place : place + 10]
+    go(browser, f"scalars&tagFilter={quote('^val/accuracy$')}")
+    browser.until(f"{curves('val/accuracy')}.length >= 2")
+    assert browser.errors == []

@@ -1,0 +1,66 @@
+"""Lines are broken between words and pairs, never inside one."""
+
+import io
+import shlex
+
+import pytest
+
+from trainer.files.layout import (
+    columns_of,
+    folded,
+    folded_command,
+    packed,
+    pair_lines,
+    size_of,
+)
+
+
+def test_pairs_that_are_too_long_go_on_below_the_same_head() -> None:
+    values = {f"val/a_metric_with_a_long_name_{number}": 0.123456 for number in range(5)}
+    lines = pair_lines("epoch 1/3, step 20", values, "(0.9 s)")
+    assert max(map(len, lines)) <= 100
+    assert all(line.startswith("epoch 1/3, step 20: val/") for line in lines)
+    told = [pair for line in lines for pair in line.partition(": ")[2].split(", ")]
+    assert ", ".join(told) == ", ".join(f"{name} 0.1235" for name in values) + " (0.9 s)"
+
+
+@pytest.mark.parametrize("length", range(55, 67))
+def test_no_line_of_pairs_is_longer_than_the_width(length: int) -> None:
+    lines = pair_lines("epoch 1/3", {"a" * length: 1.0}, "(0.9 s)", width=80)
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).count("(0.9 s)") == 1
+
+
+def test_a_line_without_pairs_stands_alone() -> None:
+    assert pair_lines("epoch 1/3, step 20", {}, "(0.9 s)") == ["epoch 1/3, step 20: (0.9 s)"]
+
+
+@pytest.mark.parametrize("width", [20, 60, 80])
+def test_prose_is_broken_between_words(width: int) -> None:
+    text = "99,978 parameters; a sample takes 199 kFLOPs forward and 1.5 KiB of activations"
+    lines = folded(text, width).split("\n")
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).split() == text.split()
+    assert folded(text, None) == text
+
+
+def test_a_table_is_not_folded() -> None:
+    table = " module      type         output\n (model)     MLP          N x 10"
+    assert folded(table, 20) == table
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_a_folded_command_is_the_same_command(width: int) -> None:
+    command = "tensorboard --logdir_spec 'a run:/tmp/a run/tensorboard' --host 127.0.0.1"
+    shown = folded_command(command, width)
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(command)
+    assert ("\n" in shown) == (width < len(command))
+
+
+def test_an_item_longer_than_a_line_has_its_own() -> None:
+    assert packed(["a", "b" * 20, "c", "d"], 10, ", ") == ["a", "b" * 20, "c, d"]
+
+
+def test_what_is_no_terminal_has_no_width() -> None:
+    assert columns_of(io.StringIO()) is None
+    assert size_of(io.StringIO()) == (80, 24)

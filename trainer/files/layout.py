@@ -1,0 +1,80 @@
+"""Text in lines that fit: broken between words or pairs, never inside one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WIDTH = 100  # characters of a line, where no terminal sets a limit
+
+
+def is_dumb() -> bool:
+    """Return whether the terminal, if there is one, cannot move its cursor."""
+    return os.environ.get("TERM") in ("dumb", "unknown")
+
+
+def takes_colour(stream: Any) -> bool:
+    """Return whether a stream is a terminal whose user wants colours (https://no-color.org)."""
+    return bool(stream.isatty() and not is_dumb() and not os.environ.get("NO_COLOR"))
+
+
+def size_of(stream: Any) -> os.terminal_size:
+    """Return columns and lines of a terminal now; 80 and 24 where they are unknown."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # a stream of Python's own, or a closed one
+        columns = lines = 0
+    return os.terminal_size((columns or 80, lines or 24))
+
+
+def columns_of(stream: Any) -> int | None:
+    """Return the width of a terminal now; None for a file or a pipe, where nothing is folded."""
+    return size_of(stream).columns if stream.isatty() else None
+
+
+def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
+    """Join items by `gap` into lines of at most `width` characters; a longer item has its own."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(gap) + len(item) <= width:
+            lines[-1] += gap + item
+        else:
+            lines.append(item)
+    return lines
+
+
+def pair_lines(
+    head: str, values: Mapping[str, float], tail: str = "", width: int = WIDTH
+) -> list[str]:
+    """Return `head: KEY VALUE, KEY VALUE tail`; what is too long goes on below the same head."""
+    items = [f"{key} {value:.4g}" for key, value in values.items()]
+    lines = packed(items, width - len(head) - len(": "), ", ") or [""]
+    if tail and lines[-1] and len(f"{head}: {lines[-1]} {tail}") > width:
+        lines.append("")
+    lines[-1] = f"{lines[-1]} {tail}".strip()
+    return [f"{head}: {line}" for line in lines]
+
+
+def folded(text: str, width: int | None, indent: str = "  ") -> str:
+    """Break the lines of a text between words; tables, whose cells are apart, stay as they are."""
+    if width is None:
+        return text
+    return "\n".join(_folded(line, width, indent) for line in text.split("\n"))
+
+
+def _folded(line: str, width: int, indent: str) -> str:
+    if len(line) <= width or "  " in line.strip():
+        return line
+    margin = line[: len(line) - len(line.lstrip())]
+    lines = packed(line.split(), width - len(margin) - len(indent), " ")
+    return f"\n{margin}{indent}".join([f"{margin}{lines[0]}", *lines[1:]])
+
+
+def folded_command(command: str, width: int | None, indent: str = "    ") -> str:
+    """Break a command of the shell between its words, so that it can be pasted nevertheless."""
+    if width is None or len(command) <= width:
+        return command
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    return f" \\\n{indent}".join(packed(words, width - len(indent) - len(" \\"), " "))
