@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from data.errors import DataError, reason
 
@@ -113,6 +114,33 @@ class Standardize:
             return values.sub_(mean).div_(std)
 
         return both
+
+
+class ProgressiveResize:
+    """Resize the images of training batches to a square of another size in each epoch.
+
+    sizes: pixels a side in epochs 0, 1, ...; the last one holds for all further epochs. Small
+    images at first take less work. Bilinear with antialiasing; images of 8 bits are rounded.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        if not self.sizes or min(self.sizes) < 1:
+            raise DataError(f"sizes={self.sizes}: give a positive number of pixels for each epoch")
+
+    def of_epoch(self, epoch: int) -> Callable[[Tensor], Tensor]:
+        """Return the resizing of an epoch, for images (..., C, H, W)."""
+        size = self.sizes[min(epoch, len(self.sizes) - 1)]
+        return lambda images: _square(images, size)
+
+
+def _square(images: Tensor, size: int) -> Tensor:
+    if images.shape[-2:] == (size, size):
+        return images
+    as_floats = images.dtype == torch.uint8 and images.device.type != "cpu"  # has no such kernel
+    values = images.float() if as_floats else images
+    resized = interpolate(values, [size, size], mode="bilinear", antialias=True)
+    return resized.round_().to(images.dtype) if as_floats else resized
 
 
 class StackViews:

@@ -104,7 +104,7 @@ def defer(pipeline: Pipeline, stage: str) -> None:
 def check_per_sample(pipeline: Pipeline, key: str) -> None:
     """Raise DataError if a step that draws for whole batches would get single samples."""
     for name, step in pipeline.steps.items():
-        if hasattr(step, "draw"):
+        if _takes_batches(step):
             raise DataError(
                 f"{key}.{name}: {type(step).__name__} treats whole batches, and what follows, the "
                 "data set or loader.collate_fn takes single samples: use torchvision's form of it, "
@@ -114,12 +114,16 @@ def check_per_sample(pipeline: Pipeline, key: str) -> None:
 
 def batch_form(step: Any) -> Any:
     """Return a step for batches with the distribution of `step` for images, or None."""
-    if hasattr(step, "draw") or acts_on_batches(step):
+    if _takes_batches(step) or acts_on_batches(step):
         return step
     if callable(of_batch := getattr(step, "of_batch", None)):
         return of_batch
     form = _FORMS.get(type(step))
     return None if form is None else form(step)
+
+
+def _takes_batches(step: Any) -> bool:
+    return hasattr(step, "draw") or hasattr(step, "of_epoch")
 
 
 def _flip(kind: Callable[[float], Any]) -> Callable[[Any], Any]:

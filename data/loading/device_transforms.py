@@ -67,6 +67,7 @@ class DeviceTransforms:
     A step is one of:
     - a `BatchTransform`: each image's draws are keyed by (seed, epoch, sample, name), or, with
       `lasting = True`, by (seed, sample, name);
+    - a step with `of_epoch(epoch)`, which returns the deterministic function for that epoch;
     - torchvision's MixUp or CutMix, or a step with `mixes_samples = True`: called with inputs and
       targets, keyed by (seed, epoch, update, micro-batch), since it pairs samples;
     - any deterministic function of the inputs.
@@ -129,6 +130,8 @@ def _fused(steps: dict[str, Any]) -> dict[str, Any]:
 def _step(name: str, step: Any) -> Step:
     if hasattr(step, "draw"):
         return _drawn(step, zlib.crc32(name.encode()))
+    if hasattr(step, "of_epoch"):
+        return _of_epoch(step.of_epoch)
     if mixes_samples(step):
         return _mixed(step, zlib.crc32(name.removeprefix("device.").encode()))
     if type(step).__module__.startswith("torchvision.") and not acts_on_batches(step):
@@ -205,6 +208,13 @@ def _fixed(transform: Callable[[Any], Any]) -> Step:
         if isinstance(inputs, Ragged):
             return _joined([transform(image[None]) for image in inputs.images]), targets
         return transform(inputs), targets
+
+    return apply
+
+
+def _of_epoch(of_epoch: Callable[[int], Callable[[Any], Any]]) -> Step:
+    def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
+        return _fixed(of_epoch(place.piece.epoch))(inputs, targets, place)
 
     return apply
 

@@ -196,7 +196,14 @@ OURS: Mapping[str, Offer] = dict(
             "data.transforms",
             Offer(
                 "data.transforms",
-                only=("Mirrored", "Shifted", "StackViews", "Standardize", "ToFloat"),
+                only=(
+                    "Mirrored",
+                    "ProgressiveResize",
+                    "Shifted",
+                    "StackViews",
+                    "Standardize",
+                    "ToFloat",
+                ),
             ),
         ),
         _ours("models.airbench"),

@@ -14,7 +14,7 @@ from data import batch_transforms as batched
 from data.errors import DataError
 from data.keys import Draws
 from data.loading.batch_forms import batch_form, check_per_sample, defer, quick_form
-from data.transforms import Mirrored, Pipeline, Shifted, Standardize, ToFloat
+from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
 from scripts.composition.compose import compose
 from trainer.build.data import build_data, eval_loader, train_loader
 
@@ -30,6 +30,7 @@ SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
         pytest.param([v2.RandomCrop(8), v2.RandAugment(), SCALED], 2, id="needs-single-images"),
         pytest.param([SCALED, PLAIN, Shifted(), Mirrored()], 0, id="views"),
         pytest.param([SCALED, batched.ColorJitter(0.1)], 0, id="named-as-such"),
+        pytest.param([ProgressiveResize([8, 16]), SCALED], 0, id="of-an-epoch"),
         pytest.param([], 0, id="none"),
     ],
 )

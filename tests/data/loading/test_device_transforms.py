@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from data import batch_transforms as batched
@@ -16,7 +17,7 @@ from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
 from data.orders import Shuffled
 from data.sources import Digits
-from data.transforms import Standardize, ToFloat
+from data.transforms import ProgressiveResize, Standardize, ToFloat
 from data.updates import UpdateSampler
 
 STEPS = {
@@ -136,6 +137,33 @@ def test_a_users_own_mixer_says_so() -> None:
 def test_per_sample_transforms_are_refused_here(transform: Any) -> None:
     with pytest.raises(DataError, match=r"transforms\.device\.flip: Ra.*data\.batch_transforms"):
         DeviceTransforms({"flip": transform}, seed=0)
+
+
+def test_images_grow_from_epoch_to_epoch() -> None:
+    steps = {**STEPS, "grow": ProgressiveResize([6, 12, 16])}
+    whole = _images(epoch=1)
+    grown = _images(steps=steps, epoch=1)
+    images, again = (torch.stack(list(found.values())) for found in (whole, grown))
+    expected = interpolate(images, [12, 12], mode="bilinear", antialias=True)
+    assert torch.allclose(again, expected, atol=1e-6)
+    assert _equal(_images(4, 3, steps, epoch=1), grown)
+    assert {image.shape for image in _images(steps=steps).values()} == {(1, 6, 6)}
+    for epoch in (2, 9):  # the last size, here that of the images, holds from then on
+        assert _equal(_images(steps=steps, epoch=epoch), _images(epoch=epoch))
+
+
+@pytest.mark.parametrize("side", [5, 16, 20])
+def test_bytes_are_resized_like_numbers_and_rounded(side: int) -> None:
+    images = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8)
+    resized = ProgressiveResize([side]).of_epoch(3)
+    assert resized(images).dtype == torch.uint8
+    assert (resized(images) - resized(images.float())).abs().max() <= 1.1  # rounds twice
+
+
+def test_sizes_have_to_be_some_pixels() -> None:
+    for sizes in ([], [8, 0]):
+        with pytest.raises(DataError, match="give a positive number of pixels for each epoch"):
+            ProgressiveResize(sizes)
 
 
 Pair = namedtuple("Pair", "image label")

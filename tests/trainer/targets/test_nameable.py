@@ -65,7 +65,7 @@ data.sources Cifar10 Digits FashionMnist
 data.streams Stream
 data.tabular Diabetes
 data.text StandardLibraryText
-data.transforms Mirrored Shifted StackViews Standardize ToFloat
+data.transforms Mirrored ProgressiveResize Shifted StackViews Standardize ToFloat
 models.gan Discriminator GAN Generator
 models.gpt GPT
 models.mlp MLP
