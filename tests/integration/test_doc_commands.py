@@ -157,11 +157,14 @@ def limited(command):
         if f"data={kind.lower().removesuffix('s')}" in command or f"data={kind.lower()}" in command:
             command = command.replace("=DIR", f"={kind}")
     words = [word for word in shlex.split(command) if not word.startswith("[")]
+    if {"predict", "export", "quantize"} & {*words[:2]}:
+        return [*words, "overwrite=true"]  # commands of a block are often alternatives
     if words[0] != "train" or "--help" in words:
         return words
     given = {word.partition("=")[0] for word in words}
     limits = [limit for limit in LIMITS if limit.partition("=")[0] not in given]
-    if {"strategy.devices=2", "-m"} & {*words} and "dry_run" not in given:
+    dry = {"strategy.devices=2", "-m"} & {*words} and "sweep=optuna" not in words
+    if dry and "dry_run" not in given:
         limits.append("dry_run=true")
     return [*words, *limits]
 
