@@ -122,7 +122,7 @@ def world(run, tmp_path_factory):
     pictures(place / "NEW_IMAGES", 3)
     tables(place)
     made = [
-        ["train", "experiment=resnet18", "run_dir=RUN", *LIMITS],
+        ["train", "experiment=resnet18", "model=small_cnn", "run_dir=RUN", *LIMITS],
         ["train", "experiment=char_lm", "run_dir=runs/char_lm/TIME", *LIMITS],
         ["train", "-m", "experiment=resnet18", "model=mlp", "seed=1,2", *LIMITS],
         ["regimen", "quantize", "run=RUN", "samples=16"],
@@ -153,6 +153,7 @@ def limited(command):
     command = command.replace("range(0,10)", "range(0,2)").replace("n_trials=30", "n_trials=2")
     command = command.replace("step-00000120", "step-00000002").replace("=1024", "=16")
     command = command.partition(" > ")[0].replace("out=DIR", "out=OUT")
+    command = command.replace("embeddings:avgpool", "embeddings:pool")  # the small network's
     for kind in ("TOKENS", "TABLES", "SHARDS"):
         if f"data={kind.lower().removesuffix('s')}" in command or f"data={kind.lower()}" in command:
             command = command.replace("=DIR", f"={kind}")
