@@ -29,6 +29,8 @@ GIVEN = {
 HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "callbacks=whitening": "airbench94"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
+    "callbacks=mlflow": "mlflow",
+    "callbacks=wandb": "wandb",
     "model=timm": "timm",
     "model=transformers": "transformers",
     "task/metrics=torchmetrics": "torchmetrics",

@@ -184,19 +184,24 @@ def test_each_state_is_needed_for_that(
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_every_yaml_builds_what_it_names(name: str) -> None:
+    if name in ("mlflow", "wandb"):
+        pytest.importorskip(name)
     node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert list(node) == [name]
     callback = instantiate(node[name])
     assert isinstance(callback, Callback)
     module = type(callback).__module__
     pictures = module.startswith("callbacks.pictures.")  # several callbacks a file
-    assert pictures or module in (f"callbacks.{name}", f"callbacks.compression.{name}")
+    rooms = ("callbacks", "callbacks.compression", "callbacks.trackers")
+    assert pictures or module in [f"{room}.{name}" for room in rooms]
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_yaml_opens_with_a_command_and_explains_its_options(name: str) -> None:
     first, *lines = (CONF / f"{name}.yaml").read_text().splitlines()
-    assert first.startswith("# train experiment=")
+    installing = "# pip install " if name in ("mlflow", "wandb") else "# train experiment="
+    assert first.startswith(installing)
+    assert "train experiment=" in first
     told = {"record_shapes", "profile_memory", "every_n_epochs", "bins", "min_lr", "max_lr"}
     for line in lines:
         key = line.strip().split(":")[0]

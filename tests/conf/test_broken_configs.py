@@ -150,11 +150,16 @@ ALONE = [
     case("strategy=ddp strategy.timeout=0", "strategy.timeout", "> 0"),
 ]
 
-# Found once keys and types are right.
+# Found by the signatures, once every name is right.
 TARGETS = [
-    case("+model.dept=18", "model.dept", "did you mean depth?"),
     case("model.depth=deep", "model.depth", "expected", "'deep'"),
     case("~model.num_classes", "model.num_classes", "missing"),
+    case("optimizer.nesterov=please", "optimizer.nesterov", "expected bool"),
+]
+
+# Found once keys and types are right.
+ARGUMENTS = [
+    case("+model.dept=18", "model.dept", "did you mean depth?"),
     case("+data.train.shuffle=1", "data.train.shuffle", "no argument 'shuffle'"),
     case(
         "transforms.train.crop={_target_:torchvision.transforms.v2.RandomCrop,sise:3}",
@@ -162,7 +167,6 @@ TARGETS = [
         "did you mean size?",
     ),
     case("+optimizer.momentun=0.9", "optimizer.momentun", "did you mean momentum?"),
-    case("optimizer.nesterov=please", "optimizer.nesterov", "expected bool"),
     case("+task.los=1", "task.los", "did you mean loss?"),
     case("+lr_scheduler.pct=0.1", "lr_scheduler.pct", "no argument 'pct'"),
     case("+callbacks.progress.colour=1", "callbacks.progress.colour", "no argument 'colour'"),
@@ -191,6 +195,7 @@ VALUES = [
     [
         *(pytest.param(r, id=f"round-{i}") for i, r in enumerate(rounds(KEYS_AND_TYPES))),
         *(pytest.param([one], id=" ".join(one.overrides)) for one in (*ALONE, *VALUES)),
+        *(pytest.param(r, id=f"arguments-{i}") for i, r in enumerate(rounds(ARGUMENTS))),
         *(pytest.param(r, id=f"targets-{i}") for i, r in enumerate(rounds(TARGETS))),
     ],
 )

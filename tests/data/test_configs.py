@@ -79,6 +79,7 @@ def test_a_data_set_chooses_transforms_that_others_override(
 def test_every_pair_composes(composed: Any, data: str, transforms: str) -> None:
     given = {
         "huggingface": ["data.path=d"],
+        "huggingface_stream": ["data.path=d", "data.train_length=9", "data.val_length=9"],
         "table": ["data.path=t.csv", "data.target=y", "data.channels=1"],
     }
     words = [f"data={data}", f"transforms={transforms}", "data.root=/pictures"]

@@ -151,7 +151,7 @@ def two(launch):
 def test_two_nodes_train_as_one(launch, two):
     assert two.status["state"] == "finished"
     assert json.loads((two.run_dir / "manifest.json").read_text())["world_size"] == 2
-    assert [path.name for path in two.run_dir.parent.iterdir() if path.is_dir()] == ["run"]
+    assert [path.name for path in two.run_dir.parent.glob("[!_]*") if path.is_dir()] == ["run"]
     assert two.out.count("\nrun ") == 1
     assert len(two.seen) == 2
     assert sum(two.seen, Counter()) == {str(index): 2 for index in range(1257)}  # two epochs

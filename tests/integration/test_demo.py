@@ -413,7 +413,7 @@ def test_a_person_draws_a_digit_and_chooses_a_file(site, whole, tmp_path):
 @pytest.mark.skipif(installed() is None, reason="no Chromium is installed (apt: chromium)")
 def test_a_person_sends_the_row_of_the_example(table_site, tmp_path):
     with Browser(tmp_path / "profile", table_site.url) as browser:
-        browser.until("document.querySelector('#body').value !== ''")
+        browser.until("(document.querySelector('#body') || {value: ''}).value !== ''")
         assert browser.value("document.querySelector('#drop').hidden")
         assert '"zone"' in browser.value("document.querySelector('#curl').innerText")
         browser.value("document.querySelector('#json button').click()")

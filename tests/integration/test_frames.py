@@ -34,7 +34,7 @@ def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
     frames = json.loads((tmp_path / "frames.json").read_text())
     names = [(Path(file).relative_to(ROOT), name) for file, name in frames if _is_ours(file)]
     print(*(f"{path}: {name}" for path, name in names), sep="\n")
-    assert names[0] == (Path("scripts/train.py"), "main")
+    assert names[0] == (Path("scripts/regimen.py"), "main")
     assert ("trainer/trainer.py", "fit") in [(str(path), name) for path, name in names]
     assert len(names) <= MOST
 

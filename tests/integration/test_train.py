@@ -87,7 +87,7 @@ def test_the_closing_block_names_the_next_steps(finished):
     assert "error:" not in run.err
     versions, *_ = run.err.splitlines()
     assert re.fullmatch(r"regimen \S+ · torch \S+ · (\w+, )?\d+ threads?", versions)
-    assert run.err.count("regimen ") == 1
+    assert run.err.count("regimen 0.") == 1
     epochs = [line for line in run.err.splitlines() if line.startswith("epoch ")]
     assert epochs
     assert max(map(len, epochs)) <= 100

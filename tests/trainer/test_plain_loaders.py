@@ -48,7 +48,7 @@ def test_what_can_be_read_only_once_is_refused(place: str) -> None:
     given = [iter(BATCHES)] if place == "train_loader" else [BATCHES, (b for b in BATCHES)]
     with pytest.raises(TypeError, match=f"{place} is an iterator .* only once"):
         trained(*given)
-    with pytest.raises(TypeError, match=f"{place} is no iterable"):
+    with pytest.raises(TypeError, match=f"{place} is not an iterable of batches: "):
         trained(*given[:-1], 3)
 
 

@@ -206,6 +206,7 @@ def _described(path: Path) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a type that `.metadata` may hold. Raises CheckpointError for others."""
+        module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if f"{module}.{name}" in _PLAIN:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -116,5 +116,5 @@ def repeatable(loader: Any, name: str) -> Any:
             "__iter__ starts again"
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"{name} is not an iterable of batches but a {type(loader).__name__}")
+        raise TypeError(f"{name} is not an iterable of batches: {type(loader).__name__}")
     return loader

@@ -70,7 +70,7 @@ def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | 
     experiment.trainer.state.stop_reason = MAX_TIME
     text = block(experiment, run_dir, columns)
     assert commands_in(text, "again") == ["evaluate", f"run={run_dir}"]
-    assert commands_in(text, "look")[2].endswith(f"my run:{run_dir}/tensorboard")
+    assert commands_in(text, "look") == ["regimen", "tensorboard", "--logdir", str(run_dir)]
     assert commands_in(text, "go on")[-2:] == [f"run_dir='{run_dir}'", "resume=auto"]
 
 

@@ -11,6 +11,7 @@ from trainer.errors import DivergedError
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
+from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -103,7 +104,7 @@ def test_one_process_skips_the_update(alone):
 @pytest.mark.parametrize("kind", [DDP, FSDP])
 def test_several_processes_skip_the_same_updates(alone, ranks, kind):
     def run(rank):
-        strategy = kind("gloo", timeout=30, accelerator="cpu")
+        strategy = kind(Processes("gloo", 30, "cpu"))
         strategy.setup()
         results = {case: train(strategy, *case) for case in CASES}
         strategy.group.barrier()
