@@ -35,7 +35,6 @@ NOT_HERE = {  # by what they begin with, or hold
     "sweep=ray": "needs Ray; tests/scripts/sweeps/launchers",
     "data=cifar10 ": "downloads",
     "model.weights=torchvision:": "downloads",
-    "sync_batchnorm=true": "needs GPUs",
 }
 LIMITS = ["debug=fast", "loader.batch_size=8", "loader.eval_batch_size=8", "loader.num_workers=0"]
 
