@@ -28,6 +28,7 @@ NOT_HERE = {  # by what they begin with, or hold
     "python -m scripts.benchmark": "minutes; tests/scripts/benchmarks has each with tiny sizes",
     "python -m scripts.soak": "minutes; tests/integration/test_soak.py",
     "regimen demo": "does not end; tests/integration/test_demo.py",
+    "regimen tensorboard": "does not end; tests/integration/test_tensorboard_pages.py",
     "regimen doctor": "half a minute; tests/scripts/checkup",
     "regimen new": "tests/integration/test_newcomer_project.py",
     "--config-dir conf model=mine": "tests/integration/test_readme_blocks.py",
