@@ -52,9 +52,10 @@ def known_device(asked: str = "auto") -> str | None:
 
 def threads() -> int:
     """Return how many threads an operation of torch will use, by its own default on this CPU."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if given.isdigit() and int(given):
-        return int(given)
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):  # torch asks MKL first
+        given = os.environ.get(name, "").partition(",")[0]
+        if given.isdigit() and int(given):
+            return int(given)
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     usable = os.sched_getaffinity(0)

@@ -22,7 +22,8 @@ from torchvision.io import write_jpeg, write_png
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
-    r"^(?: {4})?(?:uv run )?((?:train|evaluate|predict|regimen|python -m scripts\.\w+) .*)$"
+    r"^(?: {4})?(?:uv run )?"
+    r"((?:train|evaluate|predict|regimen(?! \d)|python -m scripts\.\w+) .*)$"
 )
 NOT_HERE = {  # by what they begin with, or hold
     "python -m scripts.benchmark": "minutes; tests/scripts/benchmarks has each with tiny sizes",
@@ -153,6 +154,7 @@ def limited(command):
     command = command.replace("range(0,10)", "range(0,2)").replace("n_trials=30", "n_trials=2")
     command = command.replace("step-00000120", "step-00000002").replace("=1024", "=16")
     command = command.partition(" > ")[0].replace("out=DIR", "out=OUT")
+    command = command.replace("resume=runs/", "model=small_cnn resume=runs/")
     command = command.replace("embeddings:avgpool", "embeddings:pool")  # the small network's
     for kind in ("TOKENS", "TABLES", "SHARDS"):
         if f"data={kind.lower().removesuffix('s')}" in command or f"data={kind.lower()}" in command:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from data.batch import map_tensors
 from trainer.nested import first_tensor
@@ -51,7 +51,8 @@ def probe(
         )  # their modules do not accept replacement tensors
     step = _Step(model, call)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if compute and device.type == "cpu" and not any(map(_uncounted, model.modules())):
+    counted = _counts_attention() and not any(map(_uncounted, model.modules()))
+    if compute and device.type == "cpu" and counted:
         with suppress(Exception):  # to be told below
             return _try(step, example, device, autocast)
     with suppress(Exception):  # a tensor created on the CPU, an operator without a meta kernel, ...
@@ -94,6 +95,11 @@ def _try(step: _Step, example: Any, device: torch.device, autocast: Context) -> 
     del output  # it kept the saved tensors alive until here
     found.total_flops, found.saved_bytes = counter.get_total_flops(), saved.bytes
     return found
+
+
+def _counts_attention() -> bool:
+    """Return whether torch counts the FLOPs of its attention on CPUs: later ones than 2.11 do."""
+    return any("flash_attention_for_cpu" in str(operator) for operator in flop_registry)
 
 
 def _uncounted(module: nn.Module) -> bool:

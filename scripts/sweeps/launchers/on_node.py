@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ class NodeJob:
             return
         self.process.send_signal(number)
         # Popen.wait() takes a lock that the interrupted code may hold.
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ChildProcessError):  # that code was quicker
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
     def checkpoint(self) -> Any:
         """Save before a preemption or the time limit; submitit queues the rest of the job again."""

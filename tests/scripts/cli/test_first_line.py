@@ -18,7 +18,7 @@ CUDA = "cuda: Optional[str] = '13.2'"
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *AS_JOB):
+    for name in ("RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *AS_JOB):
         monkeypatch.delenv(name, raising=False)
 
 
