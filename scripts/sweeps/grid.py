@@ -32,7 +32,8 @@ def _grid(arguments: Arguments) -> int:
     pairs = list(zip(jobs, configs, strict=True))
     unfinished = [job for job, config in pairs if not it.is_done(job, config)]
     it.server.modules = modules_of(configs)
-    check_built(arguments, unfinished, it.server)
+    if monitor := check_built(arguments, unfinished, it.server):
+        it.expected = f"val/{monitor}"
     with it.held():
         planned = [(it.plan(job, config), job) for job, config in pairs]
         it.write()
