@@ -84,7 +84,7 @@ def _summary(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
     data.version = _VERSION
     value = Summary.Value(tag=f"{_TAG}/{tag}")
     value.metadata.plugin_data.plugin_name = "hparams"
-    value.metadata.plugin_data.content = data.SerializeToString()
+    value.metadata.plugin_data.content = data.SerializeToString(deterministic=True)
     value.tensor.dtype = DT_FLOAT
     value.tensor.tensor_shape.dim.add(size=0)
     return Summary(value=[value])
