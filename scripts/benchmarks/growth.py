@@ -81,7 +81,7 @@ def measure(rounds: int) -> Report:
 class Marks(Callback):
     """Note the CPU's time and the process's memory at 900 and 1,000 updates, 9,000 and so on."""
 
-    places: Container[int] = frozenset(n * 10 ** (p - 1) for p in DECADES for n in (9, 10))
+    places: Container[int]
     notes: list[tuple[int, float, int]] = field(default_factory=list)
 
     def on_update_end(self, trainer: Trainer) -> None:
@@ -131,7 +131,8 @@ class _Batches:
 
 
 def _run() -> Marks:
-    model, marks = _Weight(), Marks()
+    model = _Weight()
+    marks = Marks(frozenset(n * 10 ** (p - 1) for p in DECADES for n in (9, 10)))
     with tempfile.TemporaryDirectory() as folder, one_thread():
         Trainer(
             model,
