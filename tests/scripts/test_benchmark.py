@@ -106,10 +106,12 @@ def test_cifar10_fast_says_what_data_it_needs() -> None:
 def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
     report = gpu.measure(1, words)
-    assert len(report.rows) == 12
+    assert len(report.rows) == 14
     assert all(row.value >= 0 for row in report.rows)
     assert report.headlines["airbench94_ratio_to_handwritten"] > 0
     assert report.headlines["resnet50_kernels_ratio_to_handwritten"] < 1.5
+    assert report.headlines["resnet50_jpeg_share_of_time"] > 0
+    assert report.headlines["resnet18_cifar10_accuracy"] >= 0
 
 
 def test_without_a_gpu_its_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
