@@ -26,8 +26,9 @@ MOST_ROUNDS = 10
 _PLAIN = str(Path(__file__).with_name("start_plain.py"))
 _TRAIN = ("-m", "scripts.train")
 _FIRST_UPDATE = (
-    *("experiment=resnet18", "model=mlp", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
-    *("trainer.limit_test_batches=0", "callbacks.checkpoint=null", "callbacks.early_stopping=null"),
+    *("experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1"),
+    *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
+    *("callbacks.checkpoint=null", "callbacks.early_stopping=null"),
     *("--allow-target", "scripts.benchmarks.start_mark"),
     "+callbacks.mark._target_=scripts.benchmarks.start_mark.Mark",
 )
