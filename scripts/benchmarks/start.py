@@ -1,6 +1,6 @@
 """How long whole commands take: to the first update, to print help, to tell a mistake.
 
-The reference of the first update is `start_plain.py`: torch, torchvision, one step. That of the
+The reference of the first update is `by_hand/start.py`: torch, torchvision, one step. That of the
 others is the same script up to its imports. Times are by the clock, ratios by the CPU's time of
 the process up to the mark, which other processes change less.
 """
@@ -23,11 +23,12 @@ from pathlib import Path
 from scripts.benchmarks.report import Report, paired
 
 MOST_ROUNDS = 10
-_PLAIN = str(Path(__file__).with_name("start_plain.py"))
+_PLAIN = str(Path(__file__).with_name("by_hand") / "start.py")
 _TRAIN = ("-m", "scripts.train")
 _FIRST_UPDATE = (
-    *("experiment=resnet18", "model=mlp", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
-    *("trainer.limit_test_batches=0", "callbacks.checkpoint=null", "callbacks.early_stopping=null"),
+    *("experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1"),
+    *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
+    *("callbacks.checkpoint=null", "callbacks.early_stopping=null"),
     *("--allow-target", "scripts.benchmarks.start_mark"),
     "+callbacks.mark._target_=scripts.benchmarks.start_mark.Mark",
 )

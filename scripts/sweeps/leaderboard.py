@@ -11,14 +11,13 @@ from scripts.sweeps.groups import Groups
 from scripts.sweeps.process import NOT_STARTED, Outcome
 from scripts.sweeps.ranking import Ranking
 from trainer.files.atomic import write_text
+from trainer.files.layout import aligned
 from trainer.files.log_format import on_one_line
 from trainer.runs.status import ENDED_WELL
 
 FILE = "leaderboard.csv"
 SHOWN = 20  # jobs of the table on the screen
-_GAP = "  "
 _RUNNING = "running"
-_NARROW = 6  # characters that a column keeps
 
 
 def write_csv(
@@ -79,7 +78,7 @@ def show(
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     cells = [[on_one_line(cell) for cell in row] for row in rows]
-    for line in table(cells, get_terminal_size().columns):
+    for line in aligned(cells, get_terminal_size().columns, last=2):
         print(line)
 
 
@@ -115,21 +114,3 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
     known = Counter(end for key in keys for end in ends(key))
     return [next((end for end in ends(key) if known[end] == 1), key) for key in keys]
-
-
-def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows as aligned lines of at most `width` characters; long cells are cut.
-
-    Where even short cells are too many, the columns before the last two are left out.
-    """
-    most = max(1, (width + len(_GAP)) // (_NARROW + len(_GAP)))
-    if len(rows[0]) > most:
-        rows = [[*row[: most - 2], *row[-2:]] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > _NARROW:
-        widths[widths.index(max(widths))] -= 1
-    return [_GAP.join(map(_cell, row, widths)).rstrip() for row in rows]
-
-
-def _cell(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"

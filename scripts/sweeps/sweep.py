@@ -27,6 +27,7 @@ from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, note_outcome, words
 from scripts.sweeps.ranking import Ranking
 from trainer.errors import StorageError
+from trainer.files.layout import columns_of, folded_command
 from trainer.files.log_format import on_one_line
 from trainer.runs.dashboard import sweep_command
 from trainer.runs.status import holds_run
@@ -82,7 +83,8 @@ class Sweep:
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         dashboard.begin(self.folder, self.varied)
-        print(f"follow the sweep: {sweep_command(self.folder)}", flush=True)
+        typed = folded_command(sweep_command(self.folder), columns_of(sys.stdout))
+        print("follow the sweep:", typed, sep="\n" if "\n" in typed else " ", flush=True)
         try:
             with self.stop.listening():
                 yield
