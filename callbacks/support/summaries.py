@@ -23,6 +23,17 @@ from callbacks.support.drawing import png
 from trainer.media import Histogram, Image, PRCurve
 
 
+def shown_summary(name: str, value: Image | Histogram | PRCurve | str) -> Summary:
+    """Return what a run shows for the tab of its kind."""
+    if isinstance(value, str):
+        return text_summary(name, value)
+    if isinstance(value, Histogram):
+        return histogram_summary(name, value)
+    if isinstance(value, PRCurve):
+        return pr_curve_summary(name, value)
+    return image_summary(name, value)
+
+
 def image_summary(name: str, image: Image) -> Summary:
     """Return an image for the Images tab."""
     height, width = image.shape[:2]

@@ -178,6 +178,7 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "activations": memory.activations,
+        **({} if memory.data == 0 else {"data": memory.data}),
     }
     total = size(memory.total) if memory.complete else f"more than {size(memory.total)}"
     rows = [*((name, size(value)) for name, value in parts.items()), ("estimate", total)]
@@ -185,10 +186,13 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
 
 
 def _memory_note(plan: Plan) -> Iterator[str]:
+    others = ", its workspace and the data" if plan.memory.data == 0 else " and its workspace"
     yield (
-        f"activations of {plan.split.largest} samples at a time; the framework, its workspace and "
-        "the data need additional memory"
+        f"activations of {plan.split.largest} samples at a time; the framework{others} need "
+        "additional memory"
     )
+    if plan.memory.data is None:
+        yield "data.cache=device: how much the decoded images take shows when they are decoded"
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -16,14 +16,21 @@ from trainer.files.log_format import on_one_line
 
 FILE = "leaderboard.csv"
 SHOWN = 20  # jobs of the table on the screen
+_RUNNING = "running"
 
 
 def write_csv(
-    folder: Path, jobs: Sequence[Outcome], ranking: Ranking, groups: Groups, count: int
+    folder: Path,
+    jobs: Sequence[Outcome],
+    ranking: Ranking,
+    groups: Groups,
+    count: int,
+    running: Collection[int] = (),
 ) -> None:
     """Write all jobs, ranked, with every override that was given and the statistics of its group.
 
     A search knows its next jobs one by one: those missing of `count` are listed without numbers.
+    `running`: the numbers of the jobs that run now.
     """
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     text = io.StringIO()
@@ -35,7 +42,8 @@ def write_csv(
         overrides = [job.overrides.get(key, "") for key in keys]
         measured = "" if value is None else repr(value)
         facts = [measured, _seconds(job), job.run_dir, *groups.cells(job, repr)]
-        writer.writerow([job.number, job.state, *overrides, *facts])
+        state = _RUNNING if job.number in running else job.state
+        writer.writerow([job.number, state, *overrides, *facts])
     unknown = ["", NOT_STARTED, *[""] * (len(header) - 2)]
     writer.writerows([unknown] * (count - len(jobs)))
     write_text(folder / FILE, text.getvalue())
