@@ -13,6 +13,7 @@ from scripts.sweeps.ranking import Ranking
 from trainer.files.atomic import write_text
 from trainer.files.layout import aligned
 from trainer.files.log_format import on_one_line
+from trainer.runs.status import ENDED_WELL
 
 FILE = "leaderboard.csv"
 SHOWN = 20  # jobs of the table on the screen
@@ -65,6 +66,9 @@ def show(
     if groups.keys:
         print(f"\n{ranking.name} over {', '.join(groups.keys)}")
         _print_table(_group_rows(groups, varied))
+    ended = [job for job in jobs if job.state in ENDED_WELL]
+    if ended and all(ranking.value(job) is None for job in jobs):
+        print(f"no job has logged {ranking.name}: they are not ranked")
     for job in jobs:
         if job.failed:
             reason = on_one_line(job.reason or "see its output above")

@@ -173,6 +173,18 @@ def test_no_job_outlives_its_sweep(job: Path, number: int, rows_of: Rows) -> Non
         assert code == 143
 
 
+@pytest.mark.parametrize(
+    ("state", "done"),
+    [("finished", 1), ("failed", 1), ("pruned", 1), ("preempted", 0), ("not started", 0)],
+)
+def test_a_job_that_goes_on_later_is_not_done(state: str, done: int) -> None:
+    it: Any = SimpleNamespace(outcomes=[], ended=state == "preempted", count=2)
+    account = display._Account(it)
+    account.end(Outcome(0, Path("there/0"), {}, state))
+    account.began -= 10
+    assert (account.done, bool(account.left())) == (done, bool(done))
+
+
 def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(number: int, lr: float) -> Launch:
         folder = Path("there") / str(number)

@@ -99,6 +99,20 @@ def test_groups_have_a_mean_and_a_deviation(
     ]
 
 
+def test_a_metric_that_no_job_has_logged_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = seeds("1", None, 2.0)
+    for job in jobs:
+        job.state = "finished"
+    for expected in (False, True):
+        ranking = Ranking(CONFIG, jobs)
+        show(tmp_path, jobs, ranking, Groups([], jobs, ranking), ["lr"])
+        said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
+        assert said is expected
+        jobs[1].results = {"test/loss": 1.0}
+
+
 def test_only_swept_keys_make_groups() -> None:
     assert group_keys("seed", ["seed", "optimizer.lr"]) == ["seed"]
     with pytest.raises(ConfigError, match=r"^sweep.group_by: 'sed' does not vary .* mean seed"):

@@ -359,7 +359,9 @@ def test_other_fixed_values_than_the_study_began_with_are_refused(jobs: Jobs) ->
 )
 def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str) -> None:
     Path(name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"^the study .*{name} is damaged .*move it away"):
+    with pytest.raises(
+        CheckpointError, match=rf"^the study .*{name} is damaged \(.*[a-z].*\): move it away"
+    ):
         run(*SPACE, f"sweep.storage={name}", "run_dir=there")
     assert jobs.ran == []
 
