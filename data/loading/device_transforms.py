@@ -158,7 +158,7 @@ def _drawn(transform: Any, name: int) -> Step:
 
     def one_size(images: Tensor, targets: Any, own: Words, epoch: int) -> tuple[Tensor, Any]:
         draws = transform.draw(Draws(own, epoch), *images.shape[-2:])
-        rows = [_sent(draw, images.device) for draw in draws]
+        rows = [sent(draw, images.device) for draw in draws]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(images, *rows), targets
@@ -219,8 +219,8 @@ def _of_epoch(of_epoch: Callable[[int], Callable[[Any], Any]]) -> Step:
     return apply
 
 
-def _sent(rows: Tensor, device: torch.device) -> Tensor:
-    """Copy draws to the device, from pinned memory so that the host does not wait."""
+def sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy rows of numbers to the device, from pinned memory so that the host does not wait."""
     if device.type == rows.device.type:
         return rows
     if device.type != "cuda":
