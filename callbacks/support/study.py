@@ -93,10 +93,17 @@ def study_errors(place: str, opening: bool = False) -> Iterator[None]:
         raise found from error
 
 
+def _reason(error: BaseException) -> str:
+    lines = str(getattr(error, "orig", None) or error).splitlines() or [""]
+    # The text of a KeyError and of some others is a number alone.
+    plain = not lines[0] or any(map(str.isalpha, lines[0]))
+    return lines[0] if plain else f"{type(error).__name__} {lines[0]}"
+
+
 def _known(place: str, error: Exception, opening: bool) -> Exception | None:
     chain = [error, error.__cause__, error.__context__]
-    texts = [str(getattr(e, "orig", None) or e).splitlines() for e in reversed(chain) if e]
-    reason = next((lines[0] for lines in texts if lines), type(error).__name__)
+    reasons = (_reason(e) for e in reversed(chain) if e)
+    reason = next(filter(None, reasons), type(error).__name__)
     kind = type(error).__module__.partition(".")[0]
     if isinstance(error, OSError):
         return StorageError(f"cannot use the study {place}: {error.strerror or error}")

@@ -48,7 +48,13 @@ class _Account:
         self.before = sum(outcome.state != NOT_STARTED for outcome in it.outcomes)
         self.done = self.before
 
+    def end(self, outcome: Outcome) -> None:
+        """Count a job that has ended, unless it goes on with the next start of the sweep."""
+        self.done += outcome.state not in (NOT_STARTED, "preempted")
+
     def left(self, shares: Sequence[float] = ()) -> str:
+        if self.it.ended:  # no other job starts
+            return ""
         done = self.done - self.before + sum(shares)
         elapsed = time.monotonic() - self.began
         return in_words(seconds_left(elapsed, done, self.it.count - self.before))
@@ -89,7 +95,7 @@ class _Lines:
         if again:
             print(on_one_line(f"job {outcome.number} starts again: {outcome.reason}"), flush=True)
             return
-        self.account.done += 1
+        self.account.end(outcome)
         done = f"{self.account.done} of {self.it.count} done"
         facts = [self._result(outcome), done, self.account.best(), self.account.left()]
         print("; ".join(fact for fact in facts if fact), flush=True)
@@ -146,7 +152,7 @@ class _Table:
             reason = on_one_line(f"job {outcome.number} starts again: {outcome.reason}")
             self._console.print(reason, markup=False, highlight=False, soft_wrap=True)
         else:
-            self.account.done += 1
+            self.account.end(outcome)
         self._live.refresh()
 
     def refresh(self, running: Sequence[Outcome]) -> None:

@@ -35,6 +35,7 @@ PRELOADED = [
 JOB = [
     "experiment=resnet18",
     "model=small_cnn",
+    "optimizer=sgd_nesterov",
     "model.dropout=0.2",
     "callbacks=[default,ema]",
     "loader.num_workers=0",

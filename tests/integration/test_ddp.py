@@ -3,6 +3,7 @@
 The test is the launcher: it holds the store, sets the environment, and starts the ranks.
 """
 
+import csv
 import json
 import multiprocessing.connection
 import re
@@ -17,6 +18,7 @@ from trainer.checkpoints.store import CheckpointStore
 JOB = [
     "experiment=resnet18",
     "model=mlp",
+    "optimizer=sgd_nesterov",
     "model.hidden=[32,16]",
     "loader.num_workers=0",
     "trainer.max_epochs=2",
@@ -178,6 +180,20 @@ def test_a_group_is_one_run(whole):
     steps = [json.loads(line)["step"] for line in (group.run_dir / "metrics.jsonl").open()]
     assert steps == sorted(steps)
     assert len(list((group.run_dir / "tensorboard").iterdir())) == 1
+
+
+def test_one_of_two_processes_writes_for_trackers(ranks):
+    words = ["+callbacks.csv._target_=callbacks.trackers.csv.CSV", "resume=auto"]
+    first = ranks(2, *words, "trainer.max_steps=7")
+    assert first.wait() == [0, 0], first.err
+    group = ranks(2, *words, folder=first.folder)
+    assert group.wait() == [0, 0], group.err
+    logged = [json.loads(line) for line in (group.run_dir / "metrics.jsonl").open()]
+    with (group.run_dir / "csv/metrics.csv").open(newline="") as file:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    assert rows == logged
+    assert max(line["step"] for line in logged) > 7
+    assert (group.run_dir / "csv/results.csv").read_text().startswith("key,value\nstate,finished")
 
 
 def test_an_exception_ends_all(ranks):

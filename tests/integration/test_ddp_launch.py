@@ -15,6 +15,7 @@ from trainer.checkpoints.store import CheckpointStore
 JOB = [
     "experiment=resnet18",
     "model=mlp",
+    "optimizer=sgd_nesterov",
     "model.hidden=[32,16]",
     "loader.num_workers=0",
     "trainer.max_epochs=2",
@@ -196,10 +197,11 @@ def test_a_mistake_that_the_processes_find_is_told_where_it_was_written(train, f
 
 @pytest.mark.slow
 def test_a_sweep_makes_one_directory_a_job(start, folder):
-    run = start(
-        [*JOB, "trainer.max_epochs=1", "optimizer.lr=0.1,0.05", "-m", "run_dir=sweep"],
-        folder=folder,
-    ).wait(180)
+    grid = ["-m", *JOB, "trainer.max_epochs=1", "optimizer.lr=0.1,0.05", "sweep.jobs=2"]
+    run = start([*grid, "run_dir=sweep"], folder=folder).wait(300)
     assert run.code == 0, run.err
+    for number in (0, 1):
+        manifest = json.loads((folder / "sweep" / str(number) / "manifest.json").read_text())
+        assert (manifest["world_size"], manifest["exit"]["state"]) == (2, "finished")
     assert {"0", "1"} <= {path.name for path in (folder / "sweep").iterdir() if path.is_dir()}
     assert not (folder / "runs").exists()

@@ -22,6 +22,7 @@ pytestmark = [
 RUN = [
     "experiment=resnet18",
     "model=small_cnn",
+    "optimizer=sgd_nesterov",
     "loader.num_workers=0",
     "trainer.max_epochs=3",
     "trainer.log_every_n_steps=4",
@@ -164,3 +165,26 @@ def test_a_sweep_has_a_row_for_each_job(page, picture, sweep):
     go(browser, f"scalars&tagFilter={quote('^val/accuracy$')}")
     browser.until(f"{curves('val/accuracy')}.length >= 2")
     assert browser.errors == []
+
+
+def test_a_profile_has_rows_of_operators(page, train, runs):
+    pytest.importorskip("xprof", reason="the Profile tab is xprof's")
+    path = runs / "profiled"
+    limits = "trainer.max_epochs=null", "trainer.max_steps=15"
+    done = train([*RUN, *limits, "callbacks=[default,profiler]", f"run_dir={path}"])
+    assert done.code == 0, done.err
+    browser = page(printed(done.out), "profile")
+    tab = "document.querySelector('iframe')?.contentDocument"
+    tools = f"[...({tab}?.querySelectorAll('mat-select') ?? [])][1]?.firstElementChild"
+    entries = f"[...{tab}.querySelectorAll('mat-option')]"
+    viewer = f"{entries}.find(e => e.innerText.includes('Trace Viewer'))"
+    browser.until(f"{tab}?.body?.innerText.includes('Tools (')")
+    browser.until(f"({viewer}?.click(), {tools}?.click(), Boolean({viewer}))")
+    browser.until(f"({viewer}?.click(), Boolean({tab}.querySelector('iframe')))")
+    trace = f"{tab}.querySelector('iframe').contentDocument?.body?.innerText ?? ''"
+    browser.until(f"({trace}).includes('/host:CPU') && ({trace}).includes('thread')")
+    loaded = f"new URL({tab}.querySelector('iframe').src).searchParams.get('trace_data_url')"
+    browser.value(f"void fetch({loaded}).then(r => r.text()).then(t => window.loaded = t)")
+    operators = browser.until("window.loaded")
+    assert "ProfilerStep#" in operators
+    assert '"aten::conv2d"' in operators

@@ -1,5 +1,6 @@
 import csv
 import errno
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from callbacks.metrics_log import MetricsLog
 from callbacks.trackers.csv import CSV
 from trainer.callback import Results
 
@@ -38,6 +40,22 @@ def test_a_row_for_each_time_and_a_column_for_each_name(make_trainer: Any, tmp_p
         ("10", "2", {"test/loss"}),
     ]
     assert float(rows(tmp_path)[-2]["val/loss"]) == trainer.metrics["val/loss"]
+
+
+def test_values_are_those_of_metrics_jsonl_to_the_last_bit(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer({"log": MetricsLog(), "csv": CSV()}, tmp_path)
+    trainer.fit()
+    trainer.log({"test/loss": 1 / 3, "test/tiny": 5e-324, "test/large": 1e300 / 7})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [(line.pop("step"), line.pop("epoch"), line) for line in lines]
+    assert logged[-1][2]["test/loss"] == 1 / 3
+    found = [
+        (int(row.pop("step")), int(row.pop("epoch")), {k: float(v) for k, v in row.items()})
+        for row in rows(tmp_path)
+    ]
+    assert found == logged
 
 
 @pytest.mark.parametrize("cut", [3, 5, 6])

@@ -6,7 +6,7 @@ import pytest
 
 from conf.errors import ConfigError
 from scripts.sweeps.groups import Groups, group_keys
-from scripts.sweeps.leaderboard import SHOWN, short_keys, show, table, write_csv
+from scripts.sweeps.leaderboard import SHOWN, short_keys, show, write_csv
 from scripts.sweeps.process import Outcome
 from scripts.sweeps.ranking import Ranking
 
@@ -31,19 +31,6 @@ def outcome(number: int, state: str = "finished", **facts: object) -> Outcome:
 )
 def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str]) -> None:
     assert short_keys(keys) == expected
-
-
-@pytest.mark.parametrize("columns", [1, 4, 40])
-def test_the_table_fits(columns: int) -> None:
-    rows = [["job", "status", *["key" * 9] * columns, "val/accuracy", "seconds"]]
-    rows.append(["0", "finished", *["value" * 40] * columns, "0.1234", "10.1"])
-    lines = table(rows, 80)
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split()[-2:] == ["0.1234", "10.1"]
-
-
-def test_a_narrow_table_is_not_cut() -> None:
-    assert table([["job", "lr"], ["0", "0.01"]], 80) == ["job  lr", "0    0.01"]
 
 
 def test_jobs_that_have_not_started_come_last() -> None:
@@ -110,6 +97,20 @@ def test_groups_have_a_mean_and_a_deviation(
         ["1", "3.0000", "1.4142", "2"],
         ["3", "0"],
     ]
+
+
+def test_a_metric_that_no_job_has_logged_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = seeds("1", None, 2.0)
+    for job in jobs:
+        job.state = "finished"
+    for expected in (False, True):
+        ranking = Ranking(CONFIG, jobs)
+        show(tmp_path, jobs, ranking, Groups([], jobs, ranking), ["lr"])
+        said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
+        assert said is expected
+        jobs[1].results = {"test/loss": 1.0}
 
 
 def test_only_swept_keys_make_groups() -> None:

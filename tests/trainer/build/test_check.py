@@ -141,7 +141,7 @@ class Counts:
 
 def test_a_check_and_a_run_build_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch, MLP, Classification, torch.optim.SGD, Checkpoint, LRSchedule)
-    config = parse(compose(["experiment=resnet18", "model=mlp"]).config)
+    config = parse(compose(["experiment=resnet18", "model=mlp", "optimizer=sgd"]).config)
     check_targets(config)
     build(config, Strategy("cpu"))
     assert counts.of[MLP] == 2
