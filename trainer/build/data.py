@@ -12,8 +12,10 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from data.decode import Decode
 from data.errors import DataError
 from data.fingerprint import fingerprint
+from data.formats.jpeg import region_decoder
 from data.image_folder import ImageFolder
 from data.loading.batch_forms import check_per_sample, defer, quick_form
 from data.loading.cache import ImageCache
@@ -119,17 +121,21 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     check_per_sample(pipeline, f"transforms.{stage}")
     if config.data.cache != "none" and not config.dry_run:
         _set_cache(config, split, dataset)
-    if config.data.decode == "scaled":
-        _decode_scaled(split, dataset, pipeline)
+    if config.data.decode != "full":
+        _decode_in_part(config.data.decode, split, dataset, pipeline)
     return as_dataset(dataset)
 
 
-def _decode_scaled(split: str, dataset: Any, pipeline: Pipeline) -> None:
+def _decode_in_part(decode: Decode, split: str, dataset: Any, pipeline: Pipeline) -> None:
+    if decode == "region" and not region_decoder():
+        message = "is region, which takes the package nvidia-nvimgcodec-cu12"
+        hint = "pip install 'regimen[jpeg]', or set data.decode=full: the same pixels, later"
+        raise ConfigError(Problem("data.decode", message, hint))
     if isinstance(dataset, ImageFolder) and pipeline.takes_files:
-        dataset.decodes_scaled = True
+        dataset.decode = decode
     else:
         known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
-        logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
+        logger.warning("warning: data.decode=%s: data.%s has no %s", decode, split, known)
 
 
 def _set_cache(config: Config, split: str, dataset: Any) -> None:
