@@ -25,7 +25,7 @@ from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
 from data.orders import FirstOf, Sequential
 from data.samplers import as_order, as_updates, default_order
-from data.streams import as_dataset
+from data.streams import Stream, as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.folds import in_folds
@@ -259,10 +259,12 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
 def _on_device(
     config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
 ) -> OnDevice:
+    dataset = loader.dataset
+    samples = None if isinstance(dataset, Stream) else len(dataset)
     return OnDevice(
         loader,
         strategy.device,
-        transforms=DeviceTransforms(steps, config.seed, _deferred(loader.dataset)),
+        transforms=DeviceTransforms(steps, config.seed, _deferred(dataset), samples),
         non_blocking=config.loader.non_blocking,
         prefetch=config.loader.prefetch_to_device,
     )
