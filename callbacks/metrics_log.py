@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Callback
 from trainer.files.append_log import AppendLog
+from trainer.runs.status import METRICS
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
-
-FILE = "metrics.jsonl"
 
 
 class MetricsLog(Callback):
@@ -37,7 +36,7 @@ class MetricsLog(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Open the file. Raises StorageError if it cannot be opened."""
         if trainer.run_dir is not None and trainer.is_main:
-            self._path = trainer.run_dir / FILE
+            self._path = trainer.run_dir / METRICS
             self._log = AppendLog(self._path)
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -69,12 +68,12 @@ class MetricsLog(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the file, and the keys of its last step."""
         offset = self._log.offset() if self._log is not None else self._offset
-        return {"sizes": {FILE: offset}, "step": self._step, "keys": sorted(self._keys)}
+        return {"sizes": {METRICS: offset}, "step": self._step, "keys": sorted(self._keys)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the size of the file and the keys of its last step."""
         # Older checkpoints hold the size as `offset`.
-        self._offset = state["sizes"][FILE] if "sizes" in state else state["offset"]
+        self._offset = state["sizes"][METRICS] if "sizes" in state else state["offset"]
         self._step, self._keys = state["step"], set(state["keys"])
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from callbacks.support.bars import Bars, View, in_short
+from callbacks.support.bars import SECONDS, Bars, View, in_short
 from callbacks.support.errors import CallbackError
 from callbacks.support.metric_table import MetricTable, Row
 from trainer.callback import Callback, saver_of
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
-_BARS_EVERY = 0.2  # seconds
 _log = logging.getLogger(__name__)
 
 
@@ -106,7 +105,7 @@ class Progress(Callback):
     ) -> None:
         """Show how far a validation or test is."""
         now = time.monotonic()
-        every = self._every_seconds if self._bars is None else _BARS_EVERY
+        every = self._every_seconds if self._bars is None else SECONDS
         if not self._shown or done == batches or now - self._looked < every:
             return
         self._looked = now

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-from callbacks.support.drawing import drawn
 from callbacks.support.errors import CallbackError
 from callbacks.support.event_file import EventFile, rewind
 from callbacks.support.hparams import (
@@ -20,16 +18,10 @@ from callbacks.support.hparams import (
     session_start,
 )
 from callbacks.support.settings import swept_keys
-from callbacks.support.summaries import (
-    histogram_summary,
-    image_summary,
-    layout_summary,
-    pr_curve_summary,
-    text_summary,
-)
-from trainer.callback import Callback, Results, saver_of
+from callbacks.support.shown import Shown, Shows
+from callbacks.support.summaries import layout_summary, shown_summary
+from trainer.callback import Results, saver_of
 from trainer.files.storage import storage_error
-from trainer.media import Histogram, Image, PRCurve
 from trainer.runs.dashboard import FOLDER, command
 
 if TYPE_CHECKING:
@@ -39,7 +31,7 @@ _OPEN = ("preempted", "stopped")  # ends after which a run can go on
 _log = logging.getLogger(__name__)
 
 
-class TensorBoard(Callback):
+class TensorBoard(Shows):
     """Write all that is logged, and hyper-parameters, to `tensorboard/` in the run directory.
 
     `hparams`: globs over the dotted keys of the run's `config.yaml`; what a sweep varies and the
@@ -74,25 +66,11 @@ class TensorBoard(Callback):
             file = self._file
             self._try(lambda: file.scalars(trainer.log_point.step, scalars))
 
-    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
-        """Write an image."""
-        self._write(trainer, image_summary(name, image))
-
-    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
-        """Write a histogram."""
-        self._write(trainer, histogram_summary(name, histogram))
-
-    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
-        """Write a text."""
-        self._write(trainer, text_summary(name, text))
-
-    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
-        """Write a figure of matplotlib's as an image."""
-        self._write(trainer, image_summary(name, drawn(figure)))
-
-    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
-        """Write precision and recall over thresholds."""
-        self._write(trainer, pr_curve_summary(name, curve))
+    def on_shown(self, trainer: Trainer, name: str, value: Shown) -> None:
+        """Write an image, a histogram, a text or a curve."""
+        if self._file is not None:
+            file, summary = self._file, shown_summary(name, value)
+            self._try(lambda: file.summary(trainer.log_point.step, summary))
 
     def write_graph(self, graph: bytes) -> None:
         """Write a model's graph, a serialized GraphDef."""
@@ -107,11 +85,6 @@ class TensorBoard(Callback):
             file, end = self._file, session_end(failed=results.state == "failed")
             # A run that is resumed after all makes a running TensorBoard forget what is beyond.
             self._try(lambda: file.summary(trainer.state.global_step + 1, end))
-
-    def _write(self, trainer: Trainer, summary: Summary) -> None:
-        if self._file is not None:
-            file = self._file
-            self._try(lambda: file.summary(trainer.log_point.step, summary))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files and their sizes."""

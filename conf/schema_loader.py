@@ -31,8 +31,8 @@ class DataConfig:
         None, "which part of train and val together is validated on, from 0", at_least=0
     )
     folds: int | None = option(None, "parts for k-fold cross-validation", at_least=2)
-    cache: Literal["none", "ram", "disk"] = option(
-        "none", "where images of files are kept once they are decoded"
+    cache: Literal["none", "ram", "disk", "device"] = option(
+        "none", "where decoded images are kept, or, on the training device, all samples"
     )
     cache_bytes: int = option(
         4_000_000_000, "most bytes of a data set that are kept, and of cache_dir", at_least=1

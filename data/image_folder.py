@@ -33,6 +33,9 @@ class _Cache(Protocol):
     def batch(self, indices: Sequence[int]) -> Tensor | None:
         """Return images of one size; None if they are not, or one is not held."""
 
+    def whole(self) -> Tensor | None:
+        """Return all images; None if they are not of one size, or one is not held."""
+
 
 class ImageFolder:
     """Image files (paths relative to `folder`) and their classes, decoded when asked for."""
@@ -76,6 +79,11 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self._image(index), int(self.targets[index])
+
+    def tensors(self) -> tuple[Tensor, Tensor] | None:
+        """Return all samples as one batch, before the transforms, if the cache holds them so."""
+        images = None if self.cache is None else self.cache.whole()
+        return None if images is None else (images, self.targets)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch from the cache; None where images have to be seen one by one."""

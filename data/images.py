@@ -53,6 +53,10 @@ class ImageTensors:
         """Return the form that the transforms expect of a picture."""
         return picture_form(self.images)
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.images, self.targets
+
     def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
         """Return a whole batch at once, or None if the transform takes single images."""
         if self.transform is not None and not acts_on_batches(self.transform):

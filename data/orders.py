@@ -1,6 +1,7 @@
 """Orders of an epoch's samples: pure functions of (seed, epoch)."""
 
-from collections.abc import Sequence, Sized
+import math
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,25 @@ from data.keys import ORDER, Words, key, random_state, scrambled
 from data.splits import cut
 from data.updates import Indices, Order
 
+# Version of the orders that are computed by position, saved in checkpoints.
+ORDER_VERSION = 2
+
 _ROUNDS = 8
 _BLOCK = 4096  # positions computed at a time: numpy takes about as long for a batch's
+_HALF = np.uint64(32)
 
 
 class Permutation:
-    """A keyed bijection of [0, n), evaluated at given positions."""
+    """A keyed bijection of [0, n), evaluated at given positions.
 
-    def __init__(self, samples: int, *identity: int) -> None:
+    A network maps a domain of at least n numbers to itself; what falls outside of [0, n) is mapped
+    again. The version says which network: a run keeps that which it began with.
+    """
+
+    def __init__(self, samples: int, *identity: int, version: int = ORDER_VERSION) -> None:
         self.samples = samples
-        half = max(1, -(-max(samples - 1, 1).bit_length() // 2))
-        self._shift = np.uint64(half)
-        self._mask = np.uint64((1 << half) - 1)
-        self._keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
+        keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
+        self._network = _NETWORKS[version](samples, keys)
         self._begin = 0
         self._block = np.empty(0, dtype=np.int64)  # the samples from position `_begin` on
 
@@ -49,11 +56,49 @@ class Permutation:
             outside = outside[found[outside] >= self.samples]
         return found.astype(np.int64)
 
-    def _network(self, words: Words) -> Words:
+
+class _Rectangle:
+    """A Feistel network over a x b numbers, a and b the next to the root of `samples`.
+
+    Less than one number in `sqrt(samples)` falls outside, whatever the size.
+    """
+
+    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
+        rows = math.isqrt(max(samples - 1, 0)) + 1
+        self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
+        self._keys = keys
+
+    def __call__(self, words: Words) -> Words:
+        left = words // self._columns
+        right, most = words - left * self._columns, (self._rows, self._columns)
+        for turn, round_key in enumerate(self._keys):
+            # The high half of a hash, scaled to the side; its bias is below side / 2**32.
+            side = most[turn % 2]
+            left = left + ((scrambled(right ^ round_key) >> _HALF) * side >> _HALF)
+            left, right = right, np.minimum(left, left - side)  # modulo: a negative wraps around
+        return left * self._columns + right
+
+
+class _Square:
+    """A Feistel network over the next power of 4, of which up to 3 in 4 numbers fall outside."""
+
+    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
+        half = max(1, -(-max(samples - 1, 1).bit_length() // 2))
+        self._shift = np.uint64(half)
+        self._mask = np.uint64((1 << half) - 1)
+        self._keys = keys
+
+    def __call__(self, words: Words) -> Words:
         left, right = words >> self._shift, words & self._mask
         for round_key in self._keys:
             left, right = right, left ^ (scrambled(right ^ round_key) & self._mask)
         return (left << self._shift) | right
+
+
+_NETWORKS: dict[int, Callable[[int, list[np.uint64]], Callable[[Words], Words]]] = {
+    1: _Square,
+    ORDER_VERSION: _Rectangle,
+}
 
 
 class Permuted:
@@ -62,13 +107,14 @@ class Permuted:
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
         self.seed = seed
+        self.version = ORDER_VERSION
 
     def __len__(self) -> int:
         return self.samples
 
     def __call__(self, epoch: int) -> Permutation:
         """Return the epoch's permutation, to be sliced."""
-        return Permutation(self.samples, self.seed, ORDER, epoch)
+        return Permutation(self.samples, self.seed, ORDER, epoch, version=self.version)
 
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.

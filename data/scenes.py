@@ -75,6 +75,10 @@ class DigitScenes:
         """Return what a picture must be brought to before the transforms."""
         return picture_form(self.images)
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.images, self.target
+
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         image = self.images[index]
         if self.transform is not None:

@@ -18,11 +18,11 @@ def stratified_counts(class_sizes: npt.NDArray[np.int64], wanted: int) -> npt.ND
     share = class_sizes * (wanted / max(int(class_sizes.sum()), 1))
     whole = np.floor(share).astype(np.int64)
     counts: npt.NDArray[np.int64] = np.minimum(whole, np.maximum(class_sizes - 1, 0))
-    for label in np.argsort(counts - share, kind="stable"):
-        if counts.sum() >= wanted:
-            break
-        if counts[label] < class_sizes[label] - 1:
-            counts[label] += 1
+    # A second pass only where classes of one sample leave their share to the others.
+    while (missing := wanted - counts.sum()) > 0 and (counts < class_sizes - 1).any():
+        order = np.argsort(counts - share, kind="stable")
+        with_room = order[counts[order] < class_sizes[order] - 1]
+        counts[with_room[:missing]] += 1
     return counts
 
 

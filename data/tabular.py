@@ -48,6 +48,10 @@ class Diabetes:
     def __len__(self) -> int:
         return len(self.values)
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.features, self.values
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         features = self.features[index]
         return features if self.transform is None else self.transform(features), self.values[index]

@@ -60,6 +60,16 @@ class OrderedUpdates:
         full, rest = divmod(len(self.order), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    @property
+    def version(self) -> int | None:
+        """The version of an order that is computed by position; None for other orders."""
+        return getattr(self.order, "version", None)
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.order.version = version  # type: ignore[attr-defined]
+        self._view = None
+
     def samples(self, epoch: int, update: int) -> Indices:
         """Return the sample indices of one update; the epoch's order is computed once."""
         if self._view is None or self._epoch != epoch:

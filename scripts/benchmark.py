@@ -18,6 +18,7 @@ BENCHMARKS = {
     "step": "what the loop costs on top of the computation, for each update",
     "data": "loading and transforming images, against torchvision sample by sample",
     "start": "process start to the first update, help and a mistake, against a bare script",
+    "sweep": "CPU time of a sweep's 20 jobs, against the same runs in one process",
     "train": "images a second of ResNet-18, against a bare loop with its data in memory",
     "evaluate": "images a second of an evaluation, against a bare loop over the same loader",
     "predict": "answers for picture files as a table, against a bare loop over the same loader",

@@ -7,17 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.history.entry import RunEntry, read_run, runs_in
 from scripts.history.removal import removable, remove
-from scripts.history.show import compared, comparison, differing, table_of
+from scripts.history.show import compared, comparison, differing, rows_of, table_of
+from trainer.files.layout import aligned, columns_of
 from trainer.files.log_format import on_one_line
-from trainer.summary.text import size
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from trainer.summary.text import natural_width, size
 
 _UNLIMITED = 1_000_000  # characters
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
@@ -49,7 +46,7 @@ def _list(argv: Sequence[str]) -> int:
     elif not found:
         print(f"no runs in {on_one_line(arguments.folder)}")
     else:
-        _print(table_of(found))
+        _print(rows_of(found))
     return 0
 
 
@@ -64,7 +61,13 @@ def _diff(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(compared(left, right), indent=2, default=str))
     else:
-        _print(comparison(left, right))
+        names = str(left.path), str(right.path)
+        columns = columns_of(sys.stdout)
+        if columns is not None and sum(map(len, names)) > columns // 2:
+            for letter, name in zip("AB", names, strict=True):
+                print(f"{letter}  {on_one_line(name)}")
+            names = "A", "B"
+        _print(comparison(left, right, names))
     return 0
 
 
@@ -115,14 +118,20 @@ def _positive(text: str) -> int:
     return number
 
 
-def _print(table: Table) -> None:
-    """Print a table; off a terminal, a row is one line, however long, without a frame."""
+def _print(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: without its frame where a terminal is too narrow for it.
+
+    Off a terminal a row is one line, however long, without a frame.
+    """
     # rich is slow to import, and --json and --help do not need it
     from rich.console import Console
 
-    if sys.stdout.isatty():
+    table, columns = table_of(rows), columns_of(sys.stdout)
+    if columns is None:
+        table.box, table.pad_edge = None, False
+        whole = Console(width=_UNLIMITED)
+        whole.print(table, width=whole.measure(table).maximum, crop=False)
+    elif natural_width(table) <= columns:
         Console().print(table)
-        return
-    table.box, table.pad_edge = None, False
-    whole = Console(width=_UNLIMITED)
-    whole.print(table, width=whole.measure(table).maximum, crop=False)
+    else:
+        print("\n".join(aligned([[on_one_line(cell) for cell in row] for row in rows], columns)))

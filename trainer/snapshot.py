@@ -238,14 +238,15 @@ def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
 
 
 def _loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Return which samples this process left out, and the version of its random draws.
+    """Return which samples this process left out, and the versions of its draws and its order.
 
-    A plain loader has neither.
+    A plain loader has none of them.
     """
     loader: Any = trainer.train_loader
     if not hasattr(loader, "skipped_state"):
         return {}
-    return {"skipped": loader.skipped_state(), "draws": getattr(loader, "draws", None)}
+    versions = {"draws": getattr(loader, "draws", None), "order": _order_version(loader)}
+    return {"skipped": loader.skipped_state(), **versions}
 
 
 def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
@@ -254,6 +255,7 @@ def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> Non
     if not hasattr(loader, "skipped_state"):
         return
     _check_draws(getattr(loader, "draws", None), states)
+    _keep_order(loader, states)
     rank, count = trainer.group.rank, trainer.group.world_size
     own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
     loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
@@ -268,6 +270,25 @@ def _check_draws(now: int | None, states: list[Mapping[str, Any]]) -> None:
             f"and this Regimen has version {now}, which augments each sample in another way: go on "
             "with the Regimen that the run began with, or begin a new run"
         )
+
+
+def _keep_order(loader: Any, states: list[Mapping[str, Any]]) -> None:
+    """Go on with the order that the run began with, where it is computed by position."""
+    now = _order_version(loader)
+    then = states[0].get("order", 1) if states else now  # version 1 did not write it down
+    if now is None or then is None or now == then:
+        return
+    if then > now:
+        raise CheckpointError(
+            f"resume: the order of this run's samples has version {then}, and this Regimen knows "
+            f"those up to {now}: go on with the Regimen that the run began with"
+        )
+    loader.sampler.updates.version = then
+
+
+def _order_version(loader: Any) -> int | None:
+    updates = getattr(getattr(loader, "sampler", None), "updates", None)
+    return getattr(updates, "version", None)
 
 
 def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from data.batch import MicroBatch
     from trainer.trainer import Trainer
 
+Samples = Sequence[Tensor]  # images, labels and probabilities
+_PARTS = 8  # kept from so many batches before the worst of them are chosen, which costs
+
 
 class TrainingSamples(Callback):
     """Show the first images of an epoch, augmented, as `samples/train`.
 
-    `every_n_epochs`: null for the 1st, 2nd, 4th, 8th... The smallest value is
-    black, the largest white. Inputs that are not images are not shown.
+    `every_n_epochs`: null for the 1st, 4th, 16th... The smallest value is black, the
+    largest white. Inputs that are not images are not shown.
     """
 
     def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
@@ -84,34 +87,39 @@ class Misclassified(KeptSamples):
         """Return whether the task predicts a class of each sample."""
         return trainer.task.output_kind == "classes"
 
+    def start(self, trainer: Trainer) -> None:
+        """Drop what was kept."""
+        self._kept = []
+
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the worst images so far, without waiting for the device."""
         if not is_picture(batch[0]):
             return
-        probabilities, labels = trainer.task.interpret(output), labels_of(batch[1])
-        worst = _wrongness(probabilities, labels).topk(min(self._wanted, len(labels))).indices
-        found = batch[0][worst], labels[worst], probabilities[worst]
-        if self._kept is not None:
-            pairs = zip(self._kept, found, strict=True)
-            images, labels, probabilities = (torch.cat(pair) for pair in pairs)
-            size = min(self._wanted, len(labels))
-            worst = _wrongness(probabilities, labels).topk(size).indices
-            found = images[worst], labels[worst], probabilities[worst]
-        self._kept = found
+        samples = batch[0], labels_of(batch[1]), trainer.task.interpret(output)
+        self._kept.append(_worst([samples], self._wanted))
+        if len(self._kept) == _PARTS:
+            self._kept = [_worst(self._kept, self._wanted)]
 
     def show(self, trainer: Trainer) -> None:
         """Log the worst images of all processes."""
-        own = None if self._kept is None else tuple(part.cpu() for part in self._kept)
+        own = [part.cpu() for part in _worst(self._kept, self._wanted)] if self._kept else None
         gathered = [kept for kept in trainer.group.gather(own) if kept is not None]
         if not gathered or not trainer.is_main:
             return
-        images, labels, probabilities = (torch.cat(parts) for parts in zip(*gathered, strict=True))
-        wrongness = _wrongness(probabilities, labels)
-        order = wrongness.argsort(descending=True)[: self._wanted]
-        order = order[wrongness[order] > 0]
-        if len(order):
-            picture = _judged(trainer, images[order], labels[order], probabilities[order])
+        images, labels, probabilities = _worst(gathered, self._wanted)
+        if count := int((_wrongness(probabilities, labels) > 0).sum()):
+            picture = _judged(trainer, images[:count], labels[:count], probabilities[:count])
             trainer.log_image("samples/misclassified", picture)
+
+
+def _worst(parts: Sequence[Samples], count: int) -> Samples:
+    """Return the samples that are the most surely wrong of all, in this order."""
+    images, labels, probabilities = (
+        torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
+    )
+    wrongness = _wrongness(probabilities, labels)
+    worst = wrongness.topk(min(count, len(labels))).indices
+    return images[worst], labels[worst], probabilities[worst]
 
 
 def _wrongness(probabilities: Tensor, labels: Tensor) -> Tensor:

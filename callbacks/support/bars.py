@@ -11,7 +11,7 @@ from tqdm.utils import disp_len
 
 _SHORTEST = 8  # characters of a bar; below it, what stands beside it gives way
 _WIDTH = 80  # where the terminal does not know its own
-_SECONDS, _SECONDS_RUN = 0.2, 1.0  # between two drawings
+SECONDS, _SECONDS_RUN = 0.2, 1.0  # between two drawings
 
 
 class View(NamedTuple):
@@ -86,7 +86,7 @@ class Bars:
         now = time.monotonic()
         if now < self._due or self._below is None:
             return
-        self._due = now + _SECONDS
+        self._due = now + SECONDS
         done, self._uncounted = self._uncounted, 0
         self._below.update(done)
         if now >= self._due_run:

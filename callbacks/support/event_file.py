@@ -8,7 +8,6 @@ leaves the file unchanged.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import socket
 import struct
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+from callbacks.support.crc32c import crc32c
 
 _SUFFIX = ".regimen"
 
@@ -81,20 +82,9 @@ def _record(content: bytes) -> bytes:
 
 def _checksum(content: bytes) -> bytes:
     """Return the CRC-32C of `content`, rotated and shifted as TensorFlow's records have it."""
-    crc, table = 0xFFFFFFFF, _crc_table()
-    for byte in content:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
+    crc = crc32c(content)
     rotated = (crc >> 15) | (crc << 17)
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-@functools.cache
-def _crc_table() -> list[int]:
-    table = list(range(256))
-    for _ in range(8):
-        table = [(crc >> 1) ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
-    return table
 
 
 def _write(descriptor: int, content: bytes) -> int:

@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 
 from callbacks.support.settings import Value, leaves, read_overrides
+from conf.yaml_file import own_values
 
 # As in `tensorboard.plugins.hparams.metadata`, which imports a stand-in for TensorFlow: 0.3 s.
 _TAG = "_hparams_"
@@ -34,7 +34,7 @@ def read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> di
     config = run / "config.yaml"
     if not config.exists():
         return {}
-    settings = dict(leaves(yaml.safe_load(config.read_text(encoding="utf-8"))))
+    settings = dict(leaves(own_values(config.read_text(encoding="utf-8"))))
     given = read_overrides(run / "overrides.yaml")
     varied = {key: settings.get(key, given.get(key)) for key in swept}
     matched = {k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in patterns)}
@@ -84,7 +84,7 @@ def _summary(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
     data.version = _VERSION
     value = Summary.Value(tag=f"{_TAG}/{tag}")
     value.metadata.plugin_data.plugin_name = "hparams"
-    value.metadata.plugin_data.content = data.SerializeToString()
+    value.metadata.plugin_data.content = data.SerializeToString(deterministic=True)
     value.tensor.dtype = DT_FLOAT
     value.tensor.tensor_shape.dim.add(size=0)
     return Summary(value=[value])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image as Pillow
 
+from callbacks.support.drawing import png
 from trainer.files.atomic import TEMPORARY
 from trainer.media import Histogram, PRCurve
 from trainer.runs.lock import LOCK_FILE
@@ -60,9 +60,7 @@ def as_file(value: Any) -> tuple[str, bytes]:
     if isinstance(value, PRCurve):
         names = "threshold", "precision", "recall"
         return "csv", _table(names, value.thresholds, value.precision, value.recall)
-    file = io.BytesIO()
-    Pillow.fromarray(value).save(file, format="png")
-    return "png", file.getvalue()
+    return "png", png(value)
 
 
 def _table(names: Sequence[str], *columns: Any) -> bytes:

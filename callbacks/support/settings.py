@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from conf.yaml_file import own_values
 from trainer.runs.dashboard import SWEEP
 
 Value = bool | int | float | str
@@ -35,7 +36,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:
 def read_overrides(path: Path) -> dict[str, str]:
     """Return the overrides of a run as written, by key."""
     try:
-        texts = yaml.safe_load(path.read_text(encoding="utf-8"))
+        texts = own_values(path.read_text(encoding="utf-8"))
         pairs = (str(text).lstrip("+~").partition("=") for text in texts)
         return {key: value for key, _, value in pairs}
     except (OSError, ValueError, TypeError, yaml.YAMLError):

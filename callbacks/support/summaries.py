@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from PIL import Image as Pillow
 from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
     HistogramProto,
     Summary,
@@ -21,15 +19,19 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.pr_curve import metadata as pr_curves  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as texts  # type: ignore[import-untyped]
 
+from callbacks.support.drawing import png
 from trainer.media import Histogram, Image, PRCurve
 
 
-def png(image: Image) -> bytes:
-    """Return an image as a PNG file."""
-    file = io.BytesIO()
-    # Twice as fast as the default level, for a few percent more bytes.
-    Pillow.fromarray(image).save(file, "PNG", compress_level=3)
-    return file.getvalue()
+def shown_summary(name: str, value: Image | Histogram | PRCurve | str) -> Summary:
+    """Return what a run shows for the tab of its kind."""
+    if isinstance(value, str):
+        return text_summary(name, value)
+    if isinstance(value, Histogram):
+        return histogram_summary(name, value)
+    if isinstance(value, PRCurve):
+        return pr_curve_summary(name, value)
+    return image_summary(name, value)
 
 
 def image_summary(name: str, image: Image) -> Summary:
@@ -71,7 +73,8 @@ def pr_curve_summary(name: str, curve: PRCurve) -> Summary:
         ]
     )
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in rows.shape])
-    tensor = TensorProto(dtype="DT_FLOAT", float_val=rows.ravel().tolist(), tensor_shape=shape)
+    content = rows.astype("<f4").tobytes()
+    tensor = TensorProto(dtype="DT_FLOAT", tensor_content=content, tensor_shape=shape)
     metadata = pr_curves.create_summary_metadata(name, "", rows.shape[1])
     return Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -18,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from callbacks.support.drawing import drawn
 from callbacks.support.errors import CallbackError
 from callbacks.support.run_files import run_files, within
 from callbacks.support.settings import read_overrides, swept_keys
-from trainer.callback import Callback, Results
+from callbacks.support.shown import Shown, Shows
+from trainer.callback import Results
 from trainer.files.atomic import write_json
-from trainer.media import Histogram, Image, PRCurve
 from trainer.rng import preserved
 from trainer.runs.directory import CONFIG, OVERRIDES
-from trainer.runs.status import METRICS, RunDirectoryError, read_json
+from trainer.runs.metrics import read_metrics
+from trainer.runs.status import RunDirectoryError, read_json
 from trainer.state import LogPoint
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Names:
         return cls(project, ",".join(pairs) or run.name, f"{project}/{run.parent.name}", config)
 
 
-class Tracker(Callback):
+class Tracker(Shows):
     """Base class of callbacks that send a run to a tracker.
 
     Which tracked run it is stands in `trackers/<name>.json` of the run directory. A resumed run
@@ -116,7 +115,7 @@ class Tracker(Callback):
         """Send values at a step."""
         raise NotImplementedError
 
-    def send_shown(self, step: int, name: str, value: Any) -> None:
+    def send_shown(self, step: int, name: str, value: Shown) -> None:
         """Send an image, a histogram, a text or a curve."""
         raise NotImplementedError
 
@@ -147,25 +146,20 @@ class Tracker(Callback):
             self._waiting.append(lambda: self._send(point, values))
             self._flush()
 
-    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
-        """Send an image."""
-        self._show(trainer, name, image)
+    def on_shown(self, trainer: Trainer, name: str, value: Shown) -> None:
+        """Send an image, a histogram, a text or a curve."""
+        # Pictures are large: none of them waits for a tracker that is down.
+        if not self._listens or self._retry_at > time.monotonic():
+            return
+        step = trainer.log_point.step
 
-    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
-        """Send a histogram."""
-        self._show(trainer, name, histogram)
+        def show() -> None:
+            if step > self.sent.get(name, -1):
+                self.send_shown(step, name, value)
+                self.sent[name] = step
 
-    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
-        """Send a text."""
-        self._show(trainer, name, text)
-
-    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
-        """Send a figure of matplotlib's as an image."""
-        self._show(trainer, name, drawn(figure))
-
-    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
-        """Send precision and recall over thresholds."""
-        self._show(trainer, name, curve)
+        self._waiting.append(show)
+        self._flush()
 
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Send what waits, and how the run ended."""
@@ -210,7 +204,7 @@ class Tracker(Callback):
             begun = True
         self._connected = True
         if resumed:  # also what waited when the process before this one was killed
-            lines = [line for line in _logged(self._run / METRICS) if line[0].step <= step]
+            lines = [line for line in _logged(self._run) if line[0].step <= step]
             self._waiting.extendleft(partial(self._send, *line) for line in reversed(lines))
         if begun:
             _log.info("callbacks.%s: %s", self.name, self.address())
@@ -225,20 +219,6 @@ class Tracker(Callback):
         if fresh.keys() - {"epoch"}:
             self.send(at.step, fresh)
             self.sent |= dict.fromkeys(fresh, at.step)
-
-    def _show(self, trainer: Trainer, name: str, value: Any) -> None:
-        # Pictures are large: none of them waits for a tracker that is down.
-        if not self._listens or self._retry_at > time.monotonic():
-            return
-        step = trainer.log_point.step
-
-        def show() -> None:
-            if step > self.sent.get(name, -1):
-                self.send_shown(step, name, value)
-                self.sent[name] = step
-
-        self._waiting.append(show)
-        self._flush()
 
     def _flush(self) -> None:
         """Send what waits, in order, unless the tracker failed a moment ago."""
@@ -285,20 +265,10 @@ def _require(package: str) -> None:
         raise CallbackError(f"the package {package} is not installed: pip install {package}")
 
 
-def _logged(path: Path) -> list[tuple[LogPoint, dict[str, float]]]:
-    """Return the lines of `metrics.jsonl`; none where a run has no such file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return []
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [
-        (
-            LogPoint(int(line.pop("step")), int(line.pop("epoch"))),
-            {key: value for key, value in line.items() if value is not None},
-        )
-        for line in lines
-    ]
+def _logged(run: Path) -> Iterator[tuple[LogPoint, dict[str, float]]]:
+    for line in read_metrics(run):
+        at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
+        yield at, {key: value for key, value in line.items() if value is not None}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.support.errors import CallbackError
@@ -16,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def is_due(count: int, every: int | None) -> bool:
-    """Return whether the `count`-th time is due: each `every`-th, or the 1st, 2nd, 4th, 8th..."""
-    return count & (count - 1) == 0 if every is None else count % every == 0
+    """Return whether the `count`-th time is due: each `every`-th, or the 1st, 4th, 16th, 64th..."""
+    if every is not None:
+        return count % every == 0
+    return count & (count - 1) == 0 and count.bit_length() % 2 == 1
 
 
 def check_every(every: int | None, name: str = "every_n_validations") -> int | None:
     """Return an interval. Raises CallbackError for one below 1."""
     if every is not None and every < 1:
-        raise CallbackError(f"{name}={every}: choose at least 1, or null for the 1st, 2nd, 4th...")
+        raise CallbackError(f"{name}={every}: choose at least 1, or null for the 1st, 4th, 16th...")
     return every
 
 
@@ -31,12 +36,16 @@ def class_names(trainer: Trainer, count: int) -> list[str]:
     """Return the names of the classes, or their numbers if the data have no names."""
     names: Any = None
     if trainer.run_dir is not None:
-        try:
-            names = read_json(trainer.run_dir / INFERENCE).get("classes")
-        except RunDirectoryError:
-            names = None
+        path = trainer.run_dir / INFERENCE
+        with suppress(OSError, RunDirectoryError):
+            names = _classes(path, path.stat().st_mtime_ns)
     known = isinstance(names, list) and len(names) == count
     return [str(name) for name in names] if known else [str(index) for index in range(count)]
+
+
+@lru_cache(1)  # of several pictures of one validation
+def _classes(path: Path, changed: int) -> Any:
+    return read_json(path).get("classes")
 
 
 def check_count(count: int) -> int:
@@ -59,7 +68,7 @@ def code_block(text: str) -> str:
 class ValidationPicture(Callback):
     """Base class: collect from the batches of a validation, and show at its end.
 
-    `every_n_validations`: null for the 1st, 2nd, 4th, 8th... and the last, which costs a long run
+    `every_n_validations`: null for the 1st, 4th, 16th... and the last, which costs a long run
     hardly any time. `collect` gets each batch on the device and must not wait for it; `show` is
     called once after the last batch, on all processes.
     """

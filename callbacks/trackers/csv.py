@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callbacks.support.drawing import drawn
 from callbacks.support.run_files import as_file
 from callbacks.support.settings import leaves
+from callbacks.support.shown import Shown, Shows
 from callbacks.support.tracking import Names
-from trainer.callback import Callback, Results
+from trainer.callback import Results
 from trainer.errors import StorageError
 from trainer.files.atomic import write_text
 from trainer.files.storage import storage_error
-from trainer.media import Histogram, Image, PRCurve
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -28,7 +27,7 @@ FOLDER, METRICS, SHOWN = "csv", "metrics.csv", "shown"
 _log = logging.getLogger(__name__)
 
 
-class CSV(Callback):
+class CSV(Shows):
     """Write `csv/` in the run directory, for spreadsheets and pandas.
 
     `metrics.csv` has a row for each time that values are logged and a column for each name;
@@ -72,25 +71,12 @@ class CSV(Callback):
             self._sent |= dict.fromkeys(fresh, step)
             self._try(lambda: self._append({"step": step, "epoch": epoch, **fresh}))
 
-    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
-        """Write an image."""
-        self._show(trainer, name, image)
-
-    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
-        """Write a histogram."""
-        self._show(trainer, name, histogram)
-
-    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
-        """Write a text."""
-        self._show(trainer, name, text)
-
-    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
-        """Write a figure of matplotlib's as an image."""
-        self._show(trainer, name, drawn(figure))
-
-    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
-        """Write precision and recall over thresholds."""
-        self._show(trainer, name, curve)
+    def on_shown(self, trainer: Trainer, name: str, value: Shown) -> None:
+        """Write an image, a histogram, a text or a curve as a file."""
+        if self._folder is not None:
+            place = self._folder / SHOWN / re.sub(r"[^\w\-./ ]|\.\.", "_", name).strip("/")
+            step = trainer.log_point.step
+            self._try(lambda: _write(place, step, value))
 
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Write the last values and how the run ended."""
@@ -138,12 +124,6 @@ class CSV(Callback):
         write_text(self._folder / METRICS, _text([self._columns, *table]))
         self._rows = len(rows)
 
-    def _show(self, trainer: Trainer, name: str, value: Any) -> None:
-        if self._folder is not None:
-            place = self._folder / SHOWN / re.sub(r"[^\w\-./ ]|\.\.", "_", name).strip("/")
-            step = trainer.log_point.step
-            self._try(lambda: _write(place, step, value))
-
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
@@ -155,7 +135,7 @@ class CSV(Callback):
                 _log.warning("%s; training continues without it", reason)
 
 
-def _write(place: Path, step: int, value: Any) -> None:
+def _write(place: Path, step: int, value: Shown) -> None:
     ending, content = as_file(value)
     place.mkdir(parents=True, exist_ok=True)
     (place / f"step-{step:08d}.{ending}").write_bytes(content)

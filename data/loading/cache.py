@@ -43,6 +43,7 @@ class ImageCache:
     """Keep the decoded images (uint8) of a data set of files; filled once, by the main process.
 
     kind: "ram" is memory of this process, "disk" a file of `folder`; workers share either with it.
+    "device" is "ram", from which a device gets its copy.
     The file is named by a digest of the names, sizes and times of the image files. The processes
     of a machine share it; one of them fills it while the others wait.
     most_bytes: limit of the cache, and of all files in `folder`, whose oldest are removed.
@@ -50,7 +51,9 @@ class ImageCache:
     Images that cannot be decoded are not cached: reading them fails as without a cache.
     """
 
-    def __init__(self, kind: Literal["ram", "disk"], folder: Path, most_bytes: int) -> None:
+    def __init__(
+        self, kind: Literal["ram", "disk", "device"], folder: Path, most_bytes: int
+    ) -> None:
         self.kind = kind
         self.folder = folder
         self.most_bytes = most_bytes
@@ -73,10 +76,10 @@ class ImageCache:
             return
         self._tried = True
         try:
-            if self.kind == "ram":
-                self._in_memory(files, interrupted)
-            else:
+            if self.kind == "disk":
                 self._in_folder(files, interrupted)
+            else:
+                self._in_memory(files, interrupted)
         except OSError as error:
             self._without(f"cannot be written ({error.strerror or error})")
         except _Stopped:
@@ -100,6 +103,15 @@ class ImageCache:
         length = shape[0] * height * width
         every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
         return every.index_select(0, torch.from_numpy(self._offsets[rows])).view(-1, *shape)
+
+    def whole(self) -> Tensor | None:
+        """Return all images (n, C, H, W); None if sizes differ or one is not cached."""
+        if self._pixels is None or self._place is None:
+            return None
+        if (self._sizes != self._sizes[0]).any() or not self._sizes[0].any():
+            return None
+        height, width = self._sizes[0].tolist()
+        return self._pixels.view(-1, self._place[2], height, width)
 
     def _in_memory(self, files: Files, interrupted: Callable[[], bool]) -> None:
         # A file without a name: not limited by /dev/shm, and removed with its processes.

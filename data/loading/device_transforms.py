@@ -63,6 +63,11 @@ class _Place:
         """The numbers of the batch's samples."""
         return torch.from_numpy(np.array(self.piece.indices))
 
+    @functools.cached_property
+    def largest(self) -> int:
+        """The largest of these numbers: a sampler may go beyond a data set's length."""
+        return max(self.piece.indices)
+
 
 Step = Callable[[Any, Any, _Place], tuple[Any, Any]]
 
@@ -182,7 +187,8 @@ def _drawn(transform: Any, name: int, in_tables: int) -> Step:
             return (place.lasting(wanted) if lasting else place.keys(wanted)) ^ np.uint64(name)
 
         epoch, (height, width) = place.piece.epoch, images.shape[-2:]
-        if table is not None and indices is place.piece.indices:
+        whole = indices is place.piece.indices and place.largest < in_tables
+        if table is not None and whole:
             rows = table.rows(place.own, own, epoch, (height, width))
             if rows is not None:
                 return rows
@@ -190,7 +196,7 @@ def _drawn(transform: Any, name: int, in_tables: int) -> Step:
         return drawn
 
     def one_size(images: Tensor, targets: Any, indices: Any, place: _Place) -> tuple[Tensor, Any]:
-        rows = [_sent(draw, images.device) for draw in drawn_for(images, indices, place)]
+        rows = [sent(draw, images.device) for draw in drawn_for(images, indices, place)]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(images, *rows), targets
@@ -248,8 +254,8 @@ def _of_epoch(of_epoch: Callable[[int], Callable[[Any], Any]]) -> Step:
     return apply
 
 
-def _sent(rows: Tensor, device: torch.device) -> Tensor:
-    """Copy draws to the device, from pinned memory so that the host does not wait."""
+def sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy rows of numbers to the device, from pinned memory so that the host does not wait."""
     if device.type == rows.device.type:
         return rows
     if device.type != "cuda":

@@ -16,6 +16,7 @@ from data.errors import DataError, WorkerError
 from data.keys import LOADER, key
 from data.loading.collate import collate
 from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, never
+from data.loading.kept import Kept
 from data.loading.workers import (
     HINT,
     WorkerInit,
@@ -71,6 +72,9 @@ class Loader:
 
     on_error: "raise" a DataError; "replace" a broken sample by one that (seed, index) determine; or
     "drop" it, for evaluation. More than `max_skipped` different ones are a DataError in any case.
+
+    kept: the data set on the device. Once it is there, micro-batches have no batch, and no workers
+    are started: `OnDevice` gathers what their pieces say.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Loader:
         multiprocessing_context: str | BaseContext | None = None,
         on_error: Literal["raise", "replace", "drop"] = "raise",
         max_skipped: int = 0,
+        kept: Kept | None = None,
     ) -> None:
         dataset = as_dataset(dataset)
         if isinstance(dataset, Stream) and on_error != "raise":
@@ -100,6 +105,7 @@ class Loader:
         self.sampler = sampler
         self.timeout = timeout if num_workers else 0.0
         self.max_skipped = max_skipped
+        self.kept = kept
         self.skipped: list[Skipped] = []
         self._watch = _shared(torch.full((max(num_workers, 1),), -1), num_workers)
         replacements = own_samples(sampler.updates) if on_error == "replace" else None
@@ -139,6 +145,8 @@ class Loader:
         self._received = 0
         if callable(fill := getattr(self.dataset, "fill_cache", None)):
             fill(self._interrupted)  # before the workers start, so that they share it
+        if self.kept is not None and not self._interrupted():
+            self.kept.fill()
         iterator = self._begin()
         try:
             while (fetched := self._next(iterator)) is not None:
@@ -177,6 +185,8 @@ class Loader:
         )
 
     def _begin(self) -> Iterator[Fetched]:
+        if self.kept is not None and self.kept.ready:
+            return (Fetched(None, piece) for piece in self._source.pieces)
         if self._options["num_workers"] == 0:
             return map(self._fetch_here, self._source.pieces)
         if self._workers:

@@ -16,8 +16,8 @@ from data.loading.loader import Loader
 class OnDevice:
     """Yield a loader's micro-batches on `device`, after the device transforms.
 
-    On a CUDA device with `prefetch`, a batch is copied and transformed on a side stream during the
-    computation of the one before it; otherwise when it is needed.
+    On a CUDA device with `prefetch`, a batch is copied (or gathered) and transformed on a side
+    stream during the computation of the one before it; otherwise when it is needed.
     """
 
     def __init__(
@@ -82,7 +82,11 @@ class OnDevice:
         self.loader.close()
 
     def _moved(self, micro: MicroBatch) -> MicroBatch:
-        batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
+        kept = self.loader.kept
+        if kept is not None and kept.ready:
+            batch = kept.batch(micro.piece.indices)
+        else:
+            batch = to_device(micro.batch, self.device, non_blocking=self.non_blocking)
         if self.transforms:
             batch = self.transforms(batch, micro.piece)
         return MicroBatch(batch, micro.piece)

@@ -30,7 +30,8 @@ def train_by_hand(
     mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (MEAN, STD))
     train = (images.float() / 255 - mean) / std
     _whiten(model.whiten, train[:5000])  # type: ignore[arg-type]
-    compiled: Any = torch.compile(model, dynamic=False) if options.compile else model
+    mode = options.compile.get("mode") if isinstance(options.compile, dict) else None
+    compiled: Any = torch.compile(model, dynamic=False, mode=mode) if options.compile else model
     groups = [group for o in optimizers.optimizers.values() for group in o.param_groups]
     peaks = [group["lr"] for group in groups]
     total, step = len(images) // batch * epochs, 0

@@ -12,7 +12,6 @@ busy.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from conf.errors import ConfigError
 from scripts.benchmarks.report import Report, Row
 from trainer.errors import RunError
+from trainer.runs.metrics import read_metrics
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 BY_HAND, OURS = "by hand", "Regimen"
@@ -107,8 +107,7 @@ def _by_hand(root: Path, folder: Path) -> float:
 def _ours(root: Path, overrides: Sequence[str], folder: Path) -> float:
     words = ["experiment=cifar10_fast", f"data.root={root}", f"run_dir={folder / 'run'}"]
     _command([sys.executable, "-m", "scripts.train", *words, *overrides])
-    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    tested = [line for line in map(json.loads, lines) if "test/accuracy" in line]
+    tested = [line for line in read_metrics(folder / "run") if "test/accuracy" in line]
     return float(tested[-1]["test/accuracy"])
 
 

@@ -1,21 +1,26 @@
 """Training on a GPU, against the same written by hand: `python -m scripts.benchmark gpu`.
 
 - `airbench94` (with `data.root=DIR` of CIFAR-10 as image files): seconds of all its epochs and the
-  test, and accuracy, against a loop with its data on the device;
+  test, and accuracy, against a loop with its data on the device; `resnet18_cifar10` once, whole;
 - `resnet18_cifar10` and a ResNet-50 at 224, bf16, channels_last, compiled, on one batch that stays
   on the device: images a second against a bare loop;
+- the ResNet-50 from JPEG files of `$DATA_ROOT/imagenet` (or made-up ones), against torchvision's
+  `ImageFolder` and a bare loop; `resnet50_jpeg_share_of_time` is the share of its time that the
+  device does not wait for data: images a second by those of the batch that stays;
 - kernels that an update launches, and how often the host waits for the device between log lines.
 
-A first, uncounted turn compiles. `device=cpu limit=2 widths=small` tries all of it without a GPU.
+A first, uncounted turn compiles; `compile=reduce-overhead` compiles both sides in that mode of
+torch's, with CUDA graphs. `device=cpu limit=2 widths=small` tries all of it without a GPU.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +29,26 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
-from conf.check import parse
 from conf.errors import ConfigError
+from data.batch import to_device
 from models.resnet import ResNet
-from scripts.benchmarks.airbench_plain import train_by_hand
+from scripts.benchmarks.gpu_runs import (
+    BY_HAND,
+    OURS,
+    Rig,
+    airbench,
+    jpeg_loaders,
+    trained_whole,
+)
 from scripts.benchmarks.report import Report, Row
-from scripts.composition.compose import compose
-from trainer.build.experiment import build
 from trainer.options import Clipping, TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
-BY_HAND, OURS = "by hand", "Regimen"
 Batch = tuple[Tensor, Tensor]
+Batches = Callable[[int], Any]  # gives a loader of so many batches, or of more
 Contender = Callable[[int], object]  # applies so many updates
-
-
-@dataclass(frozen=True, slots=True)
-class Rig:
-    """Where the benchmark runs, and how much of it."""
-
-    device: torch.device
-    root: Path | None
-    updates: int  # of a turn
-    small: bool  # a trial without a GPU
-
-    def wait(self) -> float:
-        """Return the time when the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 class OneBatch:
@@ -78,10 +72,12 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
     rows: list[Row] = []
     headlines: dict[str, float] = {}
     if rig.root is not None:
-        seconds, accuracies = _airbench(rig, rig.root, rounds)
+        seconds, accuracies = airbench(rig, rig.root, rounds)
         rows += _rows("airbench94, seconds", seconds)
         rows += _rows("airbench94, % of the test images", accuracies)
         headlines["airbench94_ratio_to_handwritten"] = _ratio(seconds)
+        took, share = trained_whole(rig, rig.root)
+        headlines |= {"resnet18_cifar10_seconds": took, "resnet18_cifar10_accuracy": share}
     for name, side, classes in (("resnet18_cifar10", 32, 10), ("resnet50", 224, 1000)):
         contenders = _contenders(rig, name, side, classes)
         speeds = _speeds(rig, contenders, _batch_size(rig, name), rounds)
@@ -92,6 +88,13 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
         headlines[f"{name}_kernels_ratio_to_handwritten"] = _ratio(counts)
         if rig.device.type == "cuda":
             headlines[f"{name}_host_waits"] = _host_waits(contenders[OURS])
+    with tempfile.TemporaryDirectory() as folder:
+        from_files = _from_files(rig, Path(folder))
+        fed = _speeds(rig, from_files, _batch_size(rig, "resnet50"), rounds)
+    rows += _rows("resnet50 from JPEG files, images/s", fed)
+    headlines["resnet50_jpeg_ratio_to_reference"] = _ratio(fed)
+    alone = statistics.median(speeds[OURS])  # of the last network, the ResNet-50
+    headlines["resnet50_jpeg_share_of_time"] = statistics.median(fed[OURS]) / alone
     return Report(
         name="gpu",
         title=f"Training on {rig.device}, against the same by hand",
@@ -104,63 +107,14 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
 
 def _rig(overrides: Sequence[str]) -> Rig:
     given = dict(word.partition("=")[::2] for word in overrides)
-    if unknown := given.keys() - {"data.root", "device", "limit", "widths"}:
+    if unknown := given.keys() - {"data.root", "device", "limit", "widths", "compile"}:
         raise ConfigError(f"gpu does not know {', '.join(sorted(unknown))}: give data.root=DIR")
     device = torch.device(given.get("device", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
     root = Path(given["data.root"]).absolute() if "data.root" in given else None
-    return Rig(device, root, int(given.get("limit", 50)), given.get("widths") == "small")
-
-
-def _airbench(
-    rig: Rig, root: Path, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return seconds and accuracies of both, the compiling turn left out."""
-    seconds: dict[str, list[float]] = {BY_HAND: [], OURS: []}
-    accuracies: dict[str, list[float]] = {BY_HAND: [], OURS: []}
-    for turn in range(rounds + 1):
-        for name in seconds:
-            took, share = _plain(rig, root) if name == BY_HAND else _ours(rig, root)
-            if turn:
-                seconds[name].append(took)
-                accuracies[name].append(100 * share)
-    return seconds, accuracies
-
-
-def _airbench_config(rig: Rig, root: Path) -> Any:
-    words = ["experiment=airbench94", "data=cifar10_folder", f"data.root={root}"]
-    words += ["data.val_fraction=0", "callbacks=[whitening]", "strategy.devices=1"]
-    if rig.small:
-        words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
-        words += ["trainer.compile=false"]
-    return parse(compose(words).config)
-
-
-def _ours(rig: Rig, root: Path) -> tuple[float, float]:
-    experiment = build(_airbench_config(rig, root), Strategy(rig.device))
-    trainer = experiment.trainer
-    for split in ("train", "test"):
-        experiment.data.sets[split].fill_cache(lambda: False)  # decoding is not compared
-    since = rig.wait()
-    trainer.fit()
-    metrics = trainer.evaluate(experiment.test_loader, "test")
-    return rig.wait() - since, metrics["test/accuracy"]
-
-
-def _plain(rig: Rig, root: Path) -> tuple[float, float]:
-    config = _airbench_config(rig, root)
-    experiment = build(config, Strategy(rig.device))
-    sets = [experiment.data.sets[split] for split in ("train", "test")]
-    parts = []
-    for dataset in sets:
-        dataset.fill_cache(lambda: False)
-        every = list(range(len(dataset)))
-        parts.append(torch.stack([dataset.cache.image(row) for row in every]).to(rig.device))
-        parts.append(dataset.targets.to(rig.device))
-    since = rig.wait()
-    share = train_by_hand(config, experiment.trainer.model, experiment.trainer.optimizers, parts)
-    return rig.wait() - since, share
+    small, mode = given.get("widths") == "small", given.get("compile", "default")
+    return Rig(device, root, int(given.get("limit", 50)), small, mode)
 
 
 def _batch_size(rig: Rig, name: str) -> int:
@@ -173,7 +127,20 @@ def _contenders(rig: Rig, name: str, side: int, classes: int) -> dict[str, Conte
     shape = (_batch_size(rig, name), 3, side, side)
     images = torch.randn(shape, device=rig.device).to(memory_format=torch.channels_last)
     batch = (images, torch.randint(classes, shape[:1], device=rig.device))
-    return {BY_HAND: _bare(rig, batch, name, classes), OURS: _trainer(rig, batch, name, classes)}
+    batches = partial(OneBatch, batch)
+    return {
+        BY_HAND: _bare(rig, batches, name, classes),
+        OURS: _trainer(rig, batches, name, classes),
+    }
+
+
+def _from_files(rig: Rig, folder: Path) -> dict[str, Contender]:
+    """Return both loops over JPEG files, the images one by one through the recipe for ImageNet."""
+    by_hand, ours = jpeg_loaders(rig, folder, _batch_size(rig, "resnet50"))
+    return {
+        BY_HAND: _bare(rig, partial(islice, by_hand), "resnet50", 1000),
+        OURS: _trainer(rig, lambda updates: ours, "resnet50", 1000),
+    }
 
 
 def _network(
@@ -186,18 +153,22 @@ def _network(
     model = model.to(rig.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     fused = rig.device.type == "cuda"
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused)
-    return model, optimizer, model if rig.small else torch.compile(model, dynamic=False)  # type: ignore[return-value]
+    return (
+        model,
+        optimizer,
+        model if rig.small else torch.compile(model, dynamic=False, mode=rig.mode),
+    )  # type: ignore[return-value]
 
 
-def _bare(rig: Rig, batch: Batch, name: str, classes: int) -> Contender:
+def _bare(rig: Rig, batches: Batches, name: str, classes: int) -> Contender:
     """Return a loop with the clipping and the running sums that ours has."""
     model, optimizer, compiled = _network(rig, name, classes)
     parameters = list(model.parameters())
 
     def run(updates: int) -> None:
-        images, labels = batch
         sums = torch.zeros(3, device=rig.device)
-        for _ in range(updates):
+        for batch in batches(updates):
+            images, labels = to_device(batch, rig.device, channels_last=True)
             with torch.autocast(rig.device.type, torch.bfloat16):
                 outputs = compiled(images)
                 loss = cross_entropy(outputs, labels)
@@ -212,18 +183,21 @@ def _bare(rig: Rig, batch: Batch, name: str, classes: int) -> Contender:
     return run
 
 
-def _trainer(rig: Rig, batch: Batch, name: str, classes: int) -> Contender:
+def _trainer(rig: Rig, batches: Batches, name: str, classes: int) -> Contender:
     model, optimizer, compiled = _network(rig, name, classes)
-    options = TrainerOptions(
-        max_epochs=1, channels_last=True, log_every_n_steps=10**9, clipping=Clipping(1.0)
-    )
 
     def run(updates: int) -> None:
+        options = TrainerOptions(
+            max_steps=updates,
+            channels_last=True,
+            log_every_n_steps=10**9,
+            clipping=Clipping(1.0),
+        )
         Trainer(
             model,
             Classification(classes),
             optimizer,
-            OneBatch(batch, updates),
+            batches(updates),
             strategy=Strategy(rig.device),
             precision="bf16",
             options=options,
@@ -260,7 +234,7 @@ def _launched(rig: Rig, run: Contender, updates: int) -> int:
     with profile(activities=kinds) as trace:
         run(updates)
     names = [event.name for event in trace.events()]
-    wanted = ("cudaLaunchKernel", "cuLaunchKernel") if on_gpu else ("aten::",)
+    wanted = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch") if on_gpu else ("aten::",)
     return sum(name.startswith(wanted) for name in names)
 
 

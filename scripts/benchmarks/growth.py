@@ -2,24 +2,27 @@
 
 Data: the samples of an update. Orders in memory (8 bytes a sample), and computed position by
 position (`loader/sampler=low_memory`, which sets of 10^8 samples and more have by themselves). The
-clock runs over updates one after the other, after the first, for which the order in memory is made;
-memory is what is held in the end. A computed order walks until it is inside the set: one to four
-steps on average, by the set's size.
+clock runs over updates one after the other; an order in memory is made before. Memory is what is
+held in the end.
 
-The run: one of a tiny network, with TensorBoard, `metrics.jsonl` and a log line every 50 updates.
-The cost of an update is that of its decade, by the CPU's time; memory is the process's.
+The run: 10^6 updates of a network with one weight, so that nothing but the loop shows, with
+TensorBoard, `metrics.jsonl` and a log line every 50. The cost of an update is that of the last
+tenth before 10^3, 10^4, ... updates, by the CPU's time; memory is the process's. In all about two
+minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +35,14 @@ from data.updates import Order, UpdateSampler
 from scripts.benchmarks.report import Report, Row, bars, one_thread
 from trainer.callback import Callback
 from trainer.options import TrainerOptions
-from trainer.tasks.classification import Classification
+from trainer.task import Task
 from trainer.trainer import Trainer
 
 BATCH = 128
-UPDATES = 200  # one after the other, that are timed
+UPDATES = 1024  # one after the other, that are timed
 SMALLEST = 10**4
 MOST_ROUNDS = 5  # an order of 10^7 samples takes a second to make
-DECADES = range(3, 7)  # of the updates of a run: from 10^2 to 10^6
+DECADES = range(3, 7)  # a run's cost is taken at 10^3 to 10^6 updates
 ORDERS: dict[str, tuple[Callable[[int, int], Order], range]] = {
     "in memory": (Shuffled, range(4, 8)),
     "low_memory": (Permuted, range(4, 9)),
@@ -76,39 +79,64 @@ def measure(rounds: int) -> Report:
 
 @dataclass(slots=True)
 class Marks(Callback):
-    """Note the CPU's time and the process's memory at 10^2, 10^3, ... updates."""
+    """Note the CPU's time and the process's memory at 900 and 1,000 updates, 9,000 and so on."""
 
+    places: Container[int]
     notes: list[tuple[int, float, int]] = field(default_factory=list)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Note them."""
         step = trainer.state.updates
-        if step == 10 ** (DECADES[0] - 1 + len(self.notes)):
+        if step in self.places:
             self.notes.append((step, time.process_time(), _resident()))
 
     @property
     def growth(self) -> int:
-        """Return by how many bytes the process grew in the last decade."""
-        return self.notes[-1][2] - self.notes[-2][2]
+        """Return by how many bytes the process grew from 10^5 to 10^6 updates."""
+        return self.notes[-1][2] - self.notes[-3][2]
 
     def rows(self) -> Iterator[Row]:
-        """Yield the cost of an update in each decade."""
-        costs = [
-            (later[1] - first[1]) / (later[0] - first[0]) * 1e6
-            for first, later in zip(self.notes, self.notes[1:], strict=False)
-        ]
+        """Yield the cost of an update at the end of each decade."""
+        pairs = zip(self.notes[::2], self.notes[1::2], strict=True)
+        costs = [(end[1] - begin[1]) / (end[0] - begin[0]) * 1e6 for begin, end in pairs]
         for power, cost in zip(DECADES, costs, strict=True):
-            name = f"a run to 10^{power}"
-            yield Row(name, cost, cost, cost, cost / costs[0], f"a run to 10^{DECADES[0]}")
+            name = f"a run at 10^{power}"
+            yield Row(name, cost, cost, cost, cost / costs[0], f"a run at 10^{DECADES[0]}")
+
+
+class _Weight(nn.Module):
+    """A network with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.weight * inputs
+
+
+class _Output(Task):
+    """The loss is what the network returns."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(batch)
+        return loss
+
+
+class _Batches:
+    """The same batch without end."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.repeat(torch.zeros(()))
 
 
 def _run() -> Marks:
-    model = nn.Linear(8, 4)
-    marks = Marks()
+    model = _Weight()
+    marks = Marks(frozenset(n * 10 ** (p - 1) for p in DECADES for n in (9, 10)))
     with tempfile.TemporaryDirectory() as folder, one_thread():
         Trainer(
             model,
-            Classification(num_classes=4),
+            _Output(),
             SGD(model.parameters(), lr=0.01),
             _Batches(),
             callbacks={"board": TensorBoard(), "metrics": MetricsLog(), "marks": marks},
@@ -116,15 +144,6 @@ def _run() -> Marks:
             run_dir=Path(folder),
         ).fit()
     return marks
-
-
-class _Batches:
-    """The same batch without end."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batch = torch.randn(8, 8), torch.randint(4, (8,))
-        while True:
-            yield batch
 
 
 def _resident() -> int:
@@ -135,15 +154,16 @@ def _resident() -> int:
 def _cost(kind: str, samples: int) -> float:
     """Return the mean time of an update in microseconds."""
     sampler = UpdateSampler(ORDERS[kind][0](samples, 0), batch_size=BATCH)
-    sampler.pieces(0, 0)
-    spent = 0.0
-    for number in range(UPDATES):
-        epoch, update = divmod(number, len(sampler))
-        if not update and kind == "in memory":
-            sampler.pieces(epoch, 0)  # makes the order, once an epoch
+    spent, done = 0.0, 0
+    for epoch in range(-(-UPDATES // len(sampler))):
+        if kind == "in memory":
+            sampler.pieces(epoch, 0)  # makes the order
+        number = min(len(sampler), UPDATES - done)
         since = time.process_time()
-        sampler.pieces(epoch, update)
+        for update in range(number):
+            sampler.pieces(epoch, update)
         spent += time.process_time() - since
+        done += number
     return spent / UPDATES * 1e6
 
 
@@ -152,7 +172,7 @@ def _memory(kind: str, samples: int) -> float:
     tracemalloc.start()
     try:
         sampler = UpdateSampler(ORDERS[kind][0](samples, 0), batch_size=BATCH)
-        for update in (0, len(sampler) // 2, len(sampler) - 1):
+        for update in (0, len(sampler) - 1, len(sampler) // 2):
             sampler.pieces(0, update)
         return float(tracemalloc.get_traced_memory()[0])
     finally:

@@ -26,8 +26,9 @@ MOST_ROUNDS = 10
 _PLAIN = str(Path(__file__).with_name("start_plain.py"))
 _TRAIN = ("-m", "scripts.train")
 _FIRST_UPDATE = (
-    *("experiment=resnet18", "model=mlp", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
-    *("trainer.limit_test_batches=0", "callbacks.checkpoint=null", "callbacks.early_stopping=null"),
+    *("experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1"),
+    *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0"),
+    *("callbacks.checkpoint=null", "callbacks.early_stopping=null"),
     *("--allow-target", "scripts.benchmarks.start_mark"),
     "+callbacks.mark._target_=scripts.benchmarks.start_mark.Mark",
 )
@@ -83,18 +84,18 @@ def _to_mark(arguments: Sequence[str], mark_argument: str) -> Times:
 
 def _whole(arguments: Sequence[str], code: int) -> Times:
     """Return the times of a whole command."""
-    used = _cpu_of_children()
+    used = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         _run(arguments, folder, code)
-        return time.time() - began, _cpu_of_children() - used
+        return time.time() - began, children_cpu() - used
 
 
 def _run(arguments: Sequence[str], folder: str, code: int) -> None:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=_environment(),
+        env=command_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -104,15 +105,16 @@ def _run(arguments: Sequence[str], folder: str, code: int) -> None:
 
 
 @functools.cache
-def _environment() -> dict[str, str]:
-    """Return the commands' environment: bytecode is kept, as at a user's, but in a folder apart."""
+def command_environment() -> dict[str, str]:
+    """Return an environment where bytecode is kept, as at a user's, but in a folder apart."""
     folder = tempfile.mkdtemp(prefix="regimen-bytecode-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": folder}
 
 
-def _cpu_of_children() -> float:
+def children_cpu() -> float:
+    """Return the CPU seconds of all processes that have ended below this one."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

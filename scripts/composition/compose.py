@@ -29,6 +29,7 @@ from scripts.composition.trees import escape_reserved, first_lines
 from trainer.targets.instantiate import allow
 
 MAX_JOBS = 10_000  # of a sweep
+_ahead: list["Composed"] = []  # at most one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,21 @@ def compose(argv: Sequence[str] | Arguments) -> Composed:
     """Compose and check the configuration of one job; raises ConfigError with all mistakes."""
     arguments = argv if isinstance(argv, Arguments) else parse_arguments(argv)
     allow(arguments.allow_targets)
+    if _ahead and _ahead[0].arguments == arguments:
+        return _ahead.pop()
     with opened(arguments) as hydra:
         it = Composition(hydra, arguments)
         config = it.checked()
     return Composed(config, list(arguments.overrides), it.choices, it.origins, arguments)
+
+
+def compose_ahead(argv: Sequence[str]) -> None:
+    """Compose here what a process that is forked from this one will ask for: it need not again.
+
+    Raises ConfigError, as that process will.
+    """
+    _ahead.clear()
+    _ahead.append(compose(argv))
 
 
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:

@@ -19,6 +19,7 @@ from conf.errors import ConfigError, Problem, did_you_mean
 from conf.interpolation import interpolation_problems
 from scripts.cli.arguments import Arguments
 from scripts.composition.argument_names import argument_problems
+from scripts.composition.kept import Merged, keep, recall
 from scripts.composition.leftovers import unread_problems, without_leftovers
 from scripts.composition.origins import Notes, Origins, Placed
 from scripts.composition.overrides import Overrides
@@ -121,6 +122,10 @@ class Composition:
 
     def _load(self, choices: list[str]) -> tuple[DictConfig, dict[str, Any]]:
         """Merge the files that the choices name, without the tree of Hydra's own settings."""
+        if (kept := recall(self.arguments, choices)) is not None:
+            self.notes.documents |= kept.documents
+            self.origins.files = list(kept.files)
+            return kept.tree, dict(kept.choices)
         try:
             listed = self._listed(choices)
             cfg = self.loader._compose_config_from_defaults_list(listed.defaults, self.repository)
@@ -130,7 +135,11 @@ class Composition:
             self.stop_if_wrong()
             raise
         self.origins.files = [p for d in listed.defaults if (p := self._placed(d)) is not None]
-        return cfg, dict(listed.overrides.known_choices)
+        known = dict(listed.overrides.known_choices)
+        if not self.notes.problems:
+            documents = self.notes.documents
+            keep(self.arguments, choices, Merged(cfg, known, self.origins.files, documents))
+        return cfg, known
 
     def _meant(self, error: Exception) -> str | None:
         name = self.arguments.config_name

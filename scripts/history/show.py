@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 _SHOWN = 8  # differences in a row of the table; --json has all
 
 
-def table_of(runs: Sequence[RunEntry]) -> Table:
-    """Return the table of `regimen runs`."""
+def rows_of(runs: Sequence[RunEntry]) -> list[list[str]]:
+    """Return the table of `regimen runs`: rows, the first with the names of the columns."""
     columns = ["run", "status", "epoch", "best", "duration", "size", "differs in"]
-    rows = []
+    rows = [columns]
     for run, changed in zip(runs, differences(runs), strict=True):
         words = [f"{key}={shown(value)}" for key, value in changed.items()]
         more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
         cells = [_epoch(run), _best(run), duration(run.seconds), size(run.size)]
         rows.append([str(run.path), run.state, *cells, " ".join(words[:_SHOWN] + more)])
-    return _table(columns, rows)
+    return rows
 
 
 def compared(left: RunEntry, right: RunEntry) -> dict[str, dict[str, list[Any]]]:
@@ -42,14 +42,15 @@ def compared(left: RunEntry, right: RunEntry) -> dict[str, dict[str, list[Any]]]
     return {"run": facts, "config": config, "metrics": metrics}
 
 
-def comparison(left: RunEntry, right: RunEntry) -> Table:
-    """Return the table of `regimen runs diff`."""
+def comparison(left: RunEntry, right: RunEntry, names: Sequence[str]) -> list[list[str]]:
+    """Return the table of `regimen runs diff`, as rows; `names` are those of the two runs."""
     pairs = compared(left, right)
     seconds = pairs["run"].pop("seconds")
-    rows = [["status", *pairs["run"]["status"]], ["duration", *map(duration, seconds)]]
+    rows = [["", *names], ["status", *pairs["run"]["status"]]]
+    rows.append(["duration", *map(duration, seconds)])
     rows += [[key, *map(shown, pair)] for key, pair in pairs["config"].items()]
     rows += [[name, *map(_number, pair)] for name, pair in pairs["metrics"].items()]
-    return _table(["", str(left.path), str(right.path)], rows)
+    return rows
 
 
 def differing(runs: Sequence[RunEntry]) -> list[Mapping[str, Any]]:
@@ -82,14 +83,15 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table_of(rows: Sequence[Sequence[str]]) -> Table:
+    """Return rows, the first of which names the columns, as a table."""
     # rich is slow to import, and --json and --help do not need it
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(highlight=False)
-    for number, name in enumerate(columns):  # the first can be copied: a path, a key
+    for number, name in enumerate(rows[0]):  # the first can be copied: a path, a key
         table.add_column(escape(on_one_line(name)), overflow="fold", no_wrap=number == 0)
-    for row in rows:
+    for row in rows[1:]:
         table.add_row(*(escape(on_one_line(cell)) for cell in row))
     return table

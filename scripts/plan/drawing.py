@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scripts.plan.batch_split import BatchSplit
+from trainer.files.layout import aligned
 from trainer.optimizers.optimizers import GroupRow
 from trainer.summary.memory import MemoryEstimate
-from trainer.summary.model import Summary, modules_table, totals
-from trainer.summary.text import size, table, to_text
+from trainer.summary.model import Summary, fitting_table, totals
+from trainer.summary.text import natural_width, size, table, to_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,15 +51,16 @@ class Plan:
 
 def render(plan: Plan, width: int = 100, colour: bool = False) -> str:
     """Return the plan as text, in sections; `colour` is for a terminal."""
-    return to_text(*_sections(plan), width=width, colour=colour)
+    return to_text(*_sections(plan, width), width=width, colour=colour)
 
 
-def _sections(plan: Plan) -> Iterator[RenderableType]:
+def _sections(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield from _section(f"Plan of {plan.name}", *_config(plan))
     yield from _section("Data", _data_table(plan.data))
-    yield from _section("Model", modules_table(plan.model), totals(plan.model))
-    yield from _section("Optimizer", _groups_table(plan.groups))
-    yield from _section("Learning rate", *curve_lines(plan.curves, plan.total_steps))
+    yield from _section("Model", fitting_table(plan.model, width), totals(plan.model))
+    yield from _section("Optimizer", _groups_table(plan.groups, width))
+    curves = curve_lines(plan.curves, plan.total_steps, min(64, width - 16))
+    yield from _section("Learning rate", *curves)
     yield from _section("Updates", *_updates(plan), *plan.split.lines())
     yield from _section("Memory on one device", _memory_table(plan.memory), *_memory_note(plan))
     yield from _section("Callbacks", *(f"{name}: {kind}" for name, kind in plan.callbacks.items()))
@@ -72,8 +74,7 @@ def _section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Rule(Text(title, style="bold cyan"), align="left", style="dim")
-    for part in parts:
-        yield Text(part) if isinstance(part, str) else part
+    yield from parts
     yield ""
 
 
@@ -106,9 +107,13 @@ def _classes(row: DataRow, show: int = 10) -> str:
     return f"{len(names)}: {', '.join(names[:show])}{more}"
 
 
-def _groups_table(rows: Sequence[GroupRow]) -> RenderableType:
-    columns = ("group", "optimizer", "tensors", "parameters", "lr", "weight decay")
-    return table(columns, map(_group_cells, rows), right=columns[2:])
+def _groups_table(rows: Sequence[GroupRow], width: int) -> RenderableType:
+    columns = ["group", "optimizer", "tensors", "parameters", "lr", "weight decay"]
+    cells = [_group_cells(row) for row in rows]
+    whole = table(columns, cells, right=columns[2:])
+    if natural_width(whole) <= width:
+        return whole
+    return "\n".join(aligned([columns, *cells], width, last=2))
 
 
 def _group_cells(row: GroupRow) -> Sequence[str]:
@@ -120,8 +125,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def curve_lines(curves: Mapping[str, Sequence[float]], length: int | None = None) -> Iterator[str]:
-    """Draw each learning-rate curve over `length` updates.
+def curve_lines(
+    curves: Mapping[str, Sequence[float]], length: int | None = None, width: int = 64
+) -> Iterator[str]:
+    """Draw each learning-rate curve over `length` updates, `width` characters wide.
 
     Groups whose curves differ only by a factor share a plot.
     """
@@ -131,17 +138,19 @@ def curve_lines(curves: Mapping[str, Sequence[float]], length: int | None = None
         shape = tuple(round(v / top, 6) for v in values) if top > 0 else tuple(values)
         shapes.setdefault(shape, []).append(name)
     for names in shapes.values():
-        yield from _drawing({name: curves[name] for name in names}, length)
+        yield from _drawing({name: curves[name] for name in names}, length, width)
 
 
-def _drawing(curves: Mapping[str, Sequence[float]], length: int | None) -> Iterator[str]:
+def _drawing(
+    curves: Mapping[str, Sequence[float]], length: int | None, width: int
+) -> Iterator[str]:
     captions: dict[str, list[str]] = {}
     for name, values in curves.items():
         captions.setdefault(_caption(values), []).append(name)
     yield from (f"{', '.join(names)}: {caption}" for caption, names in captions.items())
     first = next(iter(curves.values()))
     if first and min(first) < max(first):
-        yield from plot(first, length)
+        yield from plot(first, length, width)
 
 
 def _caption(values: Sequence[float]) -> str:
@@ -169,6 +178,7 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "activations": memory.activations,
+        **({} if memory.data == 0 else {"data": memory.data}),
     }
     total = size(memory.total) if memory.complete else f"more than {size(memory.total)}"
     rows = [*((name, size(value)) for name, value in parts.items()), ("estimate", total)]
@@ -176,10 +186,13 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
 
 
 def _memory_note(plan: Plan) -> Iterator[str]:
+    others = ", its workspace and the data" if plan.memory.data == 0 else " and its workspace"
     yield (
-        f"activations of {plan.split.largest} samples at a time; the framework, its workspace and "
-        "the data need additional memory"
+        f"activations of {plan.split.largest} samples at a time; the framework{others} need "
+        "additional memory"
     )
+    if plan.memory.data is None:
+        yield "data.cache=device: how much the decoded images take shows when they are decoded"
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

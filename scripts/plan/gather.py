@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from data.errors import DataError
 from scripts.plan.batch_split import BatchSplit
 from scripts.plan.drawing import DataRow, Plan, render
 from scripts.plan.trial import first_micro_batch, try_out
+from trainer.build.caches import kept_bytes
 from trainer.files.atomic import write_text
 from trainer.files.layout import takes_colour
 from trainer.lr_schedulers.schedule import curve
@@ -56,7 +58,11 @@ def _plan(request: Request, experiment: Experiment, folder: Path) -> Plan:
     untried = list(try_out(experiment, first))
     total, steps = trainer.total_steps, trainer.steps_per_epoch
     curves = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
-    memory = estimate(summary, [o for _, o in trainer.optimizers.items()], split.largest)
+    optimizers = [o for _, o in trainer.optimizers.items()]
+    memory = replace(
+        estimate(summary, optimizers, split.largest),
+        data=kept_bytes(config, experiment.data.sets),
+    )
     return Plan(
         name=config.name,
         picks=request.choices,

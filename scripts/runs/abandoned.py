@@ -18,12 +18,11 @@ from trainer.errors import CheckpointError
 from trainer.files.atomic import remove_orphans, replacing, sync_folder, write_json
 from trainer.files.storage import storage_error
 from trainer.runs.directory import reserve, timestamp
-from trainer.runs.status import RunDirectoryError, read_json
+from trainer.runs.status import METRICS, RunDirectoryError, read_json
 from trainer.snapshot import name_of
 
 FOLDER = "abandoned"
 _NOTE = "unfinished.json"
-_METRICS = Path("metrics.jsonl")
 _EVENTS = Path("tensorboard"), "events.out.tfevents.*.regimen"
 
 
@@ -45,7 +44,7 @@ class Moment:
             name: int(n) for part in known if isinstance(part, dict) for name, n in part.items()
         }
         before = callbacks.get("metrics_log", {}).get("offset")  # of older checkpoints
-        sizes |= {} if before is None else {_METRICS.name: int(before)}
+        sizes |= {} if before is None else {METRICS: int(before)}
         return cls(
             step=int(payload["state"]["counters"]["global_step"]),
             sizes=sizes,
@@ -99,7 +98,7 @@ def _noted(run: Path, step: int) -> Path:
 
 def _longer(run: Path, moment: Moment) -> dict[Path, int]:
     """Return the logs that are longer than at `moment`, with their sizes at that point."""
-    logs = [run / _METRICS, *(run / _EVENTS[0]).glob(_EVENTS[1])]
+    logs = [run / METRICS, *(run / _EVENTS[0]).glob(_EVENTS[1])]
     sizes = {path: moment.sizes.get(path.name, 0) for path in logs}
     return {path: size for path, size in sizes.items() if path.is_file() and _size(path) > size}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scripts.runs.account import Account
 from trainer.callback import saver_of
-from trainer.files.layout import WIDTH, folded_command, packed
+from trainer.files.layout import WIDTH, folded_command, packed, path_lines
 from trainer.metric_names import epoch_metric
 from trainer.runs.dashboard import FOLDER, command
 from trainer.state import MAX_TIME, TrainState
@@ -63,7 +63,7 @@ def final_block(
     width = (columns or WIDTH) - len("trained  ")
     trained = [_trained(state, account), *_ended(experiment)]
     rows: list[_Row] = [
-        ("run", [str(run_dir)]),
+        ("run", path_lines(str(run_dir), width) if columns else [str(run_dir)]),
         ("trained", packed("; ".join(trained).split(" "), width, " ")),
         ("time", packed(account.text().split(", "), width, ", ")),
         ("hint", packed(account.hint(request.config).split(" "), width, " ")),

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from scripts.composition.harmless import trains_the_same
@@ -28,6 +29,7 @@ from trainer.runs.status import (
     holds_run,
     read_status,
 )
+from trainer.targets.signatures import is_default
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -174,7 +176,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = changed_leaves(_without_start(saved), _without_start(raw))
+    changes = _changes(saved, raw)
     harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
     serious = {k: v for k, v in changes.items() if k not in harmless}
     resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
@@ -193,6 +195,29 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     else:
         resume.config = _with_harmless(saved, raw, harmless)
     return resume
+
+
+def _changes(saved: dict[str, Any], raw: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs; not what one of the two leaves out and the other has at its default.
+
+    So a run goes on with a later version, whose new keys and arguments are at their defaults.
+    """
+    before = fill_defaults(saved)
+    found = changed_leaves(_without_start(before), _without_start(raw))
+    return {
+        key: (old, new)
+        for key, (old, new) in found.items()
+        if not (old is _ABSENT and _at_default(raw, key))
+        and not (new is _ABSENT and _at_default(before, key))
+    }
+
+
+def _at_default(config: dict[str, Any], key: str) -> bool:
+    *parents, name = key.split(".")
+    node: Any = config
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    return is_default(node, name)
 
 
 def _without_start(config: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +254,7 @@ def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, An
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
-    # A key that came with a later version, and is not used.
-    if old is _ABSENT and (new is None or (key, new) == ("data.decode", "full")):
+    if old is _ABSENT and new is None:
         return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
@@ -239,7 +263,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
     saved = saved_config(payload, None)
-    return any(k in _HORIZON for k in changed_leaves(saved, raw))
+    return any(k in _HORIZON for k in _changes(saved, raw))
 
 
 def _with_harmless(

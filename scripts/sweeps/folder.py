@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from conf.errors import ConfigError, Problem
+from conf.yaml_file import own_values
 from scripts.composition.identity import belongs_outside, identity
 from scripts.sweeps.leaderboard import FILE
 from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
@@ -94,7 +95,7 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     folders: dict[tuple[str, ...], Path] = {}
     for path in sorted(numbered, key=lambda path: int(path.name)):
         try:
-            texts = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
+            texts = own_values((path / OVERRIDES).read_text(encoding="utf-8"))
             folders.setdefault(identity(map(str, texts)), path)
         except (OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
             continue  # the folder of no known job
@@ -106,7 +107,7 @@ def has_finished(job: Path, config: dict[str, Any]) -> bool:
     try:
         if read_status(job).get("state") not in ENDED_WELL:
             return False
-        saved = yaml.safe_load((job / CONFIG).read_text(encoding="utf-8"))
+        saved = own_values((job / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):
         return False
     return isinstance(saved, dict) and _trained(saved) == _trained(config)

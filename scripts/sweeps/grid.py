@@ -3,9 +3,11 @@
 from scripts.cli.arguments import Arguments
 from scripts.composition.compose import split_jobs
 from scripts.composition.identity import distinct
+from scripts.composition.kept import keeping_files
 from scripts.sweeps.check import check_built, checked
 from scripts.sweeps.jobs import run_jobs
 from scripts.sweeps.launchers.choice import LAUNCHERS
+from scripts.sweeps.launchers.warm import modules_of
 from scripts.sweeps.process import NOT_STARTED
 from scripts.sweeps.search import search
 from scripts.sweeps.sweep import Sweep
@@ -16,15 +18,22 @@ def sweep(arguments: Arguments) -> int:
 
     Nothing starts before all jobs have been checked. What has finished is not run again.
     """
-    if any(_searches(text) for text in arguments.overrides):
-        return search(arguments)
+    with keeping_files():
+        if any(_searches(text) for text in arguments.overrides):
+            return search(arguments)
+        return _grid(arguments)
+
+
+def _grid(arguments: Arguments) -> int:
     jobs = distinct(split_jobs(arguments))
     configs = checked(arguments, jobs)
     varied = [override.key for override in jobs[0] if override.varies]
     it = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
     unfinished = [job for job, config in pairs if not it.is_done(job, config)]
-    check_built(arguments, unfinished, it.server)
+    it.server.modules = modules_of(configs)
+    if monitor := check_built(arguments, unfinished, it.server):
+        it.expected = f"val/{monitor}"
     with it.held():
         planned = [(it.plan(job, config), job) for job, config in pairs]
         it.write()

@@ -92,6 +92,8 @@ def _start(run: _Run, asked: Asked, display: Display) -> bool:
     dashboard.link_started(run.it.folder, run.it.outcomes, outcome, run.it.varied)
     run.waiting.pop(0)
     run.running[outcome.number], run.starts[outcome.number] = asked, start
+    run.it.running.add(outcome.number)
+    run.it.write_leaderboard()
     return True
 
 
@@ -110,6 +112,7 @@ def _note(
     run: _Run, end: Ended, tell: Callable[[Outcome], None], show: Callable[[Outcome, bool], None]
 ) -> None:
     outcome, job = run.running.pop(end.number)
+    run.it.running.discard(end.number)
     again = run.is_to_run_again(end)
     if not run.it.stop.number or holds_run(outcome.run_dir) or end.code not in _STOPPED:
         note_outcome(outcome, end.code, end.errors)

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -11,20 +11,26 @@ from scripts.sweeps.groups import Groups
 from scripts.sweeps.process import NOT_STARTED, Outcome
 from scripts.sweeps.ranking import Ranking
 from trainer.files.atomic import write_text
+from trainer.files.layout import aligned
 from trainer.files.log_format import on_one_line
 
 FILE = "leaderboard.csv"
 SHOWN = 20  # jobs of the table on the screen
-_GAP = "  "
-_NARROW = 6  # characters that a column keeps
+_RUNNING = "running"
 
 
 def write_csv(
-    folder: Path, jobs: Sequence[Outcome], ranking: Ranking, groups: Groups, count: int
+    folder: Path,
+    jobs: Sequence[Outcome],
+    ranking: Ranking,
+    groups: Groups,
+    count: int,
+    running: Collection[int] = (),
 ) -> None:
     """Write all jobs, ranked, with every override that was given and the statistics of its group.
 
     A search knows its next jobs one by one: those missing of `count` are listed without numbers.
+    `running`: the numbers of the jobs that run now.
     """
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     text = io.StringIO()
@@ -36,7 +42,8 @@ def write_csv(
         overrides = [job.overrides.get(key, "") for key in keys]
         measured = "" if value is None else repr(value)
         facts = [measured, _seconds(job), job.run_dir, *groups.cells(job, repr)]
-        writer.writerow([job.number, job.state, *overrides, *facts])
+        state = _RUNNING if job.number in running else job.state
+        writer.writerow([job.number, state, *overrides, *facts])
     unknown = ["", NOT_STARTED, *[""] * (len(header) - 2)]
     writer.writerows([unknown] * (count - len(jobs)))
     write_text(folder / FILE, text.getvalue())
@@ -67,7 +74,7 @@ def show(
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     cells = [[on_one_line(cell) for cell in row] for row in rows]
-    for line in table(cells, get_terminal_size().columns):
+    for line in aligned(cells, get_terminal_size().columns, last=2):
         print(line)
 
 
@@ -103,21 +110,3 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
     known = Counter(end for key in keys for end in ends(key))
     return [next((end for end in ends(key) if known[end] == 1), key) for key in keys]
-
-
-def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows as aligned lines of at most `width` characters; long cells are cut.
-
-    Where even short cells are too many, the columns before the last two are left out.
-    """
-    most = max(1, (width + len(_GAP)) // (_NARROW + len(_GAP)))
-    if len(rows[0]) > most:
-        rows = [[*row[: most - 2], *row[-2:]] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > _NARROW:
-        widths[widths.index(max(widths))] -= 1
-    return [_GAP.join(map(_cell, row, widths)).rstrip() for row in rows]
-
-
-def _cell(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"

@@ -13,11 +13,16 @@ _BEST = "best/"
 class Ranking:
     """Compare jobs by the metric that their checkpoints are chosen by.
 
-    `metric`: that of the task, if it is known before a job has run.
+    `metric`: that of the task, if it is known before a job has run. `expected`: the same as long as
+    no job has a result, which says what its checkpoints were chosen by.
     """
 
     def __init__(
-        self, config: dict[str, Any], jobs: Sequence[Outcome], metric: str | None = None
+        self,
+        config: dict[str, Any],
+        jobs: Sequence[Outcome],
+        metric: str | None = None,
+        expected: str | None = None,
     ) -> None:
         nodes = [node for node in config["callbacks"].values() if node]
         modes = {
@@ -26,7 +31,7 @@ class Ranking:
             if node.get("monitor") not in (None, AUTO)  # there the task decides
         }
         best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
-        known = next(reversed(modes), metric or "val/loss")
+        known = next(reversed(modes), metric or expected or "val/loss")
         name = known if metric else next(best, None) or known
         self._monitor = Monitor(name, modes.get(name, AUTO))
         self.name = str(self._monitor.name)

@@ -10,6 +10,7 @@ from scripts.composition.identity import refuse_outside
 from scripts.composition.overrides import Swept
 from scripts.sweeps.check import check_built, checked
 from scripts.sweeps.jobs import run_jobs
+from scripts.sweeps.launchers.warm import modules_of
 from scripts.sweeps.space import Space, given
 from scripts.sweeps.sweep import Sweep
 
@@ -24,7 +25,7 @@ def search(arguments: Arguments) -> int:
     """
     space, fixed, settings = _space(arguments)
     jobs = [[*fixed, *values] for values in space.samples()]
-    checked(arguments, jobs)
+    configs = checked(arguments, jobs)
     import_optuna()
     from scripts.sweeps.study import StudyPlan, check_distributions, enqueue, open_study
     from scripts.sweeps.trials import Trials
@@ -33,6 +34,7 @@ def search(arguments: Arguments) -> int:
     plan = StudyPlan(settings, config["seed"], space)
     entries = space.entries(settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, space.names, settings.n_trials)
+    it.server.modules = modules_of(configs)
     monitor = check_built(arguments, jobs, it.server, alone=True)
     it.metric = f"val/{monitor}" if monitor else None
     with it.held():

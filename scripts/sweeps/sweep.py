@@ -27,6 +27,7 @@ from scripts.sweeps.leaderboard import show, write_csv
 from scripts.sweeps.process import Outcome, Stop, note_outcome, words
 from scripts.sweeps.ranking import Ranking
 from trainer.errors import StorageError
+from trainer.files.layout import columns_of, folded_command
 from trainer.files.log_format import on_one_line
 from trainer.runs.dashboard import sweep_command
 from trainer.runs.status import holds_run
@@ -46,12 +47,14 @@ class Sweep:
     varied: Sequence[str]  # keys
     count: int  # jobs, including those that are not known yet
     metric: str | None = None  # of the task, if it is known
+    expected: str | None = None  # as long as no job has a result
     settings: SweepConfig = field(init=False)
     group_by: Sequence[str] = field(init=False)
     found: Path | None = field(init=False)  # the sweep to go on with
     folder: Path = field(init=False)
     known: dict[tuple[str, ...], Path] = field(init=False)
     taken: set[str] = field(init=False)  # names of folders
+    running: set[int] = field(default_factory=set)  # numbers of jobs
     planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
     complaints: set[str] = field(default_factory=set)  # about the leaderboard's file
@@ -80,7 +83,8 @@ class Sweep:
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         dashboard.begin(self.folder, self.varied)
-        print(f"follow the sweep: {sweep_command(self.folder)}", flush=True)
+        typed = folded_command(sweep_command(self.folder), columns_of(sys.stdout))
+        print("follow the sweep:", typed, sep="\n" if "\n" in typed else " ", flush=True)
         try:
             with self.stop.listening():
                 yield
@@ -131,8 +135,13 @@ class Sweep:
     def write(self) -> None:
         """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
         dashboard.arrange(self.folder, self.outcomes, self.varied)
+        self.write_leaderboard()
+
+    def write_leaderboard(self) -> None:
+        """Write `leaderboard.csv` as it stands."""
+        board = self.ranking, self.groups, self.count, self.running
         try:
-            write_csv(self.folder, self.outcomes, self.ranking, self.groups, self.count)
+            write_csv(self.folder, self.outcomes, *board)
         except StorageError as error:  # the running jobs are not affected
             if str(error) not in self.complaints:
                 logger.warning("warning: %s", error)
@@ -146,7 +155,7 @@ class Sweep:
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.outcomes, self.metric)
+        return Ranking(self.config, self.outcomes, self.metric, self.expected)
 
     def close(self) -> int:
         """Print the table and return the exit code."""

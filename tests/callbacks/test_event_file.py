@@ -9,7 +9,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from callbacks.support.event_file import _record
 
 
-@pytest.mark.parametrize("length", [0, 1, 9, 5000])
+@pytest.mark.parametrize("length", [0, 1, 9, 64, 5000])
 def test_a_record_is_that_of_tensorboard(length: int) -> None:
     content = random.Random(length).randbytes(length)
     expected = io.BytesIO()

@@ -40,5 +40,8 @@ def test_a_summary_is_what_the_tab_reads(
     assert parse(value.metadata.plugin_data.content).ByteSize() > 0
     data = metadata.plugin_data_pb2.HParamsPluginData.FromString(value.metadata.plugin_data.content)
     expected = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
+    # A map is serialized in any order.
+    assert parse(expected.metadata.plugin_data.content) == parse(value.metadata.plugin_data.content)
+    expected.metadata.plugin_data.content = value.metadata.plugin_data.content
     expected.tensor.CopyFrom(metadata.NULL_TENSOR)
     assert value == expected

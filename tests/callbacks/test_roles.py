@@ -135,4 +135,6 @@ def test_a_leaderboard_goes_by_the_metric_of_the_best() -> None:
     ranking = Ranking(config, jobs)
     assert (ranking.name, ranking.value(jobs[0]), ranking.rank(jobs[0])) == ("val/f1", 0.5, 0.5)
     assert Ranking(config, []).name == "val/f1"
+    assert Ranking({"callbacks": {}}, [], expected="val/accuracy").name == "val/accuracy"
+    assert Ranking(config, [], expected="val/accuracy").name == "val/f1"
     assert Ranking({"callbacks": {}}, []).name == "val/loss"

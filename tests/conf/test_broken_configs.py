@@ -88,7 +88,7 @@ KEYS_AND_TYPES = [
     case("optimizer.lr=inf", "optimizer.lr", "inf"),
     case("optimizer.lr=", "optimizer.lr", "a number"),
     case("optimizer.weight_decay=-1", "optimizer.weight_decay", ">= 0"),
-    case("optimizer.momentum=nan", "optimizer.momentum", "nan"),
+    case("optimizer.weight_decay=nan", "optimizer.weight_decay", "nan"),
     case("lr_scheduler=cosin", "lr_scheduler", "did you mean cosine?"),
     case("lr_scheduler.interval=batch", "lr_scheduler.interval", "step or epoch"),
     case("trainer.max_epoch=1", "trainer.max_epoch", "did you mean trainer.max_epochs?"),
@@ -125,7 +125,7 @@ KEYS_AND_TYPES = [
     case("model=[mlp,resnet18]", "model", "takes one choice, not 2"),
     case("loader=null", "loader", "missing", "choose of default"),
     case("~trainer", "trainer", "missing"),
-    case("optimizer.momentum=inf", "optimizer.momentum", "a finite number"),
+    case("optimizer.eps=inf", "optimizer.eps", "a finite number"),
     case("loader.batch_size=99999999999999999999", "loader.batch_size", "64 bits"),
     case("+model.big=[99999999999999999999]", "model.big.0", "64 bits"),
     case("loader.num_workers=100000", "loader.num_workers", "<= 1024"),
@@ -154,7 +154,7 @@ ALONE = [
 TARGETS = [
     case("model.depth=deep", "model.depth", "expected", "'deep'"),
     case("~model.num_classes", "model.num_classes", "missing"),
-    case("optimizer.nesterov=please", "optimizer.nesterov", "expected bool"),
+    case("optimizer.amsgrad=please", "optimizer.amsgrad", "expected bool"),
 ]
 
 # Found once keys and types are right.
@@ -166,7 +166,7 @@ ARGUMENTS = [
         "transforms.train.crop.sise",
         "did you mean size?",
     ),
-    case("+optimizer.momentun=0.9", "optimizer.momentun", "did you mean momentum?"),
+    case("+optimizer.betaz=[0,0]", "optimizer.betaz", "did you mean betas?"),
     case("+task.los=1", "task.los", "did you mean loss?"),
     case("+lr_scheduler.pct=0.1", "lr_scheduler.pct", "no argument 'pct'"),
     case("+callbacks.progress.colour=1", "callbacks.progress.colour", "no argument 'colour'"),

@@ -123,13 +123,36 @@ def test_impossible_orders_name_the_key(make: Any, text: str) -> None:
     assert "loader.sampler" in str(caught.value)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 16, 17, 1000, 4097])
-def test_permutation_is_one(samples: int) -> None:
-    permutation = Permutation(samples, 5)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_permutation_is_one(samples: int, version: int) -> None:
+    permutation = Permutation(samples, 5, version=version)
     whole = permutation[:]
     assert sorted(whole) == list(range(samples))
     assert np.array_equal(whole[3:9], permutation[3:9])
     assert np.array_equal(whole[::-1], permutation[::-1])
+
+
+def test_order_of_version_1_is_that_of_runs_begun_with_it() -> None:
+    first = [0, 6, 2, 9, 3, 8, 1, 7, 4, 5, 10]  # as Regimen gave it before there was a version 2
+    assert Permutation(11, 5, version=1)[:].tolist() == first
+    assert Permutation(11, 5)[:].tolist() != first
+
+
+@pytest.mark.parametrize("samples", [10**4, 4**7 + 1, 10**5, 10**8, 2**33 + 1])
+def test_few_positions_are_computed_twice(samples: int) -> None:
+    permutation = Permutation(samples, 5)
+    positions = np.linspace(0, samples - 1, 4096, dtype=np.uint64)
+    found = permutation._network(positions)
+    assert (found >= samples).mean() <= 2 / samples**0.5 + 0.001
+
+
+def test_neighbours_of_a_permutation_are_unrelated() -> None:
+    """Chi-squared over the distance of samples at neighbouring positions, over many keys."""
+    steps = np.concatenate([np.diff(Permutation(11, 5, epoch)[:]) % 11 for epoch in range(2000)])
+    counts = np.bincount(steps, minlength=11)[1:]
+    mean = len(steps) / 10
+    assert ((counts - mean) ** 2 / mean).sum() < 9 + 4 * (2 * 9) ** 0.5
 
 
 def test_parts_of_a_permutation_are_those_of_the_whole() -> None:

@@ -62,6 +62,9 @@ def test_impossible_scenes_are_refused(wrong) -> None:
 
 def test_the_table_is_split_once_and_standardised_by_its_training_part() -> None:
     parts = [Diabetes(split) for split in SPLITS]
+    assert [torch.equal(*pair) for pair in zip(parts[0].tensors(), parts[0][:], strict=True)] == [
+        True
+    ] * 2
     assert [len(part) for part in parts] == [310, 66, 66]
     rows = torch.cat([part.features for part in parts])
     assert len(rows.unique(dim=0)) == 442

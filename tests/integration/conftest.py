@@ -35,6 +35,7 @@ PRELOADED = [
 JOB = [
     "experiment=resnet18",
     "model=small_cnn",
+    "optimizer=sgd_nesterov",
     "model.dropout=0.2",
     "callbacks=[default,ema]",
     "loader.num_workers=0",
@@ -48,6 +49,7 @@ AS_ON_A_GPU = {"TRAIN_AS_ON_A_GPU": "1"}  # in the environment of one run
 def run_command(command, arguments, folder, output, environment, tmpfs):
     """Be a command such as `train` in a process of its own session."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` would ignore
     multiprocessing.set_start_method("fork", force=True)  # as where the command is typed
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o666), number)

@@ -15,6 +15,7 @@ from trainer.checkpoints.store import CheckpointStore
 JOB = [
     "experiment=resnet18",
     "model=mlp",
+    "optimizer=sgd_nesterov",
     "model.hidden=[32,16]",
     "loader.num_workers=0",
     "trainer.max_epochs=2",

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 JOB = [
     "experiment=resnet18",
     "model=mlp",
+    "optimizer=sgd_nesterov",
     "model.hidden=[32,16]",
     "data.train._target_=own.Noted",
     "loader.num_workers=0",

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 from same_run import differences, repeated_steps
 
@@ -126,6 +127,27 @@ def test_a_changed_rate_is_a_diff(train, job, killed):
     assert run.error
     assert "optimizer.lr" in run.err
     assert "0.0123" in run.err
+
+
+def without_defaults(content):
+    """Take out of a configuration keys that a later version, or its command, could have brought."""
+    config = yaml.safe_load(content["config"])
+    for section, key in (("data", "decode"), ("trainer", "clip_grad_norm"), ("loader", "eval")):
+        del config[section][key]
+    del config["model"]["activation"]
+    content["config"] = yaml.safe_dump(config, sort_keys=False)
+
+
+def test_keys_that_a_later_version_has_at_their_defaults_are_no_change(train, job, whole, tmp_path):
+    path = shutil.copy(step_file(whole, 35), tmp_path / "older.pt")
+    rewritten(path, without_defaults)
+    given = [*job, f"resume={path}"]
+    run = train(given)
+    assert run.code == 0, run.err
+    assert "changed" not in run.err
+    refused = train([*given, "data.decode=scaled"])
+    assert refused.code == 4
+    assert "data.decode: 'full' -> 'scaled'" in refused.err
 
 
 def test_a_finished_run_is_left_alone(train, job, whole, tmp_path):

@@ -13,7 +13,13 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.runs.status import read_status
 
 # 0.6 M parameters with their momentum: 5 MB.
-LARGE = ["experiment=resnet18", "model=mlp", "model.hidden=[800,500]", "loader.num_workers=0"]
+LARGE = [
+    "experiment=resnet18",
+    "model=mlp",
+    "model.hidden=[800,500]",
+    "optimizer=sgd_nesterov",
+    "loader.num_workers=0",
+]
 
 
 @pytest.fixture

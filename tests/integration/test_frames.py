@@ -25,6 +25,7 @@ def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
             "--allow-target=my_optimizer",
             "experiment=resnet18",
             "model=mlp",
+            "optimizer=sgd",
             "optimizer={_target_: my_optimizer.Recording, lr: 0.1}",
             "trainer.max_steps=1",
         ],

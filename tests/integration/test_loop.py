@@ -8,7 +8,12 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
-QUICK = ["experiment=resnet18", "model=mlp", "trainer.log_every_n_steps=1"]  # 20 updates an epoch
+QUICK = [
+    "experiment=resnet18",  # 20 updates an epoch
+    "model=mlp",
+    "optimizer=sgd_nesterov",
+    "trainer.log_every_n_steps=1",
+]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalW
 JOB = [
     "experiment=resnet18",
     "model=mlp",
+    "optimizer=sgd_nesterov",
     "model.hidden=[16]",
     "loader.num_workers=0",
     "trainer.max_epochs=3",

@@ -22,6 +22,7 @@ pytestmark = [
 RUN = [
     "experiment=resnet18",
     "model=small_cnn",
+    "optimizer=sgd_nesterov",
     "loader.num_workers=0",
     "trainer.max_epochs=3",
     "trainer.log_every_n_steps=4",

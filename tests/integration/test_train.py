@@ -12,7 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-QUICK = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=2"]
+QUICK = ["experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_p
 from conf.reserved import fill
 from conf.schema import Config
 from trainer.build.assembly import Assembly, Known
-from trainer.build.data import build_transforms
+from trainer.build.caches import cache_problems
+from trainer.build.data import build_pipeline, build_transforms
 from trainer.build.folds import fold_problems
 from trainer.build.loss_check import loss_problems
 from trainer.build.node_kinds import wrong_class
@@ -133,6 +134,7 @@ def _part_problems(parts: Assembly) -> Iterator[Problem]:
     yield from _objections(lambda: parts.callbacks)
     for stage in ("train", "eval", "device"):
         yield from _objections(functools.partial(build_transforms, config, stage, _CLASSES))
+    yield from cache_problems(config, functools.partial(build_pipeline, config))
     yield from _model_problems(parts)
     if "model" in vars(parts):
         yield from _objections(lambda: parts.checkpointed)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem
@@ -18,7 +17,6 @@ from data.fingerprint import fingerprint
 from data.formats.jpeg import region_decoder
 from data.image_folder import ImageFolder
 from data.loading.batch_forms import check_per_sample, defer, quick_form
-from data.loading.cache import ImageCache
 from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
@@ -28,6 +26,7 @@ from data.samplers import as_order, as_updates, default_order
 from data.streams import Stream, as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
+from trainer.build.caches import in_batches, kept, set_cache, stage_of
 from trainer.build.folds import in_folds
 from trainer.build.node_kinds import wrong_object
 from trainer.build.nodes import build_named, with_classes
@@ -97,10 +96,9 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
 def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     """Open a data set and give it its transforms.
 
-    Trailing transforms with a batched form are left to the loader, if the data set declares that
-    its samples begin with what the transforms return, and no `collate_fn` is set.
+    Trailing transforms with a batched form are left to the loader, where it can apply them.
     """
-    stage = "train" if split == "train" else "eval"
+    stage = stage_of(split)
     pipeline = build_pipeline(config, stage)
     # A data set of the user's own may have no parameter for transforms.
     taken = inspect.signature(locate(node["_target_"])).parameters
@@ -111,16 +109,10 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     dataset = instantiate(in_folds(config, split, node), _key_=f"data.{split}", **given)
     if dataset is None:
         return None
-    own_collate = config.loader.collate_fn or (stage == "eval" and config.loader.eval.collate_fn)
-    if (
-        "transform" in given
-        and getattr(dataset, "transforms_in_batches", False)
-        and not own_collate
-    ):
+    if "transform" in given and in_batches(config, split, dataset):
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
-    if config.data.cache != "none" and not config.dry_run:
-        _set_cache(config, split, dataset)
+    set_cache(config, split, dataset)
     if config.data.decode != "full":
         _decode_in_part(config.data.decode, split, dataset, pipeline)
     return as_dataset(dataset)
@@ -136,16 +128,6 @@ def _decode_in_part(decode: Decode, split: str, dataset: Any, pipeline: Pipeline
     else:
         known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
         logger.warning("warning: data.decode=%s: data.%s has no %s", decode, split, known)
-
-
-def _set_cache(config: Config, split: str, dataset: Any) -> None:
-    if not isinstance(dataset, ImageFolder):
-        logger.info("data.cache: data.%s reads no image files: nothing to cache", split)
-        return
-    options = config.data
-    folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
-    assert options.cache != "none"
-    dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
 
 
 def _deferred(dataset: Any) -> dict[str, Any]:
@@ -260,11 +242,13 @@ def _on_device(
     config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
 ) -> OnDevice:
     dataset = loader.dataset
-    samples = None if isinstance(dataset, Stream) else len(dataset)
+    numbered = hasattr(dataset, "__len__") and not isinstance(dataset, Stream)
     return OnDevice(
         loader,
         strategy.device,
-        transforms=DeviceTransforms(steps, config.seed, _deferred(dataset), samples),
+        transforms=DeviceTransforms(
+            steps, config.seed, _deferred(dataset), len(dataset) if numbered else None
+        ),
         non_blocking=config.loader.non_blocking,
         prefetch=config.loader.prefetch_to_device,
     )
@@ -297,6 +281,7 @@ def _loader(
         seed=config.seed,
         on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
         max_skipped=config.data.max_skipped,
+        kept=kept(config, dataset, strategy),
         **values,
     )
 

@@ -5,18 +5,20 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from trainer.checkpoints.journal import INDEX, Content, read_content, write_content
+from trainer.checkpoints.journal import INDEX, Change, Content, read_content, write_content
 
 __all__ = ["INDEX", "Entry", "Index", "finite", "layout_of"]
 
 _log = logging.getLogger(__name__)
+
+Sections = dict[str, dict[str, Any]]  # by name: entries, and names and shapes of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Index:
     files: dict[str, Entry] = field(default_factory=dict)
     names: dict[str, Entry] = field(default_factory=dict)
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
-    stored: Content = field(default_factory=dict, repr=False, compare=False)  # as on disk
+    stored: Sections = field(default_factory=dict, repr=False, compare=False)  # as on disk
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -48,7 +50,9 @@ class Index:
             content = read_content(folder)
             files = {name: _entry(fields) for name, fields in content["files"].items()}
             names = {name: _entry(fields) for name, fields in content["names"].items()}
-            return cls(files, names, dict(content["layouts"]), content)
+            index = cls(files, names, dict(content["layouts"]))
+            index.stored = index._sections()
+            return index
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -57,14 +61,15 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Bring the index of `folder` up to date, durably; only its changes where it is large."""
+        sections = self._sections()
+        changes = list(_changes(self.stored, sections))
+        write_content(folder, changes, lambda: _plain(sections), known=bool(self.stored))
+        self.stored = sections
+
+    def _sections(self) -> Sections:
         used = {entry.layout for entry in (*self.files.values(), *self.names.values())}
-        content: Content = {
-            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
-            "names": {name: asdict(entry) for name, entry in sorted(self.names.items())},
-            "layouts": {key: dict(shapes) for key, shapes in self.layouts.items() if key in used},
-        }
-        write_content(folder, content, self.stored)
-        self.stored = content
+        layouts = {key: shapes for key, shapes in self.layouts.items() if key in used}
+        return {"files": dict(self.files), "names": dict(self.names), "layouts": layouts}
 
     def add(self, entry: Entry, layout: Mapping[str, str]) -> Entry:
         """Add an entry; names and shapes of the weights are stored once for equal files."""
@@ -78,6 +83,25 @@ class Index:
         """Return the entries whose file exists with the recorded size, sorted by step."""
         whole = [entry for entry in self.files.values() if _size(folder / entry.file) == entry.size]
         return sorted(whole, key=lambda entry: entry.step)
+
+
+def _changes(before: Sections, after: Sections) -> Iterator[Change]:
+    for section, values in after.items():
+        old = before.get(section, {})
+        for name in {**old, **values}:
+            if old.get(name) != values.get(name):
+                yield section, name, _fields(values.get(name))
+
+
+def _plain(sections: Sections) -> Content:
+    return {
+        section: {name: _fields(value) for name, value in sorted(values.items())}
+        for section, values in sections.items()
+    }
+
+
+def _fields(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Entry) else value
 
 
 def layout_of(model: Mapping[str, Any]) -> dict[str, str]:

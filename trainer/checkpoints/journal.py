@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ INDEX, CHANGES = "index.json", "index.jsonl"
 _SMALL = 1 << 14  # bytes
 
 Content = dict[str, dict[str, Any]]  # entries by name, in sections
+Change = tuple[str, str, Any]  # section, name and new value (None: removed)
 
 
 def read_content(folder: Path) -> Content:
@@ -42,18 +45,22 @@ def read_content(folder: Path) -> Content:
     return content
 
 
-def write_content(folder: Path, content: Content, before: Content) -> None:
-    """Make `content` the index of `folder`, durably; `before` is what was read. StorageError."""
-    whole, log = _size(folder / INDEX), _size(folder / CHANGES)
-    if whole > _SMALL and before:
-        line = json.dumps(_changes(before, content), allow_nan=False)
-        log = _append(folder / CHANGES, line)
-        if log <= whole:
+def write_content(
+    folder: Path, changes: Sequence[Change], whole: Callable[[], Content], *, known: bool
+) -> None:
+    """Bring the index of `folder` up to date, durably; `whole` is called where all is written.
+
+    `changes` are those since it was read, if it is `known`. Raises StorageError.
+    """
+    size, log = _size(folder / INDEX), _size(folder / CHANGES)
+    if size > _SMALL and known:
+        log = _append(folder / CHANGES, json.dumps(changes, allow_nan=False))
+        if log <= size:
             return
     # Whatever the lines say is in the new index too: to read them once more changes nothing.
     elif log:
-        _append(folder / CHANGES, json.dumps(_changes(before, content), allow_nan=False))
-    write_json(folder / INDEX, content)
+        _append(folder / CHANGES, json.dumps(changes, allow_nan=False))
+    write_json(folder / INDEX, whole())
     if log:
         try:
             os.unlink(folder / CHANGES)
@@ -61,14 +68,14 @@ def write_content(folder: Path, content: Content, before: Content) -> None:
             raise storage_error(folder / CHANGES, error) from error
 
 
-def _changes(before: Content, after: Content) -> list[tuple[str, str, Any]]:
-    """Return section, name and new value (None: removed) of the entries that differ."""
-    return [
-        (section, name, values.get(name))
-        for section, values in after.items()
-        for name in {**before.get(section, {}), **values}
-        if before.get(section, {}).get(name) != values.get(name)
-    ]
+def mark(folder: Path) -> list[tuple[int, int, int]]:
+    """Return what differs once another process has written the index of `folder`."""
+    found = []
+    for name in (INDEX, CHANGES):
+        with suppress(OSError):
+            status = os.stat(folder / name)
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _append(path: Path, line: str) -> int:

@@ -4,7 +4,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed
 
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.index import Entry, Index, finite, layout_of
+from trainer.checkpoints.journal import mark
 from trainer.checkpoints.reader import (
     FORMAT_VERSION,
     compare_names,
@@ -45,6 +47,7 @@ class CheckpointStore:
         self.resumed_from: int | None = None  # step; set by newest() and load(); never pruned
         self._facts = dict(facts or {})
         self._cleaned = False
+        self._kept: tuple[Index, Any] | None = None  # and the mark of its files on disk
 
     def save(
         self,
@@ -60,28 +63,28 @@ class CheckpointStore:
         """
         path = self.path_of(step)
         self.prepare()
-        index = Index.read(self.folder)
-        check_room(path, index, payload)
-        if index.files.pop(path.name, None) is not None:
-            index.write(self.folder)  # or the old digest would be compared with the new file
-        content = {**payload, "format_version": FORMAT_VERSION}
-        size, sha256 = write_checkpoint(path, content)
-        verify_written(path, size)
-        facts = {**_circumstances(content), **shard_facts(content), **self._facts}
-        entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
-        entry = index.add(entry, layout_of(content.get("model", {})))
-        self._point(index, names, entry)
+        with self._changing() as index:
+            check_room(path, index, payload)
+            if index.files.pop(path.name, None) is not None:
+                index.write(self.folder)  # or the old digest would be compared with the new file
+            content = {**payload, "format_version": FORMAT_VERSION}
+            size, sha256 = write_checkpoint(path, content)
+            verify_written(path, size)
+            facts = {**_circumstances(content), **shard_facts(content), **self._facts}
+            entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
+            entry = index.add(entry, layout_of(content.get("model", {})))
+            self._point(index, names, entry)
         return path
 
     def name(self, name: str, step: int) -> Path:
         """Let `name`.pt refer to the checkpoint of `step`."""
-        index = Index.read(self.folder)
-        entry = index.files.get(self.path_of(step).name)
-        if entry is None:
-            raise CheckpointError(
-                f"{self.path_of(step)}: there is no such checkpoint to name {name}"
-            )
-        self._point(index, [name], entry)
+        with self._changing() as index:
+            entry = index.files.get(self.path_of(step).name)
+            if entry is None:
+                raise CheckpointError(
+                    f"{self.path_of(step)}: there is no such checkpoint to name {name}"
+                )
+            self._point(index, [name], entry)
         return self.folder / f"{name}.pt"
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -136,18 +139,19 @@ class CheckpointStore:
         The newest two, those that have a name, and the one resumed from are always kept. A file
         that cannot be removed is a warning.
         """
-        index = Index.read(self.folder)
-        whole = [entry.step for entry in index.existing(self.folder)]
-        if len(whole) < 2:
-            return []
-        named = {entry.step for entry in index.names.values()}
-        kept = {*keep, *whole[-2:], *named, self.resumed_from}
-        removed = [path for step, path in self._step_files() if step not in kept and _remove(path)]
-        if removed:
-            for path in removed:
-                index.files.pop(path.name, None)
-            index.write(self.folder)
-        remove_unused(self.folder, index)
+        with self._changing() as index:
+            whole = [entry.step for entry in index.existing(self.folder)]
+            if len(whole) < 2:
+                return []
+            named = {entry.step for entry in index.names.values()}
+            kept = {*keep, *whole[-2:], *named, self.resumed_from}
+            files = self._step_files()
+            removed = [path for step, path in files if step not in kept and _remove(path)]
+            if removed:
+                for path in removed:
+                    index.files.pop(path.name, None)
+                index.write(self.folder)
+            remove_unused(self.folder, index)
         return removed
 
     def clean(self) -> list[Path]:
@@ -176,6 +180,18 @@ class CheckpointStore:
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`, whether it exists or not."""
         return self.folder / f"step-{step:08d}.pt"
+
+    @contextmanager
+    def _changing(self) -> Iterator[Index]:
+        """Give the index to be changed: that of the last change, or read anew.
+
+        It is read where another process has written it, and after a change that failed half-way.
+        """
+        kept, self._kept = self._kept, None
+        known = kept is not None and kept[1] == mark(self.folder)
+        index = kept[0] if kept is not None and known else Index.read(self.folder)
+        yield index
+        self._kept = index, mark(self.folder)
 
     def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:
         for name in names:

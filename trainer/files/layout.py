@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 WIDTH = 100  # characters of a line, where no terminal sets a limit
+_GAP = "  "  # between columns
 
 
 def is_dumb() -> bool:
@@ -68,13 +70,44 @@ def _folded(line: str, width: int, indent: str) -> str:
     if len(line) <= width or "  " in line.strip():
         return line
     margin = line[: len(line) - len(line.lstrip())]
-    lines = packed(line.split(), width - len(margin) - len(indent), " ")
+    room = width - len(margin) - len(indent)
+    lines = [part for words in packed(line.split(), room, " ") for part in path_lines(words, room)]
     return f"\n{margin}{indent}".join([f"{margin}{lines[0]}", *lines[1:]])
 
 
+def path_lines(path: str, width: int) -> list[str]:
+    """Break a text without spaces behind its slashes where it is too long."""
+    return packed(re.split(r"(?<=/)", path), width, "") if len(path) > width else [path]
+
+
 def folded_command(command: str, width: int | None, indent: str = "    ") -> str:
-    """Break a command of the shell between its words, so that it can be pasted nevertheless."""
+    """Break a command of the shell between its words, so that it can be pasted nevertheless.
+
+    A path that is too long is broken behind a slash, and goes on at the margin.
+    """
     if width is None or len(command) <= width:
         return command
-    words = [shlex.quote(word) for word in shlex.split(command)]
-    return f" \\\n{indent}".join(packed(words, width - len(indent) - len(" \\"), " "))
+    room = width - len(indent) - len(" \\")
+    lines = packed([shlex.quote(word) for word in shlex.split(command)], room, " ")
+    # Within quotes a backslash is a letter.
+    broken = (path_lines(line, room) if "'" not in line else [line] for line in lines)
+    return f" \\\n{indent}".join("\\\n".join(parts) for parts in broken)
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int, last: int = 0) -> list[str]:
+    """Return rows, whose first names the columns, as aligned lines of at most `width` characters.
+
+    Columns that have no room stand below their row by name; the `last` ones are the last to go.
+    """
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = list(range(len(sizes)))
+    while sum(sizes[i] + len(_GAP) for i in shown) - len(_GAP) > width and len(shown) > 1:
+        shown.pop(-1 - last if len(shown) > 1 + last else -1)
+    lines = []
+    for row in rows:
+        lines.append(_GAP.join(row[i].ljust(sizes[i]) for i in shown).rstrip())
+        below = [f"{rows[0][i]} {row[i]}" for i in range(len(row)) if i not in shown and row[i]]
+        if row is not rows[0]:
+            words = packed(", ".join(below).split(" "), width - len(_GAP), " ") if below else []
+            lines += [_GAP + part for w in words for part in path_lines(w, width - len(_GAP))]
+    return lines

@@ -1,5 +1,6 @@
 """The manifest of a run: code, versions, machine. No environment variable is recorded."""
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -46,7 +47,15 @@ def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries without importing them."""
+    """Return the versions of Python and of the installed libraries without importing them.
+
+    As of the first call: a process imports a library once.
+    """
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:

@@ -23,17 +23,18 @@ class MemoryEstimate:
     gradients: int
     optimizer: int | None
     activations: int | None  # of one micro-batch
+    data: int | None = 0  # kept on the device (data.cache=device)
 
     @property
     def total(self) -> int:
         """The sum of all known parts in bytes."""
         known = (self.parameters, self.buffers, self.gradients, self.optimizer, self.activations)
-        return sum(part or 0 for part in known)
+        return sum(part or 0 for part in (*known, self.data))
 
     @property
     def complete(self) -> bool:
         """Whether every part is known."""
-        return self.optimizer is not None and self.activations is not None
+        return None not in (self.optimizer, self.activations, self.data)
 
 
 def estimate(summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int) -> MemoryEstimate:

@@ -83,13 +83,15 @@ def summarize(
 
 
 def render(summary: Summary, width: int = 100, colour: bool = False) -> str:
-    """Return the summary as text: the table of modules and a line of totals.
+    """Return the summary as text: the table of modules and a line of totals."""
+    return to_text(fitting_table(summary, width), totals(summary), width=width, colour=colour)
 
-    Where the table is too wide, the columns `output` and then `type` are left out.
-    """
+
+def fitting_table(summary: Summary, width: int) -> Table:
+    """Return the modules as a table, without `output` and then `type` where it is too wide."""
     tables = [modules_table(summary, without) for without in ((), ("output",), ("output", "type"))]
     fitting = (drawn for drawn in tables if natural_width(drawn) <= width)
-    return to_text(next(fitting, tables[-1]), totals(summary), width=width, colour=colour)
+    return next(fitting, tables[-1])
 
 
 def modules_table(summary: Summary, without: Sequence[str] = ()) -> Table:

@@ -6,11 +6,15 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.files.layout import folded
 from trainer.files.log_format import on_one_line, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+
+_LONGEST = 30  # characters of a word that is not broken in a table
 
 
 def count(value: int | float | None) -> str:
@@ -45,10 +49,17 @@ def table(
     from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in columns:
-        drawn.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(on_one_line(cell)) for cell in row))
+    cells = [[on_one_line(cell) for cell in row] for row in rows]
+    for name, *column in zip(columns, *cells, strict=True):
+        words = [word for cell in (name, *column) for word in cell.split()]
+        drawn.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            min_width=min(max(map(len, words), default=1), _LONGEST),
+        )
+    for row in cells:
+        drawn.add_row(*map(Text, row))
     return drawn
 
 
@@ -70,7 +81,7 @@ def to_text(*parts: RenderableType, width: int = 100, colour: bool = False) -> s
     )
     for part in parts:
         # As Text, so that brackets in an error or a name are not parsed as markup.
-        console.print(Text(visible(part)) if isinstance(part, str) else part)
+        console.print(Text(folded(visible(part), width, "")) if isinstance(part, str) else part)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     single = [line for line, above in zip(lines, ["", *lines], strict=False) if line or above]
     return "\n".join(single) + "\n"

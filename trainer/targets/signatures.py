@@ -35,6 +35,19 @@ def bind_problems(
     return found
 
 
+def is_default(node: Any, name: str) -> bool:
+    """Return whether an argument of a node has the value that leaving it out gives."""
+    if not isinstance(node, dict) or name in SPECIAL or name not in node:
+        return False
+    try:
+        parameters = _parameters(locate(str(node.get("_target_"))))
+    except TargetError:
+        return False
+    parameter = (parameters or {}).get(name)
+    value, default = node[name], Parameter.empty if parameter is None else parameter.default
+    return type(value) is type(default) and bool(value == default)
+
+
 def _node_problems(
     node: dict[str, Any], key: str, provided: Sequence[str], positional: int
 ) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -60,7 +60,8 @@ class _Server:
             self._send(request["signal"])
             return
         job = _fork.Process(target=_work, args=(request, self.before, self.channel))
-        job.start()
+        with _prepared(request):
+            job.start()
         assert job.pid is not None
         with contextlib.suppress(OSError):  # the job does the same: either may be first
             os.setpgid(job.pid, job.pid)
@@ -82,6 +83,24 @@ class _Server:
                     os.killpg(job.pid, number)
                 else:
                     os.kill(job.pid, number)
+
+
+@contextlib.contextmanager
+def _prepared(request: dict[str, Any]) -> Iterator[None]:
+    """Do here, in the environment of a job, what the process of the job then finds done."""
+    if request["prepare"] is None:
+        yield
+        return
+    before = dict(os.environ)
+    os.environ.update(request["environment"])
+    try:
+        with contextlib.suppress(Exception):  # the job does it itself, and says what is wrong
+            _function(request["prepare"])(request["argv"])
+        yield
+    finally:
+        for name in request["environment"]:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _work(request: dict[str, Any], before: dict[int, Any], channel: Channel) -> None:
@@ -132,15 +151,15 @@ def _count(sender: Any) -> None:
     sender.send(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
 
 
-def _function(name: str) -> Callable[[], None]:
+def _function(name: str) -> Callable[..., None]:
     module, _, function = name.partition(":")
-    found: Callable[[], None] = getattr(importlib.import_module(module), function)
+    found: Callable[..., None] = getattr(importlib.import_module(module), function)
     return found
 
 
-def _warm_up(name: str) -> None:
+def _warm_up(name: str, modules: list[str]) -> None:
     gc.disable()
-    _function(name)()
+    _function(name)(modules)
     gc.enable()
     gc.collect()
     gc.freeze()  # a collection in a job would copy the memory pages of all imported modules
@@ -157,7 +176,7 @@ def main() -> None:
         return
     sys.path[:] = hello["path"]
     if hello["warm_up"]:
-        _warm_up(hello["warm_up"])
+        _warm_up(hello["warm_up"], hello["modules"])
     channel.send({"devices": _devices() if "torch" in sys.modules else 0})
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = _Server(channel, before)

@@ -49,7 +49,7 @@ class LocalLauncher:
         environment = self._environment(launch, devices)
         self._launched[launch.number] = launch, length
         call = f"{TRAIN}:main"
-        self._server.start(launch.number, call, launch.argv, environment, output)
+        self._server.start(launch.number, call, launch.argv, environment, output, composed=True)
         return True
 
     def wait(self, seconds: float) -> list[Ended]:

@@ -1,13 +1,17 @@
 """Jobs as tasks of a Ray cluster."""
 
 import importlib
+import logging
+import os
 import signal
+import socket
 from typing import Any
 
 from conf.errors import ConfigError, Problem
+from scripts.cli.console import logger
 from scripts.sweeps.launchers.launcher import Ended, Launch, errors_of
 from scripts.sweeps.launchers.on_node import NodeJob
-from trainer.errors import ResourceError
+from trainer.errors import ResourceError, stopping_signals
 
 _OPTIONS = "sweep.launcher_options"
 
@@ -60,12 +64,24 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _begin(self) -> None:
+        quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+        handlers = {number: signal.getsignal(number) for number in stopping_signals()}
         try:
-            self._ray.init(self._address, log_to_driver=False, include_dashboard=False)
+            self._ray.init(self._address, include_dashboard=False, **quiet)
         except Exception as error:  # Ray raises many types when it cannot start
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
         self._own = True
+        for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
+            signal.signal(number, handler)
+        # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
+        logger.info(
+            "they end with this process; what cancels them, and lets them save: kill %d (on %s). "
+            "If it is killed itself (kill -9), Ray kills them: resume=auto goes on from their last "
+            "checkpoints",
+            os.getpid(),
+            socket.gethostname(),
+        )
 
     def _note(self, reference: Any) -> Ended:
         launch = self._jobs.pop(reference)

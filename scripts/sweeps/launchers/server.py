@@ -17,6 +17,7 @@ from scripts.sweeps.launchers.launcher import Ended, error_lines
 from trainer.errors import ResourceError
 
 WARM_UP: str | None = "scripts.sweeps.launchers.warm:warm_up"
+PREPARE = "scripts.composition.compose:compose_ahead"
 _PATIENCE = 60.0  # seconds for the jobs of a server that died to save
 
 
@@ -31,6 +32,7 @@ class Server:
         # Except on Linux, forks lose what libraries have set up: each job imports for itself.
         self.warm_up = WARM_UP if sys.platform == "linux" else None
         self.environment: dict[str, str] = {}  # beyond that of the sweep
+        self.modules: list[str] = []  # to import besides what every job needs
         self.devices = 0  # accelerators, known once it has started
         self.pids: dict[int, int] = {}  # of the jobs that run
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +60,7 @@ class Server:
         )
         its.close()
         self._channel = Channel(ours)
-        self._channel.send({"path": sys.path, "warm_up": self.warm_up})
+        self._channel.send({"path": sys.path, "warm_up": self.warm_up, "modules": self.modules})
         self.devices = int(self._hear("devices")["devices"])
 
     def start(
@@ -68,10 +70,11 @@ class Server:
         argv: Sequence[str],
         environment: Mapping[str, str],
         output: Path | None = None,
+        composed: bool = False,
     ) -> None:
         """Call `module:function` in a new process, with `argv` in `sys.argv`.
 
-        It prints into a file, if one is given.
+        It prints into a file, if one is given. With `composed` it finds its configuration composed.
         """
         self.ready()
         assert self._channel is not None
@@ -83,6 +86,7 @@ class Server:
             "call": call,
             "argv": list(argv),
             "environment": dict(environment),
+            "prepare": PREPARE if composed and self.warm_up else None,
             "output": None if output is None else os.path.abspath(output),
         }
         self._errors.clear()

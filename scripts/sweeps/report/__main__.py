@@ -7,11 +7,12 @@ from shutil import get_terminal_size
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
-from scripts.sweeps.leaderboard import SHOWN, table
+from scripts.sweeps.leaderboard import SHOWN
 from scripts.sweeps.report.gather import gather
 from scripts.sweeps.report.page import summary
 from scripts.sweeps.report.tables import for_terminal
 from scripts.sweeps.report.write import FOLDER, write
+from trainer.files.layout import aligned
 from trainer.files.log_format import on_one_line
 
 _DESCRIPTION = """\
@@ -42,7 +43,8 @@ def report(argv: Sequence[str]) -> int:
     path, notes = write(found)
     if not arguments.quiet:
         print(on_one_line(summary(found)))
-        for line in table(for_terminal(found, found.jobs[:SHOWN]), get_terminal_size().columns):
+        rows = for_terminal(found, found.jobs[:SHOWN])
+        for line in aligned(rows, get_terminal_size().columns, last=2):
             print(line)
         if len(found.jobs) > SHOWN:
             print(f"and {len(found.jobs) - SHOWN} more jobs in {FOLDER}/leaderboard.csv")

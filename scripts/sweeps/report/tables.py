@@ -61,7 +61,10 @@ def as_markdown(found: Found) -> str:
 
 
 def for_terminal(found: Found, jobs: Sequence[Job]) -> list[list[str]]:
-    """Return the rows of a narrow table: without reasons, and with test metrics only."""
+    """Return the rows of a narrow table: without reasons, and with test metrics only.
+
+    What ranks the jobs and their seconds stand last, where a narrow terminal keeps them.
+    """
     rows = [header(found), *(row(found, job) for job in jobs)]
     left_out = {name for name in found.others if not name.startswith("test/")}
     empty = {
@@ -69,7 +72,11 @@ def for_terminal(found: Found, jobs: Sequence[Job]) -> list[list[str]]:
         for n, name in enumerate(rows[0])
         if name in left_out or not any(cells[n] for cells in rows[1:])
     }
-    return [[c for n, c in enumerate(cells[:-1]) if n not in empty] for cells in rows]
+    kept = [n for n in range(len(rows[0]) - 1) if n not in empty]
+    if (objective := rows[0].index(found.metric)) in kept:
+        kept.remove(objective)
+        kept.insert(-1, objective)
+    return [[cells[n] for n in kept] for cells in rows]
 
 
 def _escaped(cell: str) -> str:

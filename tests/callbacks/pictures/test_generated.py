@@ -40,7 +40,7 @@ def test_masks_lie_over_their_images() -> None:
         val=batches,
         max_epochs=1,
     ).fit()
-    assert gallery.shown["masks/val"][0][1].shape == (82 + 4, 6 * 68 + 4, 3)
+    assert gallery.shown["masks/val"][0][1].shape == (48 + 4 + 14, 6 * 64, 3)
     grey = as_image(torch.full((2, 2), 0.2))
     painted = drawing.overlay(grey, torch.tensor([[0, 1], [2, 255]]), 3)
     assert np.array_equal(painted[0, 0], grey[0, 0])  # the background stays as it is

@@ -110,10 +110,11 @@ def test_draws_of_an_epoch_are_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     draw = flip.draw
     monkeypatch.setattr(flip, "draw", lambda d, *size: drawn.append(len(d)) or draw(d, *size))
     transforms = DeviceTransforms({"flip": flip}, seed=3, samples=50)
-    for epoch, size in [(0, 4), (0, 4), (0, 6), (1, 6), (1, 6)]:
-        piece = Piece((3, 5), 2, 0, 2, 0, 1, epoch, 0)
+    for epoch, size, last in [(0, 4, 5), (0, 4, 49), (0, 6, 5), (1, 6, 5), (1, 6, 50)]:
+        piece = Piece((3, last), 2, 0, 2, 0, 1, epoch, 0)
         transforms(torch.zeros(2, 3, size, size), piece)
-    assert drawn == [50, 2, 50]  # of all; of a batch of another size; of all
+    # Of all; of a batch of another size; of all; of one beyond the data set's length.
+    assert drawn == [50, 2, 50, 2]
 
 
 def test_a_users_own_transform_draws_for_batches_only() -> None:

@@ -50,7 +50,7 @@ def test_a_saved_configuration_keeps_keys_whose_readers_are_resolved(tmp_path: P
     ("overrides", "key", "kept"),
     [
         pytest.param(
-            ["optimizer._target_=torch.optim.Adam"],
+            ["optimizer._target_=torch.optim.SGD"],
             "optimizer",
             {"lr", "weight_decay", "param_groups"},
             id="those-that-both-take",

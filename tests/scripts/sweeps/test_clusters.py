@@ -1,12 +1,13 @@
 """Jobs on other machines: through submitit's local executor, and through a local Ray."""
 
-import importlib.util
 import json
+import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -115,16 +116,47 @@ def test_a_launcher_needs_its_package(
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_a_grid_goes_through_ray(
-    remote: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ray_sweep(
+    remote: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., int]]:
+    """Run a sweep on a Ray of its own, whatever runs on this machine besides."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    argv = ["run_dir=there", "optimizer.lr=0.1,0.4,1.5", "sweep.launcher=ray", "sweep.retries=1"]
-    assert sweep_of(*argv) == 5
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = ["sweep.launcher=ray", "+sweep.launcher_options.address=local"]
+    yield lambda *argv: sweep_of("run_dir=there", *argv, *options)
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_grid_goes_through_ray(
+    ray_sweep: Sweep, rows_of: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert ray_sweep("optimizer.lr=0.1,0.4,1.5", "sweep.retries=1") == 5
     states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
     assert states == {"0.1": "finished", "0.4": "finished", "1.5": "failed"}
+    (said,) = (text for text in caplog.messages if "what cancels them" in text)
+    assert f"kill {os.getpid()} (on " in said
+
+
+@pytest.mark.slow
+def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep: Sweep, rows_of: Rows) -> None:
+    def interrupt() -> None:
+        deadline = time.monotonic() + 120
+        while not Path("there/0/started").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert ray_sweep("optimizer.lr=0.5,0.1", "sweep.jobs=1") == 143
+    thread.join()
+    output = Path("there/output/0.txt").read_text()
+    assert output == "job output 0.5\n"  # it was not killed: its own exit code is noted
+    rows = {row["optimizer.lr"]: row for row in rows_of(Path("there"))}
+    assert rows["0.1"]["status"] == "not started"
 
 
 def test_cancelling_a_job_lets_it_save(remote: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,9 @@ from scripts.sweeps import display, search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.launchers import local
 from scripts.sweeps.launchers.launcher import Launch
-from scripts.sweeps.launchers.server import Server
+from scripts.sweeps.launchers.server import WARM_UP, Server
 from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
+from scripts.sweeps.launchers.warm import modules_of
 from scripts.sweeps.process import Outcome
 from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
 from trainer.files.storage import storage_error
@@ -165,10 +166,11 @@ def test_no_job_outlives_its_sweep(job: Path, number: int, rows_of: Rows) -> Non
         process.kill()
         process.wait()
     assert not Path("there/2").exists()
+    states = {row["job"]: row["status"] for row in rows_of(Path("there"))}
+    last = "running" if number == signal.SIGKILL else "failed"
+    assert states == {"0": last, "1": last, "2": "not started"}
     if number == signal.SIGTERM:
         assert code == 143
-        states = {row["job"]: row["status"] for row in rows_of(Path("there"))}
-        assert states == {"0": "failed", "1": "failed", "2": "not started"}
 
 
 def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +207,70 @@ def test_forked_jobs_have_one_thread_and_no_device() -> None:
         assert server.wait(60)[0].code == 0
     finally:
         server.close()
+
+
+def test_a_server_imports_what_its_jobs_name() -> None:
+    tracker = {"_target_": "callbacks.trackers.csv.Csv"}
+    configs: list[dict[str, Any]] = [
+        {"model": {"_target_": "models.mlp.MLP"}, "callbacks": {"csv": tracker, "x": None}},
+        {"model": {"_target_": "mine.Net", "parts": [{"_target_": "models.resnet.ResNet"}]}},
+        {"optimizer": {"_target_": "torch.optim.SGD"}, "trainer": {"compile": False}},
+    ]
+    ours = ["models.mlp", "callbacks.trackers.csv", "models.resnet"]
+    assert modules_of(configs) == ours
+    assert modules_of([*configs, {"trainer": {"compile": True}}]) == [*ours, "torch._dynamo"]
+
+
+RECORDED = """
+import json, os, pathlib, sys
+from scripts.composition.compose import _ahead
+from scripts.composition.kept import keep_files
+
+def warm_up(modules):
+    keep_files()
+
+def main():
+    composed = [ahead.config["name"] for ahead in _ahead]
+    heavy = [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
+    text = json.dumps([composed, os.environ.get("MINE"), heavy, "torch" in sys.modules])
+    pathlib.Path(sys.argv[1].removeprefix("run_dir=")).write_text(text)
+"""
+
+
+@pytest.fixture
+def record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[dict[str, str]], list[Any]]]:
+    """Start a job that records what it finds, from a server without imports."""
+    (tmp_path / "recorded.py").write_text(RECORDED)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("MINE", "ours")
+    server = Server()
+    server.warm_up = "recorded:warm_up"
+    file = tmp_path / "found.json"
+
+    def start(environment: dict[str, str], warm_up: str | None = None) -> list[Any]:
+        server.warm_up = warm_up or server.warm_up
+        words = [f"run_dir={file}", "name=job_${oc.env:MINE}"]
+        server.start(0, "recorded:main", words, environment, composed=True)
+        assert server.wait(60)[0].code == 0
+        found: list[Any] = json.loads(file.read_text())
+        return found
+
+    yield start
+    server.close()
+
+
+def test_a_job_finds_its_configuration_composed_in_its_own_environment(
+    record: Callable[..., list[Any]],
+) -> None:
+    assert record({"MINE": "first"})[:2] == [["job_first"], "first"]
+    assert record({})[:2] == [["job_ours"], "ours"]
+
+
+@pytest.mark.slow
+def test_a_server_does_not_import_the_compiler(record: Callable[..., list[Any]]) -> None:
+    assert record({}, WARM_UP)[2:] == [[], True]
 
 
 def test_each_job_has_its_share_of_threads(

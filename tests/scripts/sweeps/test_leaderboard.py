@@ -6,7 +6,7 @@ import pytest
 
 from conf.errors import ConfigError
 from scripts.sweeps.groups import Groups, group_keys
-from scripts.sweeps.leaderboard import SHOWN, short_keys, show, table, write_csv
+from scripts.sweeps.leaderboard import SHOWN, short_keys, show, write_csv
 from scripts.sweeps.process import Outcome
 from scripts.sweeps.ranking import Ranking
 
@@ -31,19 +31,6 @@ def outcome(number: int, state: str = "finished", **facts: object) -> Outcome:
 )
 def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str]) -> None:
     assert short_keys(keys) == expected
-
-
-@pytest.mark.parametrize("columns", [1, 4, 40])
-def test_the_table_fits(columns: int) -> None:
-    rows = [["job", "status", *["key" * 9] * columns, "val/accuracy", "seconds"]]
-    rows.append(["0", "finished", *["value" * 40] * columns, "0.1234", "10.1"])
-    lines = table(rows, 80)
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split()[-2:] == ["0.1234", "10.1"]
-
-
-def test_a_narrow_table_is_not_cut() -> None:
-    assert table([["job", "lr"], ["0", "0.01"]], 80) == ["job  lr", "0    0.01"]
 
 
 def test_jobs_that_have_not_started_come_last() -> None:

@@ -415,7 +415,8 @@ def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) ->
 @pytest.mark.slow
 def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
     argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
-    argv += ["experiment=resnet18", "trainer.limit_train_batches=2", "trainer.max_epochs=2"]
+    argv += ["experiment=resnet18", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
+    argv += ["trainer.limit_train_batches=2"]
     argv += ["optimizer.lr=choice(0.1,1e-9)", "sweep.sampler=grid", "run_dir=there"]
     argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner=median"]
     argv += ["sweep.pruner_options={n_startup_trials: 1}"]

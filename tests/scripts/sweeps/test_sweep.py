@@ -1,14 +1,17 @@
 """Many jobs from one command line."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from conf.errors import ConfigError
@@ -255,3 +258,38 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     rows = board(tmp_path / "there")
     assert [row["status"] for row in rows] == ["finished", "failed"]
     assert (tmp_path / "there" / "0" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_job_is_the_run_that_its_overrides_name(tmp_path: Path) -> None:
+    fixed = ["experiment=resnet18", "model=mlp", "trainer.max_epochs=1", "model.hidden=[8]"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for varied in (["seed=3", "run_dir=alone"], ["-m", "seed=2,3", "run_dir=all"]):
+        argv = [sys.executable, "-P", "-m", "scripts.train", *fixed, *varied]
+        subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, check=True)
+    alone, job = tmp_path / "alone", tmp_path / "all" / "1"
+    assert (job / "config.yaml").read_text() == (alone / "config.yaml").read_text()
+    assert _without_run_dir(job) == _without_run_dir(alone)
+    assert _facts(job) == _facts(alone)
+    assert _measured(job) == _measured(alone)
+    state = [torch.load(run / "checkpoints/last.pt")["model"] for run in (job, alone)]
+    torch.testing.assert_close(*state, rtol=0, atol=0)
+
+
+def _without_run_dir(run: Path) -> list[str]:
+    texts = yaml.safe_load((run / "overrides.yaml").read_text())
+    return [text for text in texts if not text.startswith("run_dir=")]
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    own = {"created", "started", "pid", "exit"}
+    manifest = json.loads((run / "manifest.json").read_text())
+    return {key: value for key, value in manifest.items() if key not in own}
+
+
+def _measured(run: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
+        for line in lines
+    ]

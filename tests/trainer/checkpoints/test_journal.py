@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from toy_checkpoints import payload
 from trainer.checkpoints import journal
 from trainer.checkpoints.index import Entry, Index
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 
 LAYOUT = {f"layer{n}.weight": "float32[64, 64, 3, 3]" for n in range(60)}
@@ -167,3 +169,44 @@ def test_changes_without_their_index_count_for_nothing(tmp_path: Path, caplog: A
     assert "damaged" in caplog.text
     save(tmp_path, 50)
     assert state(tmp_path) == ([50], {"last": 50})
+
+
+def test_what_is_read_does_not_grow_with_the_saves(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_SMALL", 1000)
+    reads, plain = [], Index.read
+    monkeypatch.setattr(Index, "read", lambda folder: reads.append(folder) or plain(folder))
+
+    def go_on(steps: range) -> int:
+        del reads[:]
+        for step in steps:
+            store.save(payload(step), step=step, metrics={"val/loss": float(step)})
+            store.prune(range(step))
+        return len(reads)
+
+    first = go_on(range(1, 4))
+    assert first <= 3  # what a killed process left is looked for once
+    assert go_on(range(4, 40)) == 0
+    assert state(store.folder) == (list(range(1, 40)), {"last": 39})
+    assert CheckpointStore(store.folder).entries() == store.entries()
+
+
+def test_what_another_process_wrote_is_kept(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        store.save(payload(step), step=step)
+    CheckpointStore(store.folder).name("mine", 2)
+    store.save(payload(4), step=4)
+    assert state(store.folder) == ([1, 2, 3, 4], {"last": 4, "mine": 2})
+
+
+def test_a_failed_save_is_not_remembered(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(payload(1), step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoints.store.link_or_copy", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.save(payload(2), step=2)
+    store.save(payload(3), step=3)
+    assert state(store.folder) == ([1, 3], {"last": 3})

@@ -31,7 +31,10 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 
-def trained(path, *more, experiment=("resnet18", "model=small_cnn", "optimizer.lr=0.2")):
+SMALL = ("resnet18", "model=small_cnn", "optimizer=sgd_nesterov", "optimizer.lr=0.2")
+
+
+def trained(path, *more, experiment=SMALL):
     """Train a small network for three epochs, on the digits if nothing else is said."""
     from scripts.cli.request import Request
     from scripts.runs.run import run as train

@@ -6,11 +6,13 @@ import shlex
 import pytest
 
 from trainer.files.layout import (
+    aligned,
     columns_of,
     folded,
     folded_command,
     packed,
     pair_lines,
+    path_lines,
     size_of,
 )
 
@@ -64,3 +66,36 @@ def test_an_item_longer_than_a_line_has_its_own() -> None:
 def test_what_is_no_terminal_has_no_width() -> None:
     assert columns_of(io.StringIO()) is None
     assert size_of(io.StringIO()) == (80, 24)
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_path_that_is_too_long_is_broken_behind_a_slash(width: int) -> None:
+    path = "/a_long_name/of_many/parts_that/do_not/fit"
+    lines = path_lines(path, width)
+    assert "".join(lines) == path
+    assert max(map(len, lines)) <= width
+    assert all(line.endswith("/") for line in lines[:-1])
+    shown = folded_command(f"evaluate run={path} split=val", width)
+    assert max(map(len, shown.split("\n"))) <= width
+    assert shlex.split(shown.replace("\\\n", "")) == ["evaluate", f"run={path}", "split=val"]
+    assert folded(f"run directory: {path}", width).replace("\n  ", "").endswith(path)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 40])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_table_fits_and_no_cell_is_cut(columns: int, width: int) -> None:
+    names = [f"{'key' * 5}{i}" for i in range(columns)]
+    rows = [["job", "status", *names, "val/accuracy", "seconds"]]
+    rows += [[str(i), "finished", *["value" * 9] * columns, "0.1234", "10.1"] for i in range(2)]
+    lines = aligned(rows, width, last=2)
+    assert max(map(len, lines)) <= width
+    firsts = [line.split() for line in lines if not line.startswith(" ")]
+    assert [words[0] for words in firsts] == ["job", "0", "1"]
+    assert all(words[-2:] == ["0.1234", "10.1"] for words in firsts[1:])
+    words = " ".join(lines).replace(",", " ").split()
+    assert words.count("value" * 9) == 2 * columns
+    assert set(names) <= set(words)
+
+
+def test_a_table_with_room_has_one_line_a_row() -> None:
+    assert aligned([["job", "lr"], ["0", "0.01"]], 80) == ["job  lr", "0    0.01"]
