@@ -64,11 +64,6 @@ def plain_values(text: str, name: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
 
 
-def own_values(text: str) -> Any:
-    """Return the values of a YAML text that Regimen wrote; libyaml, where it is, reads it fast."""
-    return yaml.load(text, Loader=_LOADER)
-
-
 def examine_text(text: str, name: str) -> Document:
     """Examine the text of a file; `name` is how messages call it."""
     if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:

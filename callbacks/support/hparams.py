@@ -17,7 +17,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT  # type: ignore[import-u
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 
 from callbacks.support.settings import Value, leaves, read_overrides
-from conf.yaml_file import own_values
+from trainer.files.own_yaml import own_values
 
 # As in `tensorboard.plugins.hparams.metadata`, which imports a stand-in for TensorFlow: 0.3 s.
 _TAG = "_hparams_"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from conf.yaml_file import own_values
+from trainer.files.own_yaml import own_values
 from trainer.runs.dashboard import SWEEP
 
 Value = bool | int | float | str

@@ -100,7 +100,7 @@ def _root(overrides: Sequence[str]) -> Path:
 
 
 def _by_hand(root: Path, folder: Path) -> float:
-    answer = _command([sys.executable, "-m", "scripts.benchmarks.cifar10_plain", str(root)])
+    answer = _command([sys.executable, "-m", "scripts.benchmarks.by_hand.cifar10", str(root)])
     return float(answer.splitlines()[-1])
 
 

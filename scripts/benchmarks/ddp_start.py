@@ -1,6 +1,6 @@
 """How long a group of two processes takes to its first update: ours, and a script by torchrun.
 
-Whole commands, from the call to the first update: `train ... strategy=ddp`, and `ddp_plain.py`.
+Whole commands, from the call to the first update: `train ... strategy=ddp`, and `by_hand/ddp.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.callback import Callback
 from trainer.trainer import Trainer
 
 STARTS = 3
-_PLAIN = Path(__file__).with_name("ddp_plain.py")
+_PLAIN = Path(__file__).with_name("by_hand") / "ddp.py"
 
 
 @dataclass(frozen=True, slots=True)

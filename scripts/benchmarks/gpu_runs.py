@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from conf.check import parse
 from data.loading.on_device import OnDevice
-from scripts.benchmarks.airbench_plain import MEAN, STD, train_by_hand
+from scripts.benchmarks.by_hand.airbench import MEAN, STD, train_by_hand
 from scripts.benchmarks.image_files import image_folder
 from scripts.composition.compose import compose
 from trainer.build.data import build_data, train_loader

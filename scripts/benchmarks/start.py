@@ -1,6 +1,6 @@
 """How long whole commands take: to the first update, to print help, to tell a mistake.
 
-The reference of the first update is `start_plain.py`: torch, torchvision, one step. That of the
+The reference of the first update is `by_hand/start.py`: torch, torchvision, one step. That of the
 others is the same script up to its imports. Times are by the clock, ratios by the CPU's time of
 the process up to the mark, which other processes change less.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from scripts.benchmarks.report import Report, paired
 
 MOST_ROUNDS = 10
-_PLAIN = str(Path(__file__).with_name("start_plain.py"))
+_PLAIN = str(Path(__file__).with_name("by_hand") / "start.py")
 _TRAIN = ("-m", "scripts.train")
 _FIRST_UPDATE = (
     *("experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1"),

@@ -7,9 +7,9 @@ from typing import Any
 import yaml
 
 from conf.errors import ConfigError, Problem
-from conf.yaml_file import own_values
 from scripts.composition.identity import belongs_outside, identity
 from scripts.sweeps.leaderboard import FILE
+from trainer.files.own_yaml import own_values
 from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
 from trainer.runs.lock import RunLock, is_held
 from trainer.runs.status import (

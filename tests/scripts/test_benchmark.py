@@ -14,7 +14,6 @@ from scripts import benchmark
 from scripts.benchmarks import (
     checkpoint,
     cifar10_fast,
-    cifar10_plain,
     evaluate,
     gpu,
     growth,
@@ -22,6 +21,7 @@ from scripts.benchmarks import (
     step,
     train,
 )
+from scripts.benchmarks.by_hand import cifar10
 from scripts.benchmarks.report import Report, Row
 
 
@@ -94,8 +94,8 @@ def test_a_report_reads_well() -> None:
 
 
 def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
-    small = cifar10_plain.Settings(epochs=6, batch=20, widths=(16, 16, 16), lr=0.1)
-    assert cifar10_plain.train(digit_photographs, small) >= 0.2  # by chance 0.1
+    small = cifar10.Settings(epochs=6, batch=20, widths=(16, 16, 16), lr=0.1)
+    assert cifar10.train(digit_photographs, small) >= 0.2  # by chance 0.1
 
 
 def test_cifar10_fast_says_what_data_it_needs() -> None:

@@ -1,0 +1,1 @@
+"""Loops and scripts written by hand, which benchmarks compare with."""
