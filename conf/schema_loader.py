@@ -40,8 +40,8 @@ class DataConfig:
     cache_dir: str | None = option(
         None, "folder for cache=disk; null = .cache in data.root", check=plain_path
     )
-    decode: Literal["full", "scaled"] = option(
-        "full", "JPEG files whole, or no larger than the first transform needs them"
+    decode: Literal["full", "scaled", "region"] = option(
+        "full", "JPEG files whole; only as large, or only the part, as the first transform needs"
     )
     on_error: Literal["raise", "skip"] = option("raise", "what a sample that cannot be read does")
     max_skipped: int = option(100, "unreadable samples that `skip` puts up with", at_least=0)
@@ -49,10 +49,10 @@ class DataConfig:
 
     def conflicts(self) -> Iterator[Problem]:
         """Say where a fold and the number of folds, or keys of decoding, do not go together."""
-        if self.decode == "scaled" and self.cache != "none":
+        if self.decode != "full" and self.cache != "none":
             yield Problem(
                 "decode",
-                f"is scaled, but data.cache={self.cache} keeps images that are decoded whole",
+                f"is {self.decode}, but data.cache={self.cache} keeps whole images",
                 "set data.decode=full or data.cache=none",
             )
         if self.fold is None and self.folds is not None:

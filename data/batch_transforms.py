@@ -9,29 +9,27 @@ each epoch, unless a transform says `lasting = True`.
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, constant_pad_nd
 from torchvision.transforms.v2 import functional as F
 
+from data.augment.boxes import TRIES, Sides, boxes, fill_in_place, filled, first
+from data.augment.colour import jittered
 from data.errors import DataError
-from data.images import column, flipped, means, sampled, windows, within
+from data.images import flip_in_place, flipped, sampled, windows
 from data.keys import Draws
 from data.transforms import Constants
 
 Values = tuple[Tensor, ...]
-Sides = npt.NDArray[np.int64]
-_TRIES = 10  # boxes that torchvision draws at most
-_FINE = 2**24  # steps in which the brightness of floating images is averaged
 
 
 class RandomHorizontalFlip:
     """Mirror each image with probability p; with `masks`, its target (n, ..., H, W) as well."""
 
     axis = -1
+    overwrites = False
 
     def __init__(self, p: float = 0.5, masks: bool = False) -> None:
         self.p = p
@@ -41,10 +39,21 @@ class RandomHorizontalFlip:
         """Decide for each image."""
         return (draws.uniform() < self.p,)
 
+    def overwriting(self) -> "RandomHorizontalFlip":
+        """Return this transform for images that nobody else holds: on a CPU they are changed."""
+        other = copy.copy(self)
+        other.overwrites = True
+        return other
+
     def __call__(self, images: Tensor, flip: Tensor) -> Tensor:
+        if self.overwrites and images.device.type == "cpu":
+            flip_in_place(images, flip, self.axis)
+            return images
         return flipped(images, flip, self.axis)
 
-    on_masks = __call__
+    def on_masks(self, masks: Tensor, flip: Tensor) -> Tensor:
+        """Mirror targets."""
+        return flipped(masks, flip, self.axis)
 
 
 class AlternatingFlip(RandomHorizontalFlip):
@@ -143,15 +152,15 @@ class RandomErasing:
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
-        erased = draws.later(2 * _TRIES) < self.p
+        erased = draws.later(2 * TRIES) < self.p
         rows = np.zeros((4, len(draws)), np.int64)
-        rows[:, erased.numpy()] = self._drawn(draws.of(erased, 2 * _TRIES + 3), height, width)
+        rows[:, erased.numpy()] = self._drawn(draws.of(erased, 2 * TRIES + 3), height, width)
         return tuple(torch.from_numpy(rows))
 
     def _drawn(self, draws: Draws, height: int, width: int) -> tuple[Sides, ...]:
         """Draw boxes of images that are erased: most are not, and need none."""
-        tall, wide = _boxes(draws, height * width, self.scale, self.ratio)
-        which, found = _first((tall < height) & (wide < width))
+        tall, wide = boxes(draws, height * width, self.scale, self.ratio)
+        which, found = first((tall < height) & (wide < width))
         tall, wide = tall[which] * found, wide[which]
         draws.uniform()  # which decided that they are
         free = np.maximum(height - tall + 1, 1), np.maximum(width - wide + 1, 1)
@@ -167,30 +176,12 @@ class RandomErasing:
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
     ) -> Tensor:
-        if images.device.type == "cpu" and images.dtype in (torch.uint8, torch.float32):
-            return self._erased_here(images, top, left, tall, wide)
-        return self._erased(images, top, left, tall, wide)
-
-    def _erased_here(self, images: Tensor, *boxes: Tensor) -> Tensor:
-        """Write only the boxes; for the CPU, since slicing by tensors waits for a GPU."""
+        sides = (top, left, tall, wide)
+        if images.device.type != "cpu" or images.dtype not in (torch.uint8, torch.float32):
+            return filled(images, self.value, sides)
         result = images if self.overwrites else images.clone()
-        pixels, fill = result.numpy(), self.value
-        written = fill.beside(images, images.dtype).numpy() if isinstance(fill, Constants) else fill
-        numbers = zip(*(side.tolist() for side in boxes), strict=True)
-        for image, (top, left, tall, wide) in zip(pixels, numbers, strict=True):
-            if tall:
-                image[:, top : top + tall, left : left + wide] = written
+        fill_in_place(result, self.value, sides)
         return result
-
-    def _erased(
-        self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
-    ) -> Tensor:
-        rows = within(top, tall, images.shape[-2])
-        columns = within(left, wide, images.shape[-1])
-        box = (rows[:, :, None] & columns[:, None, :])[:, None]
-        if isinstance(self.value, int | float):
-            return images.masked_fill(box, self.value)
-        return torch.where(box, self.value.beside(images, images.dtype), images)
 
 
 class RandomResizedCrop:
@@ -208,9 +199,9 @@ class RandomResizedCrop:
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle where ten do not fit."""
-        wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
+        wides, talls = boxes(draws, height * width, self.scale, self.ratio)
         fits = (wides > 0) & (wides <= width) & (talls > 0) & (talls <= height)
-        which, some = _first(fits)
+        which, some = first(fits)
         found = torch.from_numpy(some)
         middle_tall, middle_wide = self._middle(height, width)
         tall = torch.where(found, torch.from_numpy(talls[which]), middle_tall)
@@ -294,47 +285,8 @@ class ColorJitter:
         return torch.stack(factors, 1), draws.order(3)
 
     def __call__(self, images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-        whole = not images.is_floating_point()
-        result = images.to(torch.float32) if whole else images
-        for turn in order.unbind(1):
-            factor = factors.gather(1, turn[:, None])[:, :, None, None]
-            towards = self._towards(result, column(turn, result), whole)
-            result = result * factor + towards * (1 - factor)
-            result = result.clamp(0, 255 if whole else 1)
-            result = result.floor() if whole else result
-        return result.to(images.dtype)
-
-    def _towards(self, images: Tensor, turn: Tensor, whole: bool) -> Tensor:
-        """Return the image at factor 0: black, the mean grey, or each pixel's grey."""
-        grey = _grey(images)
-        grey = grey.floor() if whole and images.shape[1] == 3 else grey
-        mean = means(grey, 1 if whole else _FINE)
-        still = grey if images.shape[1] == 3 else images
-        return torch.where(turn == 0, 0.0, torch.where(turn == 1, mean, still))
-
-
-def _grey(images: Tensor) -> Tensor:
-    if images.shape[1] != 3:
-        return images
-    red, green, blue = images[:, :1], images[:, 1:2], images[:, 2:]
-    return red * 0.2989 + green * 0.587 + blue * 0.114
+        return jittered(images, factors, order)
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
-
-
-def _boxes(
-    draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]
-) -> tuple[Sides, Sides]:
-    """Draw ten boxes for each image (10, n), in numpy: its calls take half as long as torch's."""
-    areas = (draws.uniform(scale[0], scale[1], each=_TRIES) * area).numpy().T
-    # numpy's exponential has other last bits.
-    ratios = draws.uniform(math.log(ratio[0]), math.log(ratio[1]), each=_TRIES).exp().numpy().T
-    tall, wide = np.sqrt(areas * ratios), np.sqrt(areas / ratios)
-    return np.rint(tall).astype(np.int64), np.rint(wide).astype(np.int64)
-
-
-def _first(fits: npt.NDArray[np.bool_]) -> tuple[Any, Any]:
-    """Return where the first box that fits is for each image, and whether one does (n)."""
-    return (fits.argmax(0), np.arange(fits.shape[1])), fits.any(0)

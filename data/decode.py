@@ -4,18 +4,21 @@ import importlib
 import io
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from data.errors import UnreadableError, reason
+from data.formats.jpeg import Box, box_of_jpeg
 
 # Pillow's limit against decompression bombs.
 MAX_PIXELS = 89_478_485
@@ -23,7 +26,8 @@ MAX_PIXELS = 89_478_485
 LARGE_PIXELS = 2_000_000
 _MODES = {1: "L", 3: "RGB"}
 
-Box = tuple[int, int, int, int]  # top, left, height, width
+_END = b"\xff\xd9"  # of a JPEG file
+Decode = Literal["full", "scaled", "region"]
 
 # What makes a picture upright, by its EXIF orientation (1: nothing).
 _TURNS = {
@@ -35,6 +39,9 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# By which of them rows (axis 1) and columns (axis 2) of the upright picture are mirrored. From 5 on
+# they have changed places before.
+_MIRRORED = {1: (3, 4, 7, 8), 2: (2, 3, 6, 7)}
 
 
 def read_image(path: Path | str, channels: int = 3) -> Tensor:
@@ -86,10 +93,32 @@ class JpegFile:
     height: int  # of the upright picture
     width: int
     orientation: int
+    decode: Decode
 
     def decoded(self) -> Tensor:
         """Return the whole picture (channels, H, W), as `decode_image` does."""
         return decode_image(self.data, self.path, self.channels)
+
+    def part(self, box: Box, size: tuple[int, int]) -> Tensor | None:
+        """Return a box of the picture at a size (channels, *size), bilinear with antialiasing.
+
+        None where the whole picture has to be decoded for it.
+        """
+        return self.scaled(box, size) if self.decode == "scaled" else self.region(box, size)
+
+    def region(self, box: Box, size: tuple[int, int]) -> Tensor | None:
+        """Return a box at a size, bit-equal to that of the whole picture, decoding little else.
+
+        None for the whole picture, and for a file that is broken or has no end, which the decoder
+        of whole pictures may refuse.
+        """
+        if box == (0, 0, self.height, self.width) or not self.data.endswith(_END):
+            return None
+        pixels = box_of_jpeg(self.data, self.channels, self._in_file(box))
+        if pixels is None:
+            return None
+        planes = self._turned(torch.from_numpy(pixels).permute(2, 0, 1))
+        return interpolate(planes[None], size, mode="bilinear", antialias=True)[0]
 
     def scaled(self, box: Box, size: tuple[int, int]) -> Tensor | None:
         """Return a box of the picture at a size (channels, *size), bilinear with antialiasing.
@@ -119,37 +148,50 @@ class JpegFile:
         upright = part.transpose(_TURNS[self.orientation]) if self.orientation > 1 else part
         return _planes(np.asarray(upright), self.channels)
 
+    def _turned(self, planes: Tensor) -> Tensor:
+        """Return pixels of the file (channels, H, W) as the upright picture has them."""
+        upright = planes.transpose(1, 2) if self.orientation > 4 else planes
+        axes = [axis for axis, turns in _MIRRORED.items() if self.orientation in turns]
+        return upright.flip(axes) if axes else upright
+
     def _in_file(self, box: Box) -> Box:
         """Return the box of the picture as the file has it, before it is turned upright."""
         top, left, tall, wide = box
         turn, sideways = self.orientation, self.orientation > 4
         right, below = self.width - left - wide, self.height - top - tall
-        across = right if turn in (2, 3, 6, 7) else left
-        down = below if turn in (3, 4, 7, 8) else top
+        across = right if turn in _MIRRORED[2] else left
+        down = below if turn in _MIRRORED[1] else top
         return (across, down, wide, tall) if sideways else (down, across, tall, wide)
 
 
-def open_image(path: str, channels: int = 3) -> Tensor | JpegFile:
-    """Return a large JPEG file for a part of it to be decoded, and what else there is decoded.
+def open_image(path: str, channels: int = 3, decode: Decode = "scaled") -> Tensor | JpegFile:
+    """Return a JPEG file for a part of it to be decoded, and what else there is decoded.
 
-    Raises UnreadableError.
+    decode: "scaled" (large files only) or "region". Raises UnreadableError.
     """
     try:
         data = _content(path)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or reason(error)}") from error
     width, height, _ = _frame(data)
-    large = width * height >= LARGE_PIXELS
-    if not (large and _is_plain_jpeg(data, path, channels)):
+    enough = width * height >= (LARGE_PIXELS if decode == "scaled" else 1)
+    if not (enough and _is_plain_jpeg(data, path, channels)):
         return decode_image(data, path, channels)
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            turn = image.getexif().get(ExifTags.Base.Orientation, 1)
+        turn = _orientation(data)
     except Exception:
         return decode_image(data, path, channels)
-    turn = turn if turn in _TURNS else 1
     sides = (width, height) if turn > 4 else (height, width)
-    return JpegFile(data, path, channels, *sides, turn)
+    return JpegFile(data, path, channels, *sides, turn, decode)
+
+
+def _orientation(data: bytes) -> int:
+    """Return the EXIF orientation of a JPEG file, 1 where there is none."""
+    if all(marker != 0xE1 for marker, _ in _segments(data)):
+        return 1  # Pillow would take a tenth of the time of decoding to say so
+    with Image.open(io.BytesIO(data)) as image:
+        turn = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return turn if turn in _TURNS else 1
 
 
 def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
@@ -165,15 +207,20 @@ def _is_plain_jpeg(data: bytes, path: Path | str, channels: int) -> bool:
 
 def _frame(data: bytes) -> tuple[int, int, int]:
     """Return a JPEG file's width, height and number of components; zeros for other files."""
-    position = 2 if data[:2] == b"\xff\xd8" else len(data)
-    while position + 9 < len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
+    for marker, position in _segments(data):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height = int.from_bytes(data[position + 5 : position + 7])
             width = int.from_bytes(data[position + 7 : position + 9])
             return width, height, data[position + 9]
-        position += 2 + int.from_bytes(data[position + 2 : position + 4])
     return 0, 0, 0
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield marker and position of the segments of a JPEG file's header; none for other files."""
+    position = 2 if data[:2] == b"\xff\xd8" else len(data)
+    while position + 9 < len(data) and data[position] == 0xFF:
+        yield data[position + 1], position
+        position += 2 + int.from_bytes(data[position + 2 : position + 4])
 
 
 def _check_size(width: int, height: int, path: Path | str) -> None:

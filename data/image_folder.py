@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decode import open_image, read_image
+from data.decode import Decode, open_image, read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
@@ -59,7 +59,7 @@ class ImageFolder:
         self.channels = channels
         self.transform = transform
         self.cache: _Cache | None = None
-        self.decodes_scaled = False  # JPEG files, where the first transform allows for it
+        self.decode: Decode = "full"  # else JPEG files in part, if the first transform allows it
 
     def __len__(self) -> int:
         return len(self.names)
@@ -99,8 +99,9 @@ class ImageFolder:
         return image if self.transform is None else self.transform(image)
 
     def _read(self, path: str) -> Any:
-        in_part = self.decodes_scaled and getattr(self.transform, "takes_files", False)
-        return open_image(path, self.channels) if in_part else read_image(path, self.channels)
+        if self.decode == "full" or not getattr(self.transform, "takes_files", False):
+            return read_image(path, self.channels)
+        return open_image(path, self.channels, self.decode)
 
     def _batch(self, indices: Sequence[int]) -> Any:
         whole = self.transform is None or acts_on_batches(self.transform)

@@ -13,8 +13,9 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from data import batch_transforms as batched
-from data.decode import Box, JpegFile
+from data.decode import JpegFile
 from data.errors import DataError
+from data.formats.jpeg import Box
 from data.transforms import Pipeline, acts_on_batches
 
 _BLANK = torch.zeros(1, 1, 1, dtype=torch.uint8)
@@ -48,7 +49,7 @@ class _QuickResizedCrop:
     def __call__(self, image: Any) -> Any:
         if isinstance(image, JpegFile):
             box = self._box(_BLANK.expand(1, image.height, image.width))
-            part = image.scaled(box, tuple(self.step.size))
+            part = image.part(box, tuple(self.step.size))
             return self._cut(image.decoded(), box) if part is None else part
         if type(image) is not Tensor or image.dtype != torch.uint8:
             return self.step(image)
@@ -76,7 +77,7 @@ class _QuickResize:
         if not isinstance(image, JpegFile):
             return self.step(image)
         size = self._size(image.height, image.width)
-        whole = image.scaled((0, 0, image.height, image.width), size)
+        whole = image.part((0, 0, image.height, image.width), size)
         return self.step(image.decoded()) if whole is None else whole
 
     def _size(self, height: int, width: int) -> tuple[int, int]:

@@ -2,15 +2,16 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data import batch_transforms
 from data.batch import Piece, rebuild
-from data.batch_transforms import RandomErasing
+from data.batch_transforms import RandomCrop, RandomErasing, RandomHorizontalFlip
 from data.errors import DataError, reason
 from data.keys import (
     DRAWS_VERSION,
@@ -25,6 +26,7 @@ from data.keys import (
     seed_rng,
 )
 from data.loading.collate import Ragged
+from data.loading.draw_table import LARGEST, DrawTable
 from data.transforms import Standardize, ToFloat, acts_on_batches
 
 _MIXES = frozenset({"MixUp", "CutMix"})
@@ -42,20 +44,29 @@ class BatchTransform(Protocol):
 
 
 class _Place:
-    """A batch's piece, and the keys of its samples."""
+    """A batch's piece, and the keys of samples."""
 
     def __init__(self, piece: Piece, seed: int) -> None:
         self.piece = piece
         self.seed = seed
 
-    @functools.cached_property
-    def keys(self) -> Words:
-        return keys(self.piece.indices, self.seed, SAMPLE, self.piece.epoch)
+    def keys(self, indices: Any) -> Words:
+        """Return the keys of samples in this epoch."""
+        return keys(indices, self.seed, SAMPLE, self.piece.epoch)
+
+    def lasting(self, indices: Any) -> Words:
+        """Return the keys of draws that are the same in all epochs."""
+        return keys(indices, self.seed, LASTING)
 
     @functools.cached_property
-    def lasting(self) -> Words:
-        """The keys of draws that are the same in all epochs."""
-        return keys(self.piece.indices, self.seed, LASTING)
+    def own(self) -> Tensor:
+        """The numbers of the batch's samples."""
+        return torch.from_numpy(np.array(self.piece.indices))
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The largest of these numbers: a sampler may go beyond a data set's length."""
+        return max(self.piece.indices)
 
 
 Step = Callable[[Any, Any, _Place], tuple[Any, Any]]
@@ -73,16 +84,23 @@ class DeviceTransforms:
     - any deterministic function of the inputs.
 
     deferred: steps that come first, by their keys below `transforms` (`train.crop`).
+    samples: of the data set; if given, draws are computed for a whole epoch (`DrawTable`).
     A batch is a tuple or list (inputs, targets, ...), a dict of these in that order, or inputs.
     """
 
     def __init__(
-        self, steps: Mapping[str, Any], seed: int, deferred: Mapping[str, Any] | None = None
+        self,
+        steps: Mapping[str, Any],
+        seed: int,
+        deferred: Mapping[str, Any] | None = None,
+        samples: int | None = None,
     ) -> None:
         self.seed = seed
         named = {**(deferred or {}), **{f"device.{name}": step for name, step in steps.items()}}
         present = {name: step for name, step in named.items() if step is not None}
-        self.steps = {name: _step(name, step) for name, step in _fused(present).items()}
+        in_tables = samples if samples is not None and samples <= LARGEST else 0
+        fused = _fused(present)
+        self.steps = {name: _step(name, step, in_tables) for name, step in fused.items()}
         # Version of the draws, or None if no step draws for each sample.
         self.draws = (
             DRAWS_VERSION if any(hasattr(step, "draw") for step in present.values()) else None
@@ -114,22 +132,27 @@ class DeviceTransforms:
 def _fused(steps: dict[str, Any]) -> dict[str, Any]:
     """Fuse each conversion to floats with the standardization that follows it.
 
-    A standardization returns a new tensor, so that boxes are erased in place after it.
+    A crop and a standardization return new tensors, which the step after them may change.
     """
     result: dict[str, Any] = {}
     for (name, step), before in zip(steps.items(), [None, *steps.values()], strict=False):
         last = next(reversed(result), None)
         if type(step) is Standardize and last is not None and type(result[last]) is ToFloat:
             step = step.after(result.pop(last))
-        elif type(step) is RandomErasing and type(before) is Standardize:
+        elif _may_overwrite(step) and type(before) in (RandomCrop, Standardize):
             step = step.overwriting()
         result[name] = step
     return result
 
 
-def _step(name: str, step: Any) -> Step:
+def _may_overwrite(step: Any) -> bool:
+    ours = type(step).__module__ == batch_transforms.__name__
+    return ours and isinstance(step, RandomErasing | RandomHorizontalFlip)
+
+
+def _step(name: str, step: Any, in_tables: int) -> Step:
     if hasattr(step, "draw"):
-        return _drawn(step, zlib.crc32(name.encode()))
+        return _drawn(step, zlib.crc32(name.encode()), in_tables)
     if hasattr(step, "of_epoch"):
         return _of_epoch(step.of_epoch)
     if mixes_samples(step):
@@ -153,27 +176,39 @@ def mixes_samples(step: Any) -> bool:
     return name in _MIXES or (name in _CHOICES and all(mixes_samples(part) for part in parts))
 
 
-def _drawn(transform: Any, name: int) -> Step:
+def _drawn(transform: Any, name: int, in_tables: int) -> Step:
     masks, lasting = getattr(transform, "masks", False), getattr(transform, "lasting", False)
+    # A user's own may draw much for each image, such as noise.
+    ours = type(transform).__module__ == batch_transforms.__name__
+    table = DrawTable(transform.draw, in_tables) if in_tables and ours else None
 
-    def one_size(images: Tensor, targets: Any, own: Words, epoch: int) -> tuple[Tensor, Any]:
-        draws = transform.draw(Draws(own, epoch), *images.shape[-2:])
-        rows = [sent(draw, images.device) for draw in draws]
+    def drawn_for(images: Tensor, indices: Any, place: _Place) -> Sequence[Tensor]:
+        def own(wanted: Any) -> Words:
+            return (place.lasting(wanted) if lasting else place.keys(wanted)) ^ np.uint64(name)
+
+        epoch, (height, width) = place.piece.epoch, images.shape[-2:]
+        whole = indices is place.piece.indices and place.largest < in_tables
+        if table is not None and whole:
+            rows = table.rows(place.own, own, epoch, (height, width))
+            if rows is not None:
+                return rows
+        drawn: Sequence[Tensor] = transform.draw(Draws(own(indices), epoch), height, width)
+        return drawn
+
+    def one_size(images: Tensor, targets: Any, indices: Any, place: _Place) -> tuple[Tensor, Any]:
+        rows = [sent(draw, images.device) for draw in drawn_for(images, indices, place)]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(images, *rows), targets
 
     def apply(inputs: Any, targets: Any, place: _Place) -> tuple[Any, Any]:
-        own = (place.lasting if lasting else place.keys) ^ np.uint64(name)
-        epoch = place.piece.epoch
+        indices = place.piece.indices
         if not isinstance(inputs, Ragged):
-            return one_size(inputs, targets, own, epoch)
+            return one_size(inputs, targets, indices, place)
         if masks:
             raise DataError(f"images differ in size ({_sizes(inputs)}), and have masks")
-        each = enumerate(inputs.images)
-        return _joined(
-            [one_size(image[None], None, own[i : i + 1], epoch)[0] for i, image in each]
-        ), targets
+        each = zip(indices, inputs.images, strict=True)
+        return _joined([one_size(image[None], None, [i], place)[0] for i, image in each]), targets
 
     return apply
 

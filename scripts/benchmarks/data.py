@@ -33,6 +33,7 @@ from torchvision.datasets import ImageFolder
 
 from conf.check import parse
 from data.decode import read_image
+from data.formats.jpeg import region_decoder
 from data.images import ImageTensors
 from data.loading.batch_forms import defer
 from data.loading.on_device import OnDevice
@@ -90,6 +91,7 @@ def measure(rounds: int) -> Report:
                     rates[contender.name].append(rate)
     rows = [_row(contender, rates) for contender in contenders]
     ratios = {row.name: row.ratio for row in rows if row.name != row.reference}
+    of_region = {"large_jpeg_region": "large JPEG, decode=region"} if region_decoder() else {}
     return Report(
         name="data",
         title="Loading and transforming images, one thread in the main process",
@@ -98,7 +100,8 @@ def measure(rounds: int) -> Report:
         headlines={
             "ratio_to_reference": _least(ratios, "in memory"),
             "small_jpeg_cached": _least(ratios, "small JPEG, cache"),
-            "large_jpeg": _least(ratios, "large JPEG, imagenet"),
+            "large_jpeg": _least(ratios, "large JPEG, decode=full"),
+            **{name: _least(ratios, row) for name, row in of_region.items()},
             "large_jpeg_by_hand": _least(ratios, "large JPEG, by hand"),
             "large_jpeg_cached": _least(ratios, "large JPEG, cache"),
             "photographs_scaled": _least(ratios, "photographs, decode=scaled"),
@@ -146,7 +149,9 @@ def _large(folder: Path) -> Iterator[Contender]:
     standardize = Standardize(list(MEAN), list(STD)).after(ToFloat())
     yield Contender("large JPEG, by hand", reference, lambda: map(standardize, _inputs(by_hand)))
     words = ("transforms=imagenet", *_with_workers())
-    yield Contender("large JPEG, imagenet", reference, _passes(_ours(folder, *words)))
+    for how in ("full", "region") if region_decoder() else ("full",):
+        ours = _passes(_ours(folder, *words, f"data.decode={how}"))
+        yield Contender(f"large JPEG, decode={how}", reference, ours)
     cached = _ours(folder, *words, "data.cache=ram")
     yield Contender("large JPEG, cache=ram, imagenet", reference, _passes(cached))
 

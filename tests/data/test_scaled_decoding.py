@@ -168,7 +168,7 @@ def test_neither_workers_nor_split_nor_start_change_a_bit(tmp_path: Path) -> Non
 
 def test_cache_of_whole_images_is_refused(tmp_path: Path) -> None:
     words = ["data=image_folder", f"data.root={tmp_path}", "data.decode=scaled", "data.cache=ram"]
-    with pytest.raises(ConfigError, match=r"data\.decode: is scaled, but data\.cache=ram keeps"):
+    with pytest.raises(ConfigError, match=r"is scaled, but data\.cache=ram keeps whole"):
         parse(compose(["experiment=resnet18", *words]).config)
 
 
@@ -176,7 +176,7 @@ def test_a_first_step_that_needs_the_whole_image_gets_it(tmp_path: Path) -> None
     _write(tmp_path / "cat" / "a.jpg")
     steps = Pipeline({"flip": v2.RandomHorizontalFlip(1.0), "crop": v2.RandomResizedCrop(30)})
     files = ImageFolder(tmp_path, ["cat/a.jpg"], [0], ["cat"], transform=steps)
-    files.decodes_scaled = True
+    files.decode = "scaled"
     torch.manual_seed(0)
     image, _ = files[0]
     torch.manual_seed(0)

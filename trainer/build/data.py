@@ -11,8 +11,10 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
+from data.decode import Decode
 from data.errors import DataError
 from data.fingerprint import fingerprint
+from data.formats.jpeg import region_decoder
 from data.image_folder import ImageFolder
 from data.loading.batch_forms import check_per_sample, defer, quick_form
 from data.loading.collate import collate_ragged
@@ -21,7 +23,7 @@ from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
 from data.orders import FirstOf, Sequential
 from data.samplers import as_order, as_updates, default_order
-from data.streams import as_dataset
+from data.streams import Stream, as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.caches import in_batches, kept, set_cache, stage_of
@@ -111,17 +113,21 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
         defer(pipeline, stage)
     check_per_sample(pipeline, f"transforms.{stage}")
     set_cache(config, split, dataset)
-    if config.data.decode == "scaled":
-        _decode_scaled(split, dataset, pipeline)
+    if config.data.decode != "full":
+        _decode_in_part(config.data.decode, split, dataset, pipeline)
     return as_dataset(dataset)
 
 
-def _decode_scaled(split: str, dataset: Any, pipeline: Pipeline) -> None:
+def _decode_in_part(decode: Decode, split: str, dataset: Any, pipeline: Pipeline) -> None:
+    if decode == "region" and not region_decoder():
+        message = "is region, which takes the package nvidia-nvimgcodec-cu12"
+        hint = "pip install 'regimen[jpeg]', or set data.decode=full: the same pixels, later"
+        raise ConfigError(Problem("data.decode", message, hint))
     if isinstance(dataset, ImageFolder) and pipeline.takes_files:
-        dataset.decodes_scaled = True
+        dataset.decode = decode
     else:
         known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
-        logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
+        logger.warning("warning: data.decode=%s: data.%s has no %s", decode, split, known)
 
 
 def _deferred(dataset: Any) -> dict[str, Any]:
@@ -235,10 +241,14 @@ def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
 def _on_device(
     config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
 ) -> OnDevice:
+    dataset = loader.dataset
+    numbered = hasattr(dataset, "__len__") and not isinstance(dataset, Stream)
     return OnDevice(
         loader,
         strategy.device,
-        transforms=DeviceTransforms(steps, config.seed, _deferred(loader.dataset)),
+        transforms=DeviceTransforms(
+            steps, config.seed, _deferred(dataset), len(dataset) if numbered else None
+        ),
         non_blocking=config.loader.non_blocking,
         prefetch=config.loader.prefetch_to_device,
     )

@@ -132,6 +132,20 @@ def test_conversion_and_standardization_in_one_are_both_to_the_bit() -> None:
         assert torch.equal(images, before)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_no_value_of_a_byte_is_rounded_otherwise(channels: int) -> None:
+    """Against the plain formula; sizes with a rest beside whole vector registers."""
+    generator = Generator().manual_seed(channels)
+    every = torch.arange(256, dtype=torch.uint8).repeat(channels, 1)
+    for _ in range(50):
+        mean, std = (torch.rand(channels, generator=generator) + 0.01 for _ in range(2))
+        step = Standardize(mean.tolist(), std.tolist()).after(SCALED)
+        for images in (every.view(channels, 16, 16), every.view(1, channels, 256, 1)[:, :, :253]):
+            floats = images.to(torch.float32) / 255
+            expected = (floats - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+            assert torch.equal(step(images), expected)
+
+
 def _seen(
     tree: Path, *words: str, accumulation: int = 1, world: int = 1, workers: int = 0
 ) -> dict[int, Tensor]:
