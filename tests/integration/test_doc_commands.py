@@ -36,6 +36,8 @@ NOT_HERE = {  # by what they begin with, or hold
     "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/launchers",
     "sweep=ray": "needs Ray; tests/scripts/sweeps/launchers",
     "data=cifar10 ": "downloads",
+    "experiment=airbench94 data.root": "downloads",
+    "data.decode=region": "the extra jpeg; tests/data/test_region_decoding.py",
     "model.weights=torchvision:": "downloads",
 }
 LIMITS = ["debug=fast", "loader.batch_size=8", "loader.eval_batch_size=8", "loader.num_workers=0"]
