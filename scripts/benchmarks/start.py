@@ -77,7 +77,7 @@ def _to_mark(arguments: Sequence[str], mark_argument: str) -> Times:
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder) / "mark"
         began = time.time()
-        _run([*arguments, mark_argument.format(mark)], folder, 0)
+        run_command([*arguments, mark_argument.format(mark)], folder, 0)
         ended, used = mark.read_text().split()
     return float(ended) - began, float(used)
 
@@ -87,11 +87,12 @@ def _whole(arguments: Sequence[str], code: int) -> Times:
     used = children_cpu()
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        _run(arguments, folder, code)
+        run_command(arguments, folder, code)
         return time.time() - began, children_cpu() - used
 
 
-def _run(arguments: Sequence[str], folder: str, code: int) -> None:
+def run_command(arguments: Sequence[str], folder: str, code: int = 0) -> str:
+    """Run Python with arguments in a folder; return what it prints. RuntimeError: another code."""
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -102,6 +103,7 @@ def _run(arguments: Sequence[str], folder: str, code: int) -> None:
     )
     if ended.returncode != code:
         raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
+    return ended.stdout
 
 
 @functools.cache

@@ -8,15 +8,12 @@ everything before its clock starts: `build(compose([...]).config).trainer.fit()`
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.benchmarks.report import Report, paired
-from scripts.benchmarks.start import children_cpu, command_environment
+from scripts.benchmarks.start import children_cpu, run_command
 from scripts.composition.compose import compose
 from scripts.sweeps.launchers.warm import import_all, modules_of
 
@@ -58,28 +55,14 @@ def _sweep() -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", *_RUN, f"seed=range(0,{JOBS})", "run_dir=sweep"]
         before = children_cpu()
-        _run(["-m", "scripts.train", *words], folder)
+        run_command(["-m", "scripts.train", *words], folder)
         return children_cpu() - before
 
 
 def _reference() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        composing, fitting = _run(["-c", _CALL], folder).splitlines()[-1].split()
+        composing, fitting = run_command(["-c", _CALL], folder).splitlines()[-1].split()
     return float(composing), float(fitting)
-
-
-def _run(arguments: Sequence[str], folder: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=command_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
-    return ended.stdout
 
 
 def one_after_another() -> tuple[float, float]:
