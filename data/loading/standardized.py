@@ -19,7 +19,7 @@ from data.keys import Draws
 from data.transforms import Standardize, ToFloat
 
 _AT_ONCE = 2**18  # values of a part: 1 MB of floats
-_LARGE = 2**20  # values; malloc itself reuses the memory of smaller batches
+_LARGE = 2**20  # values; of smaller batches malloc itself reuses the memory
 
 
 class BatchMemory:
@@ -35,8 +35,6 @@ class BatchMemory:
     def floats(self, shape: Sequence[int]) -> Tensor:
         """Return an uninitialized float32 tensor."""
         size = math.prod(shape)
-        if size < _LARGE:
-            return torch.empty(shape)
         block = self._idle.pop() if self._idle else None
         if block is None or len(block) < size:
             block = torch.empty(size).numpy()
@@ -59,7 +57,7 @@ class StandardizedFloats:
         self.memory = BatchMemory()
 
     def __call__(self, images: Tensor) -> Tensor:
-        if not self.takes(images):
+        if not self._quickly(images):
             return self.plain(images)
         result = self.memory.floats(images.shape)
         several = _of_a_part(images)
@@ -71,7 +69,7 @@ class StandardizedFloats:
 
     def mirrored(self, images: Tensor, which: Tensor, axis: int) -> Tensor:
         """Flip the images of `which` (n,) first."""
-        if not self.takes(images):
+        if not self._quickly(images):
             return self.plain(flipped(images, which, axis))
         if _of_a_part(images) > 1:
             return self(flipped(images, which, axis))
@@ -80,14 +78,14 @@ class StandardizedFloats:
             self.standardize.of_bytes(image.flip(axis) if turned else image, out)
         return result
 
-    def takes(self, images: Tensor) -> bool:
-        """Return whether images are of bytes on a CPU, in a batch, with the channels given."""
-        of_bytes = images.dtype == torch.uint8 and images.device.type == "cpu"
-        return of_bytes and images.ndim == 4 and self.standardize.fits(images)
+    def _quickly(self, images: Tensor) -> bool:
+        """Return whether it is a large batch of bytes on a CPU, with the channels given."""
+        large = images.numel() >= _LARGE and images.dtype == torch.uint8 and images.ndim == 4
+        return large and images.device.type == "cpu" and self.standardize.fits(images)
 
 
 def _of_a_part(images: Tensor) -> int:
-    return max(1, _AT_ONCE // max(1, math.prod(images.shape[1:])))
+    return max(1, _AT_ONCE // math.prod(images.shape[1:]))
 
 
 class StandardizedFlip:
