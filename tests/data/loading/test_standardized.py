@@ -10,9 +10,14 @@ from torch.utils.dlpack import from_dlpack
 
 from data import batch_transforms as batched
 from data.batch import Piece
+from data.images import ImageTensors
 from data.loading.device_transforms import DeviceTransforms
+from data.loading.loader import Loader
+from data.loading.on_device import OnDevice
 from data.loading.standardized import BatchMemory
+from data.orders import Sequential
 from data.transforms import Standardize, ToFloat
+from data.updates import UpdateSampler
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 SIZES = [
@@ -82,3 +87,20 @@ def test_a_smaller_batch_uses_the_memory_of_a_larger_one() -> None:
     assert smaller.untyped_storage().nbytes() == 7 * 3 * 256 * 256 * 4
     del smaller
     assert memory.floats((9, 3, 256, 256)).data_ptr() != place
+
+
+def test_batches_that_are_kept_stay_as_they_were() -> None:
+    images = torch.randint(0, 256, (30, 3, 224, 224), dtype=torch.uint8)
+    dataset = ImageTensors(images, torch.zeros(30, dtype=torch.int64), ["picture"])
+    steps = {"to_float": ToFloat(), "normalize": Standardize(MEAN, STD)}
+    loader = OnDevice(
+        Loader(dataset, UpdateSampler(Sequential(30), batch_size=8), seed=1),
+        torch.device("cpu"),
+        transforms=DeviceTransforms(steps, seed=1),
+    )
+    kept = [micro.batch[0] for epoch in range(2) for micro in loader.epoch(epoch)]
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
+    whole = (images.to(torch.float32) / 255 - mean) / std
+    assert torch.equal(torch.cat(kept), torch.cat([whole, whole]))
+    places = {micro.batch[0].data_ptr() for micro in loader.epoch(2) if len(micro.batch[0]) == 8}
+    assert len(places) == 2  # that of the batch in use, and that of the one before it
