@@ -9,7 +9,7 @@ import pytest
 
 UPDATES = """
 import resource
-from scripts.cli.console import keep_freed_memory
+from scripts.cli.console import Command
 
 def update():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -17,8 +17,8 @@ def update():
     del gradients
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-keep_freed_memory()
-print([update() for _ in range(4)][-1])
+with Command():
+    print([update() for _ in range(4)][-1])
 """
 PAGES = 8 * 2**24 // 4096
 
