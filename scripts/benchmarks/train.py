@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from trainer.trainer import Trainer
 
 BATCH, TURN = 32, 3  # images of an update; updates of one contender, then as many of the other
 PAIRS = 3  # of processes for each form
-START = "spawn"  # a fork would copy this process's heap
+START: Final = "spawn"  # a fork would copy this process's heap
 MOST_ROUNDS = 2  # turns of a pair; with more the whole takes longer than four minutes
 EPOCH = 45_000  # images from one save to the next
 FORMS = {
