@@ -34,7 +34,16 @@ with FlopCounterMode(display=False) as counter:
 assert counter.get_total_flops() == 8
 optimizer.load_state_dict(optimizer.state_dict())
 v2.RandomAffine(5)(torch.ones(1, 4, 4))
+
+from trainer.build.check import _Unfilled
+from trainer.summary.memory import state_bytes
+
+with torch.device("meta"), _Unfilled():  # as a model is checked
+    torch.nn.Embedding(2, 2)
+    torch.nn.init.kaiming_normal_(torch.empty(2, 2))
 assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
+assert state_bytes(optimizer) == 2 * 6 * 4 + 2 * 4
+assert "torch._dynamo" not in sys.modules
 print("done")
 """
 AND_THEN = """
