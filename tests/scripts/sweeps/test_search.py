@@ -364,6 +364,7 @@ def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str)
     ):
         run(*SPACE, f"sweep.storage={name}", "run_dir=there")
     assert jobs.ran == []
+    assert not Path("there").exists()
 
 
 def test_a_locked_study_is_a_clear_error(jobs: Jobs) -> None:
