@@ -17,7 +17,7 @@ Kind = Literal[
     "start and end",
 ]
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
-_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints", "start and end")  # not counted as training
+_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints", "start and end")  # no training
 
 
 class Timer:
