@@ -177,6 +177,8 @@ class Overrides:
                 meant = f"did you mean {near}? " if near else ""
                 if (beside := _beside(group, str(name))) is not None:
                     meant = f"{beside} is read with --config-dir {Path(beside).parts[0]}; "
+                if name in options:  # Hydra lists .yml files too, and reads .yaml only
+                    meant = f"its file must be called {name}.yaml; "
                 hint = f"{meant}choose of {', '.join(options)}"
                 self.note(group, f"there is no {group}={name}", hint)
                 return None
@@ -198,7 +200,7 @@ def _beside(group: str, name: str) -> str | None:
 
 def choice_problem(group: str, value: Any) -> str | None:
     """Return why `value` cannot be chosen in a group, such as a list or null; None if it can."""
-    if value is None and group in NEEDED:
+    if (value is None or value == []) and group in NEEDED:
         return "missing: every run needs one"
     if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
         return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"
