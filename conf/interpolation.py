@@ -40,6 +40,17 @@ def references(raw: dict[str, Any]) -> set[str]:
     }
 
 
+def taken_from(raw: dict[str, Any]) -> dict[str, str]:
+    """Return for each key that is nothing but an interpolation the key whose value it takes."""
+    tracer = _Tracer(raw)
+    found = {}
+    for key, text in texts(raw, ""):
+        bodies = list(_bodies(text))
+        if len(bodies) == 1 and text == f"${{{bodies[0]}}}" and not _RESOLVER.match(bodies[0]):
+            found[key] = tracer.target(bodies[0], key)
+    return {key: target for key, target in found.items() if target is not None}
+
+
 @dataclass(slots=True)
 class _Tracer:
     root: dict[str, Any]

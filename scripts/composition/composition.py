@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem
-from conf.interpolation import interpolation_problems
+from conf.interpolation import interpolation_problems, taken_from
 from scripts.cli.arguments import Arguments
 from scripts.composition.argument_names import argument_problems
 from scripts.composition.kept import Merged, keep, recall
@@ -62,6 +62,7 @@ class Composition:
     def checked(self) -> dict[str, Any]:
         """Return the configuration. Raises ConfigError with all mistakes."""
         tree, self.choices = self.unresolved()
+        self.origins.taken_from = taken_from(tree)
         raw: dict[str, Any] = with_present_targets(self.resolved(tree))
         self.check(raw)
         self.stop_if_wrong()

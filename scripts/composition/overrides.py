@@ -84,7 +84,12 @@ class Overrides:
             try:
                 override = parse(text)
             except Exception as error:  # of the grammar, or an internal one of the parser
-                self.note(text, f"not an override: {first_lines(error)}")
+                reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
+                way = "write $HOME for ~, or quote the text" if "=~" in text else None
+                self.note(text, f"not an override: {reason}", way)
+                continue
+            if not override.key_or_group:
+                self.note(text, "not an override: there is no key before the equals sign")
                 continue
             if self._allowed(override, text, sweep):
                 parsed.append(override)

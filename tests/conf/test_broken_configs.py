@@ -122,6 +122,8 @@ KEYS_AND_TYPES = [
     case("model._target_=torch.hub.load", "model._target_", "not allowed"),
     case("model._target_=5", "model._target_", "dotted path"),
     case("seed", "seed", "not an override"),
+    case("=3", "=3", "no key before"),
+    case("run_dir=~/x", "run_dir=~/x", "write $HOME for ~"),
     case("model=[mlp,resnet18]", "model", "takes one choice, not 2"),
     case("loader=null", "loader", "missing", "choose of default"),
     case("~trainer", "trainer", "missing"),
@@ -187,6 +189,7 @@ VALUES = [
     case("model=mlp model.hidden=[-5]", "model", "negative dimension"),
     case("optimizer=adam optimizer.betas=[0.9]", "optimizer", "out of range"),
     case("lr_scheduler=lambda lr_scheduler.lr_lambda=f", "lr_scheduler.lr_lambda", "functions: {"),
+    case("task.metrics.mine={_target_:torch.nn.ReLU}", "task", "metrics.mine", "has no reset"),
     case("task.loss.label_smoothing=7", "task.loss", "between 0.0 and 1.0"),
     case("callbacks=[default,swa] callbacks.swa.start_epoch=5.5", "callbacks.swa", "a whole"),
     case(

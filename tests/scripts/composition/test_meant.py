@@ -71,3 +71,9 @@ def test_a_file_of_another_ending_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "short.yml").write_text(f"{HEAD}name: short\n")
     with pytest.raises(ConfigError, match=r"its file must be called short\.yaml"):
         compose(["--config-dir", str(tmp_path), "experiment=short"])
+
+
+def test_a_value_that_is_taken_from_another_key_names_the_override_that_gave_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["experiment=resnet18", "data.split_seed=abc"])
+    assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}
