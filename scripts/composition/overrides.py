@@ -145,8 +145,12 @@ class Overrides:
             return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
         sweep = override.value()
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-        if not low < high or (log and low <= 0):
-            self.note(override.key_or_group, f"no numbers from {low} to {high}")
+        if not low < high:
+            self.note(
+                override.key_or_group, f"no numbers from {low} to {high}", "the lower end first"
+            )
+        elif log and low <= 0:
+            self.note(override.key_or_group, f"no logarithm of {low}: begin the interval above 0")
         integers = re.search(r"\d[.e]|\d*\.\d", override.input_line.partition("=")[2]) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
