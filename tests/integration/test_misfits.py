@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import yaml
 from PIL import Image
 
 QUICK = ["experiment=resnet18", "model=mlp", "callbacks=none", "trainer.max_steps=2"]
@@ -228,3 +229,12 @@ def test_a_pipe_among_the_images_is_not_waited_for(train, tmp_path):
     assert done.code == 3, done.err
     assert "pipe.png" in done.error
     assert "not a regular file" in done.error
+
+
+def test_a_run_that_begins_again_has_the_configuration_that_it_ran_with(run, tmp_path):
+    assert run("data.train={_target_: users.Bad, raises: exit}").code == 3
+    done = run("seed=3", "resume=auto")
+    assert done.code == 0, done.err
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["seed"], config["data"]["train"]["_target_"]) == (3, "data.sources.Digits")
+    assert "seed=3" in yaml.safe_load((tmp_path / "run" / "overrides.yaml").read_text())

@@ -157,6 +157,11 @@ class RunDirectory:
             hint = "continue it with resume=auto, or choose another run_dir"
             raise RunDirectoryError(Problem("run_dir", f"{self.path} already holds a run", hint))
 
+    def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
+        """Write the configuration, and what the command line changed of it."""
+        write_text(self.path / CONFIG, config_yaml)
+        write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
+
     def _refuse_foreign(self) -> None:
         """Refuse a folder with files of these names that no run has made: a run has a lock file."""
         found = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(self.path / name)]
@@ -166,8 +171,7 @@ class RunDirectory:
 
     def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
         remove_orphans(self.path)
-        write_text(self.path / CONFIG, config_yaml)
-        write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
+        self.configure(config_yaml, overrides)
         self._write_status(state="running", started=manifest.now())
         start = manifest.start_record(facts)
         # Last: the run exists from here on.
