@@ -104,7 +104,7 @@ class LRFinder(Callback):
             group.options["lr"] = rate * ratio
 
     def _report(self, trainer: Trainer) -> None:
-        if trainer.run_dir is None or not trainer.is_main:
+        if trainer.run_dir is None or not trainer.is_main or not self.rates:
             return
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         content = {"suggestion": self.suggestion(), "lr": self.rates, "loss": losses}

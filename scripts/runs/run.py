@@ -31,6 +31,7 @@ from scripts.runs.record import (
     interrupted,
     new_folder,
     outcome,
+    record_config,
     record_end,
     record_skipped,
 )
@@ -132,6 +133,8 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
             if resume.payload is not None:
                 resume.apply(trainer)
             trainer.group.on_main(resume.leave_behind)  # after all checks have passed
+            if directory is not None and resume.run_dir is not None:
+                record_config(request, experiment, directory)
         with suppress(EvaluationAbandoned):
             trainer.fit()
             account = Account(dict(trainer.timer.spent))
