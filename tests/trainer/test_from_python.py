@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.overfit import Overfit
+from trainer import snapshot
 from trainer.callback import Callback
 from trainer.errors import CheckpointError, ModelError, StorageError
 from trainer.options import TrainerOptions
@@ -196,3 +197,7 @@ def test_overfitting_ends_near_zero_and_says_how_long_it_takes(caplog):
     assert trainer.metrics["train/loss"] <= 0.5
     assert "near zero" in trainer.state.stop_reason
     assert caplog.text.count("overfitting: 1500 updates of") == 1
+    again = trainer_of({"overfit": Overfit(threshold=0.5)}, max_epochs=500, log_every_n_steps=1)
+    snapshot.restore(again, snapshot.take(trainer))  # killed after a save, before the end
+    again.fit()
+    assert again.state.global_step == trainer.state.global_step

@@ -21,7 +21,7 @@ from trainer.update.nonfinite import explain
 from trainer.update.parts import Parts
 from trainer.update.shares import Shares, add_up
 from trainer.update.sums import Sums
-from trainer.update.turn import Turn, turns_of
+from trainer.update.turn import Turn, refuse_missing_turns, turns_of
 
 
 class Updater:
@@ -47,6 +47,7 @@ class Updater:
 
     @functools.cached_property
     def _guard(self) -> Guard:
+        refuse_missing_turns(self._turns, self._parts.optimizers, self._parts.task)
         return guard_of(self._parts, self._backup)
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
