@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def set_trainable(model: nn.Module, parameters: Iterable[nn.Parameter], trains: bool) -> None:
+def set_trainable(model: nn.Module, parameters: Iterable[Tensor], trains: bool) -> None:
     """Let parameters of a model train or not, and drop their gradients.
 
     They are entered into their modules again: torch 2.11's compiler checks `requires_grad` only

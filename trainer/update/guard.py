@@ -67,10 +67,9 @@ class DeviceGuard:
 
     def __init__(self, backup: Backup, device: torch.device) -> None:
         self._backup = backup
-        scalar = {"dtype": torch.float32, "device": device}
-        self._bad = torch.zeros((), **scalar)  # 1 after the first non-finite update
-        self._left_out = torch.zeros((), **scalar)  # number of the updates skipped before this one
-        self._one = torch.ones((), **scalar)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._bad = torch.zeros_like(self._one)  # 1 after the first non-finite update
+        self._left_out = torch.zeros_like(self._one)  # the updates skipped before this one
 
     def remember(self) -> None:
         """Copy what an update changes, unless one was skipped: then the earlier copy is kept."""
