@@ -1,7 +1,6 @@
 """The recipe in YAML and the loop by hand take the same steps on the same batches."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def test_the_recipe_and_the_loop_by_hand_take_the_same_steps(channels_last: bool
         else:  # the orthogonal matrices are computed in bfloat16
             assert (found - expected).norm() <= 0.05 * moved, name
     rates = [group.options["lr"] for group in optimizers.groups()]
-    assert all(a != b for a, b in pairwise(rates))
+    assert rates == pytest.approx([0, 0, 0], abs=1e-6)  # all fell alike
 
 
 def test_the_orthogonal_matrix_is_nearly_one() -> None:
