@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from callbacks.support.errors import CallbackError
+from callbacks.support.freezing import set_trainable
 from trainer.callback import Callback
 from trainer.state import TrainState
 
@@ -65,7 +66,7 @@ class Unfreeze(Callback):
                     "parameters frozen, so that no optimizer has them"
                 )
         self._frozen = set(self._stages)
-        self._set(self._frozen, trains=False)
+        self._set(trainer.model, self._frozen, trains=False)
         if trainer.group.world_size > 1:
             _log.info("callbacks.%s needs strategy.find_unused_parameters=true", self.name)
 
@@ -88,7 +89,7 @@ class Unfreeze(Callback):
         if not begun:
             return
         self._frozen -= begun
-        self._set(begun, trains=True)
+        self._set(trainer.model, begun, trains=True)
         self._settle_norms(trainer.model)
         _log.info(
             "epoch %d, step %d: %s trains from here on",
@@ -97,11 +98,8 @@ class Unfreeze(Callback):
             ", ".join(sorted(begun)),
         )
 
-    def _set(self, stages: set[str], trains: bool) -> None:
-        for name in stages:
-            for parameter in self._members[name]:
-                parameter.requires_grad_(trains)
-                parameter.grad = None
+    def _set(self, model: nn.Module, stages: set[str], trains: bool) -> None:
+        set_trainable(model, [p for name in stages for p in self._members[name]], trains)
 
     def _settle_norms(self, model: nn.Module) -> None:
         members = {id(p) for ps in self._members.values() for p in ps}

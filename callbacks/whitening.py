@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from callbacks.support.errors import CallbackError
+from callbacks.support.freezing import set_trainable
 from conf.errors import Problem
 from data.batch import inputs_of
 from trainer.callback import Callback
@@ -82,12 +83,11 @@ class Whitening(Callback):
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Train the bias in the first epochs only."""
-        bias = self._layer(trainer).bias
-        if bias is not None and self._bias_epochs is not None:
+        layer = self._layer(trainer)
+        if layer.bias is not None and self._bias_epochs is not None:
             trains = trainer.state.epoch < self._bias_epochs
-            if bias.requires_grad != trains:
-                bias.requires_grad_(trains)
-                bias.grad = None
+            if layer.bias.requires_grad != trains:
+                set_trainable(layer, [layer.bias], trains)
 
     def _layer(self, trainer: Trainer) -> nn.Conv2d:
         layer = trainer.model.get_submodule(self._module)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import max_pool2d
 
 from models.layers import make_activation
 
@@ -35,7 +36,6 @@ class Airbench(nn.Module):
         channels = [filters, *widths]
         groups = [_group(a, b, activation) for a, b in zip(channels, widths, strict=False)]
         self.groups = nn.Sequential(*groups)
-        self.pool = nn.AdaptiveMaxPool2d(1)
         self.flatten = nn.Flatten()
         self.head = nn.Linear(channels[-1], num_classes, bias=False)
         with torch.no_grad():
@@ -44,7 +44,8 @@ class Airbench(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_channels, H, W), of 12 pixels or more, to logits (N, num_classes)."""
         x = self.groups(self.act(self.whiten(x)))
-        return self.head(self.flatten(self.pool(x))) / self.head.in_features  # type: ignore[no-any-return]
+        x = max_pool2d(x, x.shape[-2:])  # AdaptiveMaxPool2d's gradients are not exact on a GPU
+        return self.head(self.flatten(x)) / self.head.in_features  # type: ignore[no-any-return]
 
 
 def _group(in_channels: int, width: int, activation: str) -> nn.Sequential:

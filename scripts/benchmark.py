@@ -29,6 +29,7 @@ BENCHMARKS = {
     "gpu": "training on a GPU, against the same by hand: data.root=DIR --rounds 3",
 }
 TAKE_OVERRIDES = ("cifar10_fast", "gpu")
+WRITE_PARTS = ("gpu",)  # into the folder, as they become known
 
 
 def main() -> None:
@@ -47,6 +48,7 @@ def benchmark(argv: Sequence[str]) -> int:
     greet()
     module = importlib.import_module(f"scripts.benchmarks.{arguments.name}")
     given = (arguments.overrides,) if arguments.name in TAKE_OVERRIDES else ()
+    given += (arguments.output,) if arguments.name in WRITE_PARTS else ()
     report = module.measure(arguments.rounds, *given)
     print(report.text())
     print(f"written to {report.write(arguments.output)}")

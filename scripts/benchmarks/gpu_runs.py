@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ class Rig:
     root: Path | None
     updates: int  # of a turn
     small: bool  # a trial without a GPU
-    mode: str = "default"  # of torch.compile
+    mode: str | None = "default"  # of torch.compile; None: not compiled
+    caches: dict[str, Any] = field(default_factory=dict)  # decoded images by split, read once
+
+    @property
+    def compile_word(self) -> str:
+        """The override of `trainer.compile`."""
+        return f"trainer.compile={{mode: {self.mode}}}" if self.mode else "trainer.compile=false"
 
     def wait(self) -> float:
         """Return the time when the device has done all that it was given."""
@@ -45,80 +51,77 @@ class Rig:
         return time.perf_counter()
 
 
-def airbench(
-    rig: Rig, root: Path, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def airbench(rig: Rig, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds and accuracies of both, the compiling turn left out."""
     seconds: dict[str, list[float]] = {BY_HAND: [], OURS: []}
     accuracies: dict[str, list[float]] = {BY_HAND: [], OURS: []}
     for turn in range(rounds + 1):
         for name in seconds:
-            took, share = _plain(rig, root) if name == BY_HAND else _ours(rig, root)
+            took, share = _plain(rig) if name == BY_HAND else _ours(rig)
+            print(f"airbench94, turn {turn}, {name}: {took:.2f} s, {share:.2%}", flush=True)
             if turn:
                 seconds[name].append(took)
                 accuracies[name].append(100 * share)
     return seconds, accuracies
 
 
-def _airbench_config(rig: Rig, root: Path) -> Any:
-    words = ["experiment=airbench94", "data=cifar10_folder", f"data.root={root}"]
-    words += ["data.val_fraction=0", "callbacks=[whitening]", "strategy.devices=1"]
-    words += [f"trainer.compile={{mode: {rig.mode}}}"]
+def _airbench_words(rig: Rig) -> list[str]:
+    words = ["experiment=airbench94", "callbacks=[whitening]"]
     if rig.small:
         words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
-        words += ["trainer.compile=false"]
-    return parse(compose(words).config)
+    return words
 
 
-def _ours(rig: Rig, root: Path) -> tuple[float, float]:
-    experiment = build(_airbench_config(rig, root), Strategy(rig.device))
+def _opened(rig: Rig, words: list[str]) -> Experiment:
+    """Build an experiment on CIFAR-10 as image files, all of them for training.
+
+    Images are decoded once for all parts and turns, which compare nothing of it.
+    """
+    words = [*words, "data=cifar10_folder", f"data.root={rig.root}", "data.val_fraction=0"]
+    words += ["data.cache=device", "strategy.devices=1", rig.compile_word]
+    experiment = build(parse(compose(words).config), Strategy(rig.device))
+    for split in ("train", "test"):
+        dataset = experiment.data.sets[split]
+        dataset.cache = rig.caches.setdefault(split, dataset.cache)
+        dataset.fill_cache(lambda: False)
+    return experiment
+
+
+def _ours(rig: Rig) -> tuple[float, float]:
+    return _timed(rig, _opened(rig, _airbench_words(rig)))
+
+
+def _timed(rig: Rig, experiment: Experiment) -> tuple[float, float]:
+    """Return the seconds of the training and the test, and the share of the test images."""
     trainer = experiment.trainer
-    _fill(experiment)
+    loaders: list[Any] = [trainer.train_loader, experiment.test_loader]
+    for loader in loaders:
+        if loader.loader.kept is not None:
+            loader.loader.kept.fill()
     since = rig.wait()
     trainer.fit()
     metrics = trainer.evaluate(experiment.test_loader, "test")
     return rig.wait() - since, metrics["test/accuracy"]
 
 
-def _plain(rig: Rig, root: Path) -> tuple[float, float]:
-    config = _airbench_config(rig, root)
-    experiment = build(config, Strategy(rig.device))
-    sets = [experiment.data.sets[split] for split in ("train", "test")]
+def _plain(rig: Rig) -> tuple[float, float]:
+    experiment = _opened(rig, _airbench_words(rig))
     parts = []
-    for dataset in sets:
-        dataset.fill_cache(lambda: False)
-        every = list(range(len(dataset)))
-        parts.append(torch.stack([dataset.cache.image(row) for row in every]).to(rig.device))
-        parts.append(dataset.targets.to(rig.device))
+    for split in ("train", "test"):
+        parts += [part.to(rig.device) for part in experiment.data.sets[split].tensors()]
     since = rig.wait()
-    share = train_by_hand(config, experiment.trainer.model, experiment.trainer.optimizers, parts)
+    share = train_by_hand(experiment.config, experiment.trainer.model, parts)
     return rig.wait() - since, share
 
 
-def _fill(experiment: Experiment) -> None:
-    """Decode the images and copy them to the device: neither is compared."""
-    for split in ("train", "test"):
-        experiment.data.sets[split].fill_cache(lambda: False)
-    loaders: list[Any] = [experiment.trainer.train_loader, experiment.test_loader]
-    for loader in loaders:
-        if loader.loader.kept is not None:
-            loader.loader.kept.fill()
-
-
-def trained_whole(rig: Rig, root: Path) -> tuple[float, float]:
-    """Train `resnet18_cifar10` to its end; return seconds and % of the test images."""
-    words = ["experiment=resnet18_cifar10", "data=cifar10_folder", f"data.root={root}"]
-    words += ["data.val_fraction=0", "data.cache=device", "callbacks=none", "strategy.devices=1"]
-    words += ["loader.num_workers=0"]
-    words += ["trainer.precision=bf16", f"trainer.compile={{mode: {rig.mode}}}"]
+def trained_whole(rig: Rig) -> tuple[float, float]:
+    """Train `resnet18_cifar10` to its end; return seconds, compiling included, and % right."""
+    words = ["experiment=resnet18_cifar10", "callbacks=none", "loader.num_workers=0"]
+    words += ["trainer.precision=bf16"]
     if rig.small:
-        words += ["model=small_cnn", "trainer.max_epochs=1", "trainer.compile=false"]
-    experiment = build(parse(compose(words).config), Strategy(rig.device))
-    _fill(experiment)
-    since = rig.wait()
-    experiment.trainer.fit()
-    metrics = experiment.trainer.evaluate(experiment.test_loader, "test")
-    return rig.wait() - since, 100 * metrics["test/accuracy"]
+        words += ["model=small_cnn", "trainer.max_epochs=1"]
+    took, share = _timed(rig, _opened(rig, words))
+    return took, 100 * share
 
 
 def jpeg_loaders(rig: Rig, folder: Path, batch: int) -> tuple[Iterable[Any], OnDevice]:

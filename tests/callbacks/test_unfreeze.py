@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from callbacks.support.errors import CallbackError
+from callbacks.support.freezing import set_trainable
 from callbacks.unfreeze import Unfreeze
 from trainer.callback import Callback
 
@@ -106,3 +107,15 @@ def test_what_no_optimizer_has_cannot_be_unfrozen(make_trainer: Any) -> None:
     trainer.model[0].weight.requires_grad_(False)
     with pytest.raises(CallbackError, match=r"stages\.first: the model was built with"):
         trainer.fit()
+
+
+def test_a_compiled_model_trains_what_is_unfrozen() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    compiled, first = torch.compile(model, dynamic=False, backend="aot_eager"), model[0]
+    found = []
+    for trains in (False, False, True, False, True):
+        set_trainable(model, [first.weight], trains)
+        compiled(torch.ones(2, 3)).sum().backward()
+        found.append(first.weight.grad is not None)
+    assert found == [False, False, True, False, True]
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias", "2.weight", "2.bias"]

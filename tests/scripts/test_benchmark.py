@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,15 +104,44 @@ def test_cifar10_fast_says_what_data_it_needs() -> None:
         cifar10_fast.measure(1, ["data.root=/nowhere"])
 
 
-def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
+def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path, tmp_path: Path) -> None:
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
-    report = gpu.measure(1, words)
+    report = gpu.measure(1, words, tmp_path)
     assert len(report.rows) == 14
     assert all(row.value >= 0 for row in report.rows)
+    assert report.plot == []  # nothing failed
     assert report.headlines["airbench94_ratio_to_handwritten"] > 0
     assert report.headlines["resnet50_kernels_ratio_to_handwritten"] < 1.5
     assert report.headlines["resnet50_jpeg_share_of_time"] > 0
     assert report.headlines["resnet18_cifar10_accuracy"] >= 0
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(written["settings"]["parts"]) == list(gpu.PARTS)
+
+
+def test_parts_of_the_gpu_benchmark_are_put_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What an earlier call found stays; a part that fails is told and ends no other."""
+
+    def out_of_memory(rig: Any, rounds: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def found(name: str) -> Any:
+        return lambda rig, rounds: ([Row(name, rounds, 0, 9)], {f"{name}_ratio": float(rounds)})
+
+    parts = {"first": found("first"), "second": out_of_memory, "third": found("third")}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    gpu.measure(1, ["device=cpu", "parts=first"], tmp_path)
+    report = gpu.measure(2, ["device=cpu", "parts=second,third"], tmp_path)
+    assert report.headlines == {"first_ratio": 1, "third_ratio": 2}
+    assert [row.name for row in report.rows] == ["first", "third"]
+    message = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert report.plot == [f"second failed: {message}"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert (written["first_ratio"], written["third_ratio"]) == (1, 2)
+    assert written["settings"]["parts"]["second"]["failed"] == message
+    with pytest.raises(ConfigError, match="gpu has no part 'fourth': there are first, second"):
+        gpu.measure(1, ["device=cpu", "parts=fourth"], tmp_path)
 
 
 def test_without_a_gpu_its_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

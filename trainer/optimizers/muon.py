@@ -74,8 +74,9 @@ class Muon(torch.optim.Muon):
         before = [t.clone() for t in changed]
         self._normalize()
         loss = super().step(closure)  # type: ignore[no-untyped-call]
+        left_out = found_inf > 0
         for now, old in zip(changed, before, strict=True):
-            torch.where(found_inf > 0, old, now, out=now)
+            torch.where(left_out, old, now, out=now)
         return loss
 
     def _normalize(self) -> None:

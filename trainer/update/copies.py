@@ -102,8 +102,9 @@ class Copies:
             self._tensors, self._groups = tensors, list(_by_type(tensors))
         self._flat = [_flat(group) for group in self._groups]
         if unless is not None and former:
-            stays = [unless.to(then.device).bool() for then in former]
-            self._flat = list(map(torch.where, stays, former, self._flat))
+            stays = {device: unless.to(device).bool() for device in {f.device for f in former}}
+            pairs = zip(former, self._flat, strict=True)
+            self._flat = [torch.where(stays[then.device], then, now) for then, now in pairs]
 
     @torch.no_grad()
     def restore(self) -> None:

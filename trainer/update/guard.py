@@ -67,10 +67,9 @@ class DeviceGuard:
 
     def __init__(self, backup: Backup, device: torch.device) -> None:
         self._backup = backup
-        self._bad = torch.zeros((), device=device)  # 1 after the first non-finite update
-        self._left_out = torch.zeros(
-            (), device=device
-        )  # number of the updates skipped before this one
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._bad = torch.zeros_like(self._one)  # 1 after the first non-finite update
+        self._left_out = torch.zeros_like(self._one)  # the updates skipped before this one
 
     def remember(self) -> None:
         """Copy what an update changes, unless one was skipped: then the earlier copy is kept."""
@@ -79,8 +78,11 @@ class DeviceGuard:
 
     def refuses(self, norm: Tensor) -> bool:
         """Record on the device whether a norm is not finite; the host does not wait."""
-        bad = torch.isfinite(norm).logical_not().to(self._bad, non_blocking=True)
-        torch.maximum(self._bad, bad.reshape(()), out=self._bad)
+        wide = norm if norm.dtype in (torch.float32, torch.float64) else norm.float()
+        wide = wide.to(self._bad.device, non_blocking=True)  # without gradients it is on the host
+        # The kernel of torch's GradScaler: it sets `bad` to 1, and multiplies the norm by 1. The
+        # same by isfinite, logical_not and maximum would be seven kernels.
+        torch._amp_foreach_non_finite_check_and_unscale_([wide], self._bad, self._one)
         return False
 
     def step(self, optimizer: Optimizer) -> None:

@@ -74,7 +74,8 @@ class Precision:
         if loss.device.type == "cpu" and math.isfinite(loss.item()):  # reading costs nothing there
             _backward(scaled)
         else:
-            scaled.backward(loss.detach() * 0 + 1)  # type: ignore[no-untyped-call]
+            ones = torch.rsub(loss.detach(), 1, alpha=0)  # 1 - 0 * loss, in one kernel
+            scaled.backward(ones)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients by the scale, and check them for infinities."""

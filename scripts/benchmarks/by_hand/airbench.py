@@ -9,31 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, unfold
 
-from trainer.optimizers.optimizers import Optimizers
-
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Views = list[Tensor]
 
 
-def train_by_hand(
-    config: Any, model: nn.Module, optimizers: Optimizers, parts: Sequence[Tensor]
-) -> float:
+def train_by_hand(config: Any, model: nn.Module, parts: Sequence[Tensor]) -> float:
     """Train on images and labels on their device; return the share of the test images.
 
-    parts: training images (n, C, H, W) and labels, test images and labels. Network and optimizers
-    are those of the experiment; batches, augmentation, whitening, rates and the loop are this
-    file's own.
+    parts: training images (n, C, H, W) and labels, test images and labels. Network and numbers are
+    those of the experiment; batches, augmentation, whitening, optimizers, rates and the loop are
+    this file's own.
     """
     options = config.trainer
     images, labels, test_images, test_labels = parts
     batch, epochs = config.loader.batch_size, options.max_epochs
     mean, std = (torch.tensor(v, device=images.device).view(1, -1, 1, 1) for v in (MEAN, STD))
-    train = (images.float() / 255 - mean) / std
+    train, test = (_rows_last((i.float() / 255 - mean) / std) for i in (images, test_images))
     _whiten(model.whiten, train[:5000])  # type: ignore[arg-type]
     mode = options.compile.get("mode") if isinstance(options.compile, dict) else None
     compiled: Any = torch.compile(model, dynamic=False, mode=mode) if options.compile else model
-    groups = [group for o in optimizers.optimizers.values() for group in o.param_groups]
-    peaks = [group["lr"] for group in groups]
+    optimizers = Optimizers(config.optimizer, model, bool(options.compile))
     total, step = len(images) // batch * epochs, 0
     turned = torch.rand(len(images), device=images.device) < 0.5
     for epoch in range(epochs):
@@ -42,13 +37,68 @@ def train_by_hand(
             with torch.autocast(images.device.type, torch.bfloat16):
                 loss = cross_entropy(compiled(inputs), wanted, label_smoothing=0.2)
             loss.backward()  # type: ignore[no-untyped-call]
-            for group, peak in zip(groups, peaks, strict=True):
-                group["lr"] = peak * (1 - step / total)
-            for optimizer in optimizers.optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizers.step(1 - step / total)
             step += 1
-    return _tested(compiled, model, (test_images.float() / 255 - mean) / std, test_labels)
+    return _tested(compiled, model, test, test_labels)
+
+
+class Optimizers:
+    """Muon for the kernels, kept at a norm of sqrt(filters), and SGD for biases and head."""
+
+    def __init__(self, node: Any, model: nn.Module, compiles: bool) -> None:
+        muon, sgd = node["optimizers"]["muon"], node["optimizers"]["sgd"]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.kernels = [p for p in trained.values() if p.ndim == 4]
+        self.momenta = [torch.zeros_like(p) for p in self.kernels]
+        self.lr, self.momentum = node["lr"], muon["momentum"]
+        self.iterations = muon["ns_steps"]
+        self.orthogonal: Any = (
+            torch.compile(_orthogonal, dynamic=False) if compiles else _orthogonal
+        )
+        head = sgd["param_groups"]["head"]
+        biases = [p for p in trained.values() if p.ndim == 1]
+        groups = [
+            {"params": biases, "lr": sgd["lr"], "weight_decay": sgd["weight_decay"]},
+            {
+                "params": [trained["head.weight"]],
+                "lr": head["lr"],
+                "weight_decay": head["weight_decay"],
+            },
+        ]
+        fused = biases[0].is_cuda
+        self.sgd = torch.optim.SGD(groups, momentum=sgd["momentum"], nesterov=True, fused=fused)
+        self.peaks = [group["lr"] for group in self.sgd.param_groups]
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Apply the gradients with this share of the learning rates, and drop them."""
+        for kernel, momentum in zip(self.kernels, self.momenta, strict=True):
+            assert kernel.grad is not None
+            momentum.mul_(self.momentum).add_(kernel.grad)
+            ahead = kernel.grad.add(momentum, alpha=self.momentum).flatten(1)
+            kernel.mul_(len(kernel) ** 0.5 / kernel.norm())
+            moved = self.orthogonal(ahead, self.iterations).view(kernel.shape)
+            kernel.sub_(moved, alpha=self.lr * share)
+            kernel.grad = None
+        for group, peak in zip(self.sgd.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * share
+        self.sgd.step()
+        self.sgd.zero_grad()
+
+
+def _orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+    """Return about U V^T of a matrix U S V^T, by Newton-Schulz iterations in bfloat16."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.bfloat16().T if tall else matrix.bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+    return x.T if tall else x
+
+
+def _rows_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def _batches(

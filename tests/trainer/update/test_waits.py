@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
         self.calls[name] += 1
-        if name.startswith("_fused_"):
+        if name.startswith(("_fused_", "_amp_foreach_")):
             return None  # one kernel that writes in place; it has no fake of itself
         on_gpu = [t for t in _tensors(args) if t.device.type == "cuda"]
         if name in READS and on_gpu:
@@ -168,8 +168,8 @@ def test_a_read_of_the_device_is_counted() -> None:
     assert watch.reads == ["_local_scalar_dense", "_to_copy", "copy_"]
 
 
-@pytest.mark.parametrize("choice", ["stop", "skip"])
-def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice: str) -> None:
+@pytest.mark.parametrize(("choice", "most"), [("stop", 8), ("skip", 3)])
+def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice: str, most: int) -> None:
     """What an update calls beside forward, backward and step: the same for any number of layers."""
     counts = []
     for layers in (3, 9):
@@ -177,4 +177,4 @@ def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice: str) -> None:
             trainer.updater._guard.remember()
             trainer.updater._guard.refuses(torch.ones((), device=CUDA))
         counts.append(sum(n for name, n in watch.calls.items() if name not in FREE))
-    assert counts[0] == counts[1] < 20
+    assert counts[0] == counts[1] <= most
