@@ -23,6 +23,7 @@ from scripts.cli.job import is_job
 from scripts.cli.request import Request
 from scripts.plan.gather import make_plan
 from scripts.runs.account import Account
+from scripts.runs.changes import changed_leaves
 from scripts.runs.log import Backlog, backlog
 from scripts.runs.record import (
     RUNS,
@@ -35,7 +36,7 @@ from scripts.runs.record import (
     record_skipped,
 )
 from scripts.runs.report import final_block, result_line
-from scripts.runs.resume import Resume, changed_leaves, find_resume
+from scripts.runs.resume import Resume, find_resume
 from scripts.runs.signals import stop_signals
 from trainer import snapshot
 from trainer.build.check import check_targets

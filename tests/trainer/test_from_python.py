@@ -57,6 +57,36 @@ def test_fit_tells_each_epoch_unless_it_is_told_not_to(capsys):
     assert capsys.readouterr().err == ""
 
 
+class Slow(Callback):
+    """Takes 100 s to start, 1 s each update and 10 s to end."""
+
+    now = 0.0
+
+    def setup(self, trainer):
+        self.now += 60
+
+    def on_fit_start(self, trainer):
+        self.now += 40
+
+    def on_update_end(self, trainer):
+        self.now += 1
+
+    def on_fit_end(self, trainer):
+        self.now += 6
+
+    def teardown(self, trainer):
+        self.now += 4
+
+
+def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr("trainer.timer.perf_counter", lambda: slow.now)
+    trainer = trainer_of({"slow": slow})
+    trainer.fit()
+    spent = {kind: seconds for kind, seconds in trainer.timer.spent.items() if seconds}
+    assert spent == {"start and end": 110, "callbacks": 6}
+
+
 @pytest.mark.parametrize("place", ["auto", "directory", "file"])
 def test_a_run_goes_on_where_it_was(tmp_path, place):
     whole = trainer_of({"checkpoint": Checkpoint()}, run_dir=tmp_path / "whole", max_epochs=4)
