@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from conf.check import parse
 from conf.errors import ConfigError
 from scripts.composition.compose import compose
+from trainer.build.check import check_targets
 
 HEAD = "# @package _global_\n"
 
@@ -74,6 +76,7 @@ def test_a_file_of_another_ending_is_named(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_taken_from_another_key_names_the_override_that_gave_it() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(["experiment=resnet18", "data.split_seed=abc"])
+    composed = compose(["experiment=resnet18", "data.split_seed=abc"])
+    with pytest.raises(ConfigError) as caught, composed.locating():
+        check_targets(parse(composed.config))
     assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}
