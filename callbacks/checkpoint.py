@@ -137,6 +137,21 @@ class Checkpoint(Saver):
         if trainer.group.broadcast(path.exists()):  # or it is another run's
             self._saved = trainer.state.state_dict()
             self._store.resumed_from = trainer.state.global_step
+            self._complete(trainer, store)
+
+    def _complete(self, trainer: Trainer, store: CheckpointStore) -> None:
+        """Do what was left of the save that wrote this state, if the run was killed in it."""
+        step, tidy = trainer.state.global_step, self._tidying(trainer, store)
+
+        def complete() -> None:
+            store.complete(step, self._names(step))
+            tidy()
+
+        try:
+            trainer.group.on_main(complete)
+        except StorageError as error:
+            self._saved = {}  # the next save writes this state again
+            self._warn(trainer, step, error)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Remember the values that belong to this update."""
@@ -278,23 +293,37 @@ class Checkpoint(Saver):
         strategy.group.on_main(store.prepare)
         copy = self._staging.copy if self.background else snapshot.on_host
         payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
-        is_best = bool(self._ranking) and self._ranking[0].step == step
-        names = ["last"] * self._save_last + ["best"] * is_best
-        metrics = dict(self._fresh(trainer))
-        kept = [saved.step for saved in self._ranking]
-        best_weights = self._best_weights if is_best else None
-        if best_weights is not None:
-            best_weights.take(trainer)
+        names, metrics = self._names(step), dict(self._fresh(trainer))
+        tidy = self._tidying(trainer, store)
 
         def write() -> None:
             self._staging.wait()
             store.save(payload, step=step, metrics=metrics, names=names)
+            tidy()
+
+        return write
+
+    def _names(self, step: int) -> list[str]:
+        """Return the names of the newest checkpoint, that of `step`."""
+        return ["last"] * self._save_last + ["best"] * self._is_best(step)
+
+    def _is_best(self, step: int) -> bool:
+        return bool(self._ranking) and self._ranking[0].step == step
+
+    def _tidying(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
+        """Return what is to be done after a checkpoint was written and named."""
+        kept = [saved.step for saved in self._ranking]
+        best_weights = self._best_weights if self._is_best(trainer.state.global_step) else None
+        if best_weights is not None:
+            best_weights.take(trainer)
+
+        def tidy() -> None:
             if self._save_top_k >= 0:
                 store.prune(kept)
             if best_weights is not None:
                 best_weights.write(store.folder)
 
-        return write
+        return tidy
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranking, the state being saved included."""

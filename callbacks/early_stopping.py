@@ -46,6 +46,8 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one
         self._looked_at = 0  # step; a boundary that a signal interrupted is repeated
+        self._epoch: int | None = None  # the epoch then
+        self._last = 0.0  # and the value
 
     @property
     def monitor(self) -> str | None:
@@ -69,6 +71,10 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a stop that was due when the checkpoint was saved."""
+        if self._epoch is None:  # a new run, or a checkpoint of an older version
+            self._epoch = trainer.state.epoch
+        if trainer.branched:  # other hyper-parameters may mend what was not finite
+            self._last = 0.0
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -84,10 +90,8 @@ class EarlyStopping(Callback):
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        self._looked_at = trainer.state.global_step
-        value = self._monitor.value(trainer.metrics)
-        if self._check_finite and not math.isfinite(value):
-            trainer.state.request_stop(f"{self.monitor} is {value}")
+        self._looked_at, self._epoch = trainer.state.global_step, trainer.state.epoch
+        self._last = value = self._monitor.value(trainer.metrics)
         if self._monitor.better(value, self.best, self._min_delta):
             self.best, self.waited = value, 0
         else:
@@ -95,19 +99,29 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: Trainer) -> None:
+        if self._check_finite and not math.isfinite(self._last):
+            trainer.state.request_stop(f"{self.monitor} is {self._last}")
         if self._patience is None or self.waited < self._patience:
             return
-        if trainer.state.epoch >= self._min_epochs:
+        # The epoch of the look: a resume between two looks must not stop a run.
+        if self._epoch is not None and self._epoch >= self._min_epochs:
             best = "it was never a number" if self.best is None else f"best {self.best:.6g}"
             unit = "validation" if self._monitor.on_validation else "epoch"
             looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
             trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of validations since."""
-        return {"best": self.best, "waited": self.waited, "looked_at": self._looked_at}
+        """Return the best value, the number of validations since, and the last of them."""
+        return {
+            "best": self.best,
+            "waited": self.waited,
+            "looked_at": self._looked_at,
+            "epoch": self._epoch,
+            "last": self._last,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the counters."""
         self.best, self.waited = state["best"], state["waited"]
         self._looked_at = state["looked_at"]
+        self._epoch, self._last = state.get("epoch"), state.get("last", 0.0)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from callbacks.support.drawing import curve
 from callbacks.support.errors import CallbackError
@@ -58,10 +58,12 @@ class LRFinder(Callback):
             raise CallbackError(f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Set the smallest rate."""
-        rates = list(trainer.learning_rates().values())
-        self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
+        """Set the smallest rate; a resumed test goes on."""
+        if not self._ratios:
+            rates = list(trainer.learning_rates().values())
+            self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
         self._set(trainer)
+        self._stop_if_done(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Set the rate of the next update, after the schedule has set its own."""
@@ -73,6 +75,11 @@ class LRFinder(Callback):
             return
         self.rates.append(self.rate(trainer.state.updates - 1))
         self.losses.append(scalars["train/loss"])
+        self._stop_if_done(trainer)
+
+    def _stop_if_done(self, trainer: Trainer) -> None:
+        if not self.losses:
+            return
         smooth = smoothed(self.losses, self._smoothing)
         exploded = not smooth[-1] <= self._stop_factor * min(smooth)
         if exploded or trainer.state.updates >= self._updates:
@@ -91,6 +98,15 @@ class LRFinder(Callback):
         share = min(1.0, update / (self._updates - 1))
         return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve so far, and the ratios of the groups' rates."""
+        return {"rates": list(self.rates), "losses": list(self.losses), "ratios": self._ratios}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the curve."""
+        self.rates, self.losses = list(state["rates"]), list(state["losses"])
+        self._ratios = list(state["ratios"])
+
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
         smooth = smoothed(self.losses, self._smoothing)
@@ -104,7 +120,7 @@ class LRFinder(Callback):
             group.options["lr"] = rate * ratio
 
     def _report(self, trainer: Trainer) -> None:
-        if trainer.run_dir is None or not trainer.is_main:
+        if trainer.run_dir is None or not trainer.is_main or not self.rates:
             return
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         content = {"suggestion": self.suggestion(), "lr": self.rates, "loss": losses}

@@ -32,10 +32,17 @@ class Overfit(Callback):
         self._since: tuple[float, int] | None = None  # time and update at which timing began
         self._told = False
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Repeat a stop that was due when the checkpoint was saved."""
+        self._stop_if_due(trainer, trainer.metrics)
+
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Look at the loss, and tell the time once."""
         if not self._told:
             self._tell(trainer)
+        self._stop_if_due(trainer, scalars)
+
+    def _stop_if_due(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         loss = scalars.get(_LOSS)
         if loss is not None and loss <= self._threshold:
             text = f"{_LOSS} is {loss:.4g}, near zero (callbacks.{self.name}.threshold)"

@@ -115,6 +115,10 @@ def _unknown(key: str, name: Any, known: list[str], section: str) -> Problem:
         return Problem(key, "unknown key", hint=f"it is called {ours} here")
     if near:
         return Problem(key, "unknown key", hint=f"did you mean {_join(section, near)}?")
+    first, dot, rest = str(name).partition(".")
+    if dot and first in known:
+        hint = f"a dot does not nest in YAML: write {first}: {{{rest}: ...}}"
+        return Problem(key, "unknown key", hint=hint)
     place = f"{section} has" if section else "there are"
     return Problem(key, "unknown key", hint=f"{place} {', '.join(known)}")
 

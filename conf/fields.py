@@ -112,4 +112,6 @@ def duration(value: object) -> str | None:
         parts = value.split(":")
         if len(parts) != 3 or not all(part.isdecimal() for part in parts):
             return "seconds, or a quoted 'hours:minutes:seconds'"
+        if not any(map(int, parts)) or max(map(int, parts[1:])) > 59:
+            return "hours, minutes and seconds (up to 59 of these two), and more than 0"
     return None

@@ -34,10 +34,21 @@ def references(raw: dict[str, Any]) -> set[str]:
     tracer = _Tracer(raw)
     return {
         target
-        for key, text in _texts(raw, "")
+        for key, text in texts(raw, "")
         for body in _bodies(text)
         if (target := tracer.target(body, key)) is not None
     }
+
+
+def taken_from(raw: dict[str, Any]) -> dict[str, str]:
+    """Return for each key that is nothing but an interpolation the key whose value it takes."""
+    tracer = _Tracer(raw)
+    found = {}
+    for key, text in texts(raw, ""):
+        bodies = list(_bodies(text))
+        if len(bodies) == 1 and text == f"${{{bodies[0]}}}" and not _RESOLVER.match(bodies[0]):
+            found[key] = tracer.target(bodies[0], key)
+    return {key: target for key, target in found.items() if target is not None}
 
 
 @dataclass(slots=True)
@@ -140,12 +151,13 @@ def _bodies(text: str) -> Iterator[str]:
                 break
 
 
-def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+def texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of each leaf that is a text."""
     if isinstance(node, str):
         yield key, node
     elif isinstance(node, dict | list):
         for name, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _texts(child, f"{key}.{name}" if key else str(name))
+            yield from texts(child, f"{key}.{name}" if key else str(name))
 
 
 def _select(root: Any, key: str) -> tuple[bool, Any]:

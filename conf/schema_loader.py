@@ -1,7 +1,7 @@
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, which is what belongs there
 """The keys of `data`, `transforms` and `loader`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,25 @@ class DataConfig:
         if self.fold is not None and self.folds is not None and self.fold >= self.folds:
             message = f"is {self.fold}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
             yield Problem("fold", message)
+        yield from _sizes(self.extra)
+
+
+def _sizes(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check the keys that all data sets of images share, where a data set has them."""
+    for name in ("image_size", "channels"):
+        value = given.get(name, 1)
+        if type(value) not in (int, list, dict) or (isinstance(value, int) and value < 1):
+            yield Problem(name, f"expected an integer >= 1, got {value!r}")
+    for name in ("val_fraction", "test_fraction"):
+        value = given.get(name, 0)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            yield Problem(name, f"expected a share, >= 0 and < 1, got {value!r}")
+    channels = given.get("channels")
+    for name in ("mean", "std"):
+        value = given.get(name)
+        if type(channels) is int and isinstance(value, list) and len(value) not in (1, channels):
+            message = f"has {len(value)} values for data.channels={channels}"
+            yield Problem(name, message, "give one for each channel, or one for all")
 
 
 @dataclass(kw_only=True, slots=True)

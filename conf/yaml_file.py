@@ -45,7 +45,7 @@ class Document:
 def examine(path: Path, name: str) -> Document:
     """Examine one file; `name` is how messages call it."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark first
     except UnicodeDecodeError as error:
         return _unreadable(f"not a UTF-8 text (byte {error.start})", name)
     except OSError as error:
@@ -187,6 +187,8 @@ def _mapping(node: yaml.MappingNode, key: str) -> Iterator[_Entry]:
             continue
         if (trap := _trap(name)) is not None:
             yield _Entry(here, name, f"the key {trap}")
+        if name.tag == f"{_PREFIX}null":
+            yield _Entry(here, name, "a key is null: write a word, or quote it", readable=False)
         if name.value in seen:
             yield _Entry(here, name, "repeated key", readable=False)
         if ":" in name.value and not name.style and _is_empty(child):

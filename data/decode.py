@@ -25,6 +25,7 @@ MAX_PIXELS = 89_478_485
 # From this size on, decoding at a fraction by Pillow is faster than whole by torchvision.
 LARGE_PIXELS = 2_000_000
 _MODES = {1: "L", 3: "RGB"}
+CHANNELS = tuple(_MODES)  # that a picture can be read with
 
 _END = b"\xff\xd9"  # of a JPEG file
 Decode = Literal["full", "scaled", "region"]

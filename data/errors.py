@@ -16,6 +16,12 @@ class UnreadableError(DataError):
     """A single file that cannot be read."""
 
 
+class MissingPackageError(DataError):
+    """A data set takes a package that is not installed: the choice is wrong here, not the data."""
+
+    exit_code = 2
+
+
 class WorkerError(Exception):
     """A loader worker died, hung or ran out of memory; the message names the keys to change."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decode import Decode, open_image, read_image
+from data.decode import CHANNELS, Decode, open_image, read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
@@ -51,6 +51,8 @@ class ImageFolder:
         channels: int = 3,
         transform: Transform | None = None,
     ) -> None:
+        if channels not in CHANNELS:
+            raise DataError(f"data.channels={channels}: image files have 1 (grey) or 3 (colour)")
         self._prefix = str(folder)
         # One byte string instead of many objects: forked workers then share its memory.
         self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)

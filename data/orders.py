@@ -1,104 +1,15 @@
 """Orders of an epoch's samples: pure functions of (seed, epoch)."""
 
-import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.keys import ORDER, Words, key, random_state, scrambled
+from data.keys import ORDER, ORDER_VERSION, Permutation, random_state
 from data.splits import cut
 from data.updates import Indices, Order
-
-# Version of the orders that are computed by position, saved in checkpoints.
-ORDER_VERSION = 2
-
-_ROUNDS = 8
-_BLOCK = 4096  # positions computed at a time: numpy takes about as long for a batch's
-_HALF = np.uint64(32)
-
-
-class Permutation:
-    """A keyed bijection of [0, n), evaluated at given positions.
-
-    A network maps a domain of at least n numbers to itself; what falls outside of [0, n) is mapped
-    again. The version says which network: a run keeps that which it began with.
-    """
-
-    def __init__(self, samples: int, *identity: int, version: int = ORDER_VERSION) -> None:
-        self.samples = samples
-        keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
-        self._network = _NETWORKS[version](samples, keys)
-        self._begin = 0
-        self._block = np.empty(0, dtype=np.int64)  # the samples from position `_begin` on
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, part: slice, /) -> Indices:
-        """Return the samples at positions `part`; those that follow are computed with them."""
-        start, stop, step = part.indices(self.samples)
-        if step != 1 or stop - start > _BLOCK:
-            return self(np.arange(start, stop, step, dtype=np.uint64))
-        if not self._begin <= start <= stop <= self._begin + len(self._block):
-            end = min(start + _BLOCK, self.samples)
-            self._begin, self._block = start, self(np.arange(start, end, dtype=np.uint64))
-        return self._block[start - self._begin : stop - self._begin]
-
-    def __call__(self, positions: Words) -> Indices:
-        """Return the samples at any positions."""
-        found = self._network(positions)
-        outside = np.flatnonzero(found >= self.samples)
-        while len(outside):
-            found[outside] = self._network(found[outside])
-            outside = outside[found[outside] >= self.samples]
-        return found.astype(np.int64)
-
-
-class _Rectangle:
-    """A Feistel network over a x b numbers, a and b the next to the root of `samples`.
-
-    Less than one number in `sqrt(samples)` falls outside, whatever the size.
-    """
-
-    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
-        rows = math.isqrt(max(samples - 1, 0)) + 1
-        self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
-        self._keys = keys
-
-    def __call__(self, words: Words) -> Words:
-        left = words // self._columns
-        right, most = words - left * self._columns, (self._rows, self._columns)
-        for turn, round_key in enumerate(self._keys):
-            # The high half of a hash, scaled to the side; its bias is below side / 2**32.
-            side = most[turn % 2]
-            left = left + ((scrambled(right ^ round_key) >> _HALF) * side >> _HALF)
-            left, right = right, np.minimum(left, left - side)  # modulo: a negative wraps around
-        return left * self._columns + right
-
-
-class _Square:
-    """A Feistel network over the next power of 4, of which up to 3 in 4 numbers fall outside."""
-
-    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
-        half = max(1, -(-max(samples - 1, 1).bit_length() // 2))
-        self._shift = np.uint64(half)
-        self._mask = np.uint64((1 << half) - 1)
-        self._keys = keys
-
-    def __call__(self, words: Words) -> Words:
-        left, right = words >> self._shift, words & self._mask
-        for round_key in self._keys:
-            left, right = right, left ^ (scrambled(right ^ round_key) & self._mask)
-        return (left << self._shift) | right
-
-
-_NETWORKS: dict[int, Callable[[int, list[np.uint64]], Callable[[Words], Words]]] = {
-    1: _Square,
-    ORDER_VERSION: _Rectangle,
-}
 
 
 class Permuted:

@@ -109,8 +109,8 @@ class Standardize:
         """Return `ToFloat` and this step as one, bit-equal, with half the memory traffic."""
 
         def both(image: Tensor) -> Tensor:
-            if image.dtype == torch.uint8 and image.device.type == "cpu":
-                return self._of_bytes(image)
+            if image.dtype == torch.uint8 and image.device.type == "cpu" and self.fits(image):
+                return self.of_bytes(image, torch.empty(image.shape))
             values = to_float(image)
             mean, std = self.mean.beside(image), self.std.beside(image)
             if values is image or values.shape[-3] != len(mean):
@@ -119,20 +119,22 @@ class Standardize:
 
         return both
 
-    def _of_bytes(self, image: Tensor) -> Tensor:
-        """Divide bytes by 255, subtract the mean and divide, in two passes after the conversion.
+    def fits(self, image: Tensor) -> bool:
+        """Return whether an image has as many channels as there are constants."""
+        return image.shape[-3] == len(self.mean.beside(image))
+
+    def of_bytes(self, image: Tensor, out: Tensor) -> Tensor:
+        """Write bytes, divided by 255, minus the mean, and divided, to `out`, in three passes.
 
         x / 255 - mean is one operation, with the same roundings; it is quick where all but one
         operand are as large as an image.
         """
         shape, mean = image.shape[-3:], self.mean.beside(image)
-        if shape[0] != len(mean):
-            return self(image.to(torch.float32).div_(255))
         if self._below_zero.shape != shape:
             self._below_zero = (-mean).expand(shape).contiguous()
-        values = image.to(torch.float32)
-        torch.addcdiv(self._below_zero, values, self._white.beside(image), out=values)
-        return values.div_(self.std.beside(image))
+        out.copy_(image)
+        torch.addcdiv(self._below_zero, out, self._white.beside(image), out=out)
+        return out.div_(self.std.beside(image))
 
 
 class ProgressiveResize:

@@ -78,7 +78,15 @@ def _measure_of(own: dict[str, Any]) -> Callable[[Any], dict[str, float]]:
 
 def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     from conf.errors import Problem, raise_problems
-    from scripts.cli.keys import Take, one_of, own_keys, run_problems, taken, true_or_false
+    from scripts.cli.keys import (
+        Take,
+        misspelt,
+        one_of,
+        own_keys,
+        run_problems,
+        taken,
+        true_or_false,
+    )
 
     keys: dict[str, Take] = {
         "run": str,
@@ -89,6 +97,7 @@ def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     }
     given, others = own_keys(overrides, keys)
     own, problems = taken(given, keys)
+    problems += misspelt(others, keys)
     problems += run_problems(given.get("run"))
     if not given.get("run"):
         problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))

@@ -112,10 +112,9 @@ def _confirmed(question: str) -> bool:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs, 1 or more")
+    return int(text)
 
 
 def _print(rows: Sequence[Sequence[str]]) -> None:

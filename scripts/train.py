@@ -25,6 +25,7 @@ def train(argv: Sequence[str]) -> int:
     from scripts.cli.arguments import parse_arguments
     from scripts.cli.console import importing, log_to_stderr, logger
     from scripts.cli.first_line import asked_device, greet
+    from scripts.cli.job import is_job
 
     arguments = parse_arguments(argv)
     if not arguments.asks_for_text:
@@ -44,6 +45,12 @@ def train(argv: Sequence[str]) -> int:
     composed = compose(arguments)
     for clash in clashes():
         logger.warning("warning: %s", clash)
+    if (
+        (given := composed.config.get("sweep")) is not None
+        and not is_job()
+        and not given.get("trial")
+    ):
+        logger.warning("warning: sweep has no effect without -m: this is one run")
     request = Request(
         composed.config,
         composed.overrides,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from conf.errors import did_you_mean
 from trainer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
+_log = logging.getLogger(__name__)
 UPDATE_PARTS = ("batch", "outputs")  # what `on_update_end` is given if it has such parameters
 
 
@@ -197,6 +200,8 @@ class Hooks:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
+        for callback in callbacks:
+            _check_hooks(callback)
         others = ("setup", "teardown", "scalars")
         names = [n for n in vars(Callback) if n.startswith("on_") or n in others]
         self._listeners = {
@@ -221,6 +226,25 @@ class Hooks:
     def listeners(self, hook: str) -> list[Any]:
         """Return the bound methods that `emit` would call."""
         return self._listeners[hook]
+
+
+def _check_hooks(callback: Callback) -> None:
+    """Raise ModelError for a hook with wrong parameters; warn of a method named nearly as one."""
+    cls = type(callback)
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in (n for n in dir(cls) if n.startswith("on_") and callable(getattr(cls, n))):
+        hook, base = getattr(cls, name), getattr(Callback, name, None)
+        if base is None:
+            if hint := did_you_mean(name, known):  # else a method of the user's own
+                message = "warning: %s is no hook and is never called; %s"
+                _log.warning(message, hook.__qualname__, hint)
+        elif hook is not base and name != "on_update_end":
+            given = list(inspect.signature(base).parameters)[1:]
+            try:
+                inspect.signature(getattr(callback, name)).bind(*given)
+            except TypeError:
+                taken = ", ".join(["self", *given])
+                raise ModelError(f"{hook.__qualname__} must take ({taken})") from None
 
 
 def further_parameters(hook: Any) -> list[str]:

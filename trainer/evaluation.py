@@ -21,6 +21,7 @@ from trainer.update.parts import Parts
 from trainer.update.sums import Sums
 from trainer.update.waiting import Waiting
 
+_UNFIT = "this batch of an evaluation does not fit (does transforms.eval do as transforms.train?)"
 Watcher = Callable[[Any, Any, Any], None]  # trainer, batch, the model's answer
 
 
@@ -129,7 +130,8 @@ class Evaluator:
             result = self._parts.task.evaluation_step(self._module, batch)
             return as_output(result, self._parts.task, "evaluation_step")
         except MISFITS as error:
-            if (known := misfit(error, batch, self._parts.state.updates)) is not None:
+            updates = self._parts.state.updates
+            if (known := misfit(error, batch, updates, _UNFIT)) is not None:
                 raise known from error
             raise
 

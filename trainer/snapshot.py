@@ -13,6 +13,7 @@ from torch import Tensor
 from data.batch import MicroBatch, map_tensors
 from trainer import rng
 from trainer.callback import Average, saver_of
+from trainer.checkpoints import loader_state
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.schema import taking_over
@@ -50,7 +51,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
             "counters": trainer.state.state_dict(),
             "sums": strategy.group.gather(on_host(trainer.updater.sums.state_dict())),
             "epoch_sums": strategy.group.gather(on_host(trainer.updater.epoch_sums.state_dict())),
-            "loader": strategy.group.gather(_loader_state(trainer)),
+            "loader": strategy.group.gather(loader_state.of(trainer.train_loader)),
             "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
             "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
@@ -168,7 +169,7 @@ def _take_over(
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed, trainer.branched = True, not hyper_parameters
-    _load_loader_state(trainer, state.get("loader", []))
+    loader_state.load(trainer.train_loader, state.get("loader", []), rank, trainer.group.world_size)
     if state["world_size"] == trainer.group.world_size:
         for sums, saved_sums in _sums(trainer, state):
             sums.load_state_dict(saved_sums[rank])
@@ -235,60 +236,6 @@ def saved_step(payload: Mapping[str, Any]) -> int:
 def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     """Return the step and the epoch of a checkpoint's weights."""
     return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
-
-
-def _loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Return which samples this process left out, and the versions of its draws and its order.
-
-    A plain loader has none of them.
-    """
-    loader: Any = trainer.train_loader
-    if not hasattr(loader, "skipped_state"):
-        return {}
-    versions = {"draws": getattr(loader, "draws", None), "order": _order_version(loader)}
-    return {"skipped": loader.skipped_state(), **versions}
-
-
-def _load_loader_state(trainer: Trainer, states: list[Mapping[str, Any]]) -> None:
-    """Give each process what it had left out; other processes than then: all to the first."""
-    loader: Any = trainer.train_loader
-    if not hasattr(loader, "skipped_state"):
-        return
-    _check_draws(getattr(loader, "draws", None), states)
-    _keep_order(loader, states)
-    rank, count = trainer.group.rank, trainer.group.world_size
-    own = states[rank : rank + 1] if len(states) == count else states if rank == 0 else []
-    loader.load_skipped_state([entry for state in own for entry in state.get("skipped", [])])
-
-
-def _check_draws(now: int | None, states: list[Mapping[str, Any]]) -> None:
-    """Refuse a run whose random transforms drew in another way; None: nothing is drawn."""
-    then = states[0].get("draws", 1) if states else 1  # version 1 did not write it down
-    if None not in (now, then) and now != then:
-        raise CheckpointError(
-            f"resume: the random transforms of this run were drawn by version {then} of the draws, "
-            f"and this Regimen has version {now}, which augments each sample in another way: go on "
-            "with the Regimen that the run began with, or begin a new run"
-        )
-
-
-def _keep_order(loader: Any, states: list[Mapping[str, Any]]) -> None:
-    """Go on with the order that the run began with, where it is computed by position."""
-    now = _order_version(loader)
-    then = states[0].get("order", 1) if states else now  # version 1 did not write it down
-    if now is None or then is None or now == then:
-        return
-    if then > now:
-        raise CheckpointError(
-            f"resume: the order of this run's samples has version {then}, and this Regimen knows "
-            f"those up to {now}: go on with the Regimen that the run began with"
-        )
-    loader.sampler.updates.version = then
-
-
-def _order_version(loader: Any) -> int | None:
-    updates = getattr(getattr(loader, "sampler", None), "updates", None)
-    return getattr(updates, "version", None)
 
 
 def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:

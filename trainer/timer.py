@@ -7,9 +7,17 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
-Kind = Literal["data", "forward + backward", "optimizer", "evaluation", "checkpoints", "callbacks"]
+Kind = Literal[
+    "data",
+    "forward + backward",
+    "optimizer",
+    "evaluation",
+    "checkpoints",
+    "callbacks",
+    "start and end",
+]
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
-_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints")  # not counted as training
+_PAUSES: tuple[Kind, ...] = ("evaluation", "checkpoints", "start and end")  # no training
 
 
 class Timer:

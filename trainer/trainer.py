@@ -69,7 +69,8 @@ class Trainer(TrainerBase):
                     if not self.state.stop_code:  # else a signal ended the wait for a batch
                         self._end_epoch()
             self.updater.confirm()
-            self.hooks.emit("on_fit_end", self)
+            with self.timer.spending("start and end"):
+                self.hooks.emit("on_fit_end", self)
         except BaseException as error:
             if (said := account(error)) is not None:
                 error.add_note(said)  # below the traceback, in a notebook too
@@ -79,8 +80,8 @@ class Trainer(TrainerBase):
             self.train_loader.close()
             if self.val_loader is not None:
                 self.val_loader.close()
-            self.hooks.emit("teardown", self)
-            self.timer.lap("callbacks")
+            with self.timer.spending("start and end"):
+                self.hooks.emit("teardown", self)
 
     def setup(self) -> None:
         """Let the callbacks prepare; `fit` does it, a resume needs it before."""
@@ -95,6 +96,11 @@ class Trainer(TrainerBase):
 
     def _begin(self) -> None:
         self.timer.start()
+        with self.timer.spending("start and end"):
+            self._before_updates()
+        self.timer.reset()
+
+    def _before_updates(self) -> None:
         self.setup()
         pieces = self.options.gradient_accumulation_steps, self.strategy.devices
         if self.is_main and (remark := coupling_remark(self.task, *pieces)):
@@ -109,7 +115,6 @@ class Trainer(TrainerBase):
             self._boundary()  # a signal came while the run before this one validated
         else:
             self._agree()
-        self.timer.reset()
 
     def _epoch(self, length: int | None) -> Iterator[list[MicroBatch]]:
         """Draw what is left of an epoch's updates, until a signal ends the wait for one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,14 @@ class LayerStatistics(Callback):
         largest = _by_layer(sizes)
         for layer, change in _by_layer(changes).items():
             self._measured[f"update_ratio/{layer}"] = change / largest[layer].clamp(min=1e-12)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is measured and not logged yet."""
+        return {"measured": dict(self._measured)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what is to be logged next."""
+        self._measured = dict(state["measured"])
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
         """Return the values since the last log line, in one transfer to the host."""

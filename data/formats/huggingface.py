@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data.decode import decode_image
-from data.errors import DataError, reason, shortened
+from data.errors import DataError, MissingPackageError, reason, shortened
 from data.formats.columns import in_order
 from data.images import Transform
 from data.sources import Split
@@ -160,11 +160,11 @@ def tables(path: str, name: str | None, streaming: bool = False) -> dict[str, An
 
 
 def import_package(package: str, extra: str) -> ModuleType:
-    """Import a package of an extra. Raises DataError with the command that installs it."""
+    """Import a package of an extra. Raises MissingPackageError with what installs it."""
     try:
         return __import__(package)
     except ModuleNotFoundError as error:
-        raise DataError(
+        raise MissingPackageError(
             f"the package {package} is not installed: pip install 'regimen[{extra}]'"
         ) from error
 

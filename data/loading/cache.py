@@ -81,7 +81,8 @@ class ImageCache:
             else:
                 self._in_memory(files, interrupted)
         except OSError as error:
-            self._without(f"cannot be written ({error.strerror or error})")
+            place = f" to data.cache_dir={self.folder}" if self.kind == "disk" else ""
+            self._without(f"cannot be written{place} ({error.strerror or error})")
         except _Stopped:
             self._tried = False
 

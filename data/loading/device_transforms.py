@@ -25,8 +25,10 @@ from data.keys import (
     preserved_rng,
     seed_rng,
 )
+from data.loading import standardized
 from data.loading.collate import Ragged
 from data.loading.draw_table import LARGEST, DrawTable
+from data.loading.standardized import StandardizedFlip, StandardizedFloats
 from data.transforms import Standardize, ToFloat, acts_on_batches
 
 _MIXES = frozenset({"MixUp", "CutMix"})
@@ -130,15 +132,19 @@ class DeviceTransforms:
 
 
 def _fused(steps: dict[str, Any]) -> dict[str, Any]:
-    """Fuse each conversion to floats with the standardization that follows it.
+    """Fuse each conversion to floats with the standardization after it and a flip before it.
 
+    The flip's name stays, by which it draws.
     A crop and a standardization return new tensors, which the step after them may change.
     """
     result: dict[str, Any] = {}
     for (name, step), before in zip(steps.items(), [None, *steps.values()], strict=False):
         last = next(reversed(result), None)
         if type(step) is Standardize and last is not None and type(result[last]) is ToFloat:
-            step = step.after(result.pop(last))
+            step = StandardizedFloats(result.pop(last), step)
+            flip = next(reversed(result), None)
+            if flip is not None and _only_flips(result[flip]):
+                name, step = flip, StandardizedFlip(result.pop(flip), step)
         elif _may_overwrite(step) and type(before) in (RandomCrop, Standardize):
             step = step.overwriting()
         result[name] = step
@@ -148,6 +154,11 @@ def _fused(steps: dict[str, Any]) -> dict[str, Any]:
 def _may_overwrite(step: Any) -> bool:
     ours = type(step).__module__ == batch_transforms.__name__
     return ours and isinstance(step, RandomErasing | RandomHorizontalFlip)
+
+
+def _only_flips(step: Any) -> bool:
+    own = type(step).__module__ == batch_transforms.__name__
+    return own and isinstance(step, RandomHorizontalFlip) and not (step.masks or step.overwrites)
 
 
 def _step(name: str, step: Any, in_tables: int) -> Step:
@@ -179,7 +190,7 @@ def mixes_samples(step: Any) -> bool:
 def _drawn(transform: Any, name: int, in_tables: int) -> Step:
     masks, lasting = getattr(transform, "masks", False), getattr(transform, "lasting", False)
     # A user's own may draw much for each image, such as noise.
-    ours = type(transform).__module__ == batch_transforms.__name__
+    ours = type(transform).__module__ in (batch_transforms.__name__, standardized.__name__)
     table = DrawTable(transform.draw, in_tables) if in_tables and ours else None
 
     def drawn_for(images: Tensor, indices: Any, place: _Place) -> Sequence[Tensor]:

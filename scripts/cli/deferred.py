@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -72,28 +73,36 @@ class _Deferring(_Around):
 
 
 class _Deferred(ModuleType):
-    """A package whose `__init__` has not been executed."""
+    """A package whose `__init__` has not been executed, or not to its end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__lock = threading.RLock()  # of two threads that use it first the second waits
+        self.__executing = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self._execute()
-        return getattr(self, name)
+        return ModuleType.__getattribute__(self, name)
 
     def __dir__(self) -> list[str]:
         self._execute()
-        return dir(self)
+        return list(ModuleType.__dir__(self))
 
     def _execute(self) -> None:
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        assert self.__spec__ is not None
-        loader = self.__spec__.loader
-        assert loader is not None
-        try:
-            loader.exec_module(self)
-        except BaseException:
-            self.__class__ = _Deferred
-            raise
+        with self.__lock:
+            if type(self) is not _Deferred or self.__executing:
+                return  # another thread has done it, or this is what the package itself asks for
+            assert self.__spec__ is not None
+            loader = self.__spec__.loader
+            assert loader is not None
+            self.__executing = True
+            try:
+                loader.exec_module(self)
+            finally:
+                self.__executing = False
+            self.__class__ = ModuleType  # type: ignore[assignment]
 
 
 class _Decorator(_Around):

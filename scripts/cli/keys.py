@@ -1,11 +1,13 @@
 """The keys of a command on a finished run: text becomes values, all mistakes are told at once."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import Problem, did_you_mean
+from conf.errors import Problem, did_you_mean, nearest
+from conf.fields import declared
+from conf.schema import Config
 from scripts.cli.arguments import Arguments
 
 Take = Callable[[str], Any]  # from the text to the value; ValueError says what the text is not
@@ -67,6 +69,14 @@ def own_keys(overrides: Sequence[str], names: Collection[str]) -> tuple[dict[str
         else:
             others.append(override)
     return own, others
+
+
+def misspelt(others: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each override that is no key of a configuration, but nearly of ours."""
+    roots = declared(Config)
+    for key in (override.partition("=")[0] for override in others):
+        if key not in roots and (near := nearest(key, [*names, *roots])) in names:
+            yield Problem(key, "unknown key", f"did you mean {near}?")
 
 
 def taken(

@@ -11,16 +11,17 @@ from hydra._internal.hydra import Hydra  # see `sources`
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from conf.check import check, fill_defaults
-from conf.errors import ConfigError, Problem, did_you_mean
-from conf.interpolation import interpolation_problems
+from conf.check import check, fill_defaults, shown
+from conf.errors import ConfigError, Problem
+from conf.interpolation import interpolation_problems, taken_from
 from scripts.cli.arguments import Arguments
 from scripts.composition.argument_names import argument_problems
 from scripts.composition.kept import Merged, keep, recall
 from scripts.composition.leftovers import unread_problems, without_leftovers
+from scripts.composition.meant import meant
 from scripts.composition.origins import Notes, Origins, Placed
 from scripts.composition.overrides import Overrides
 from scripts.composition.sources import ExaminedSource
@@ -61,6 +62,7 @@ class Composition:
     def checked(self) -> dict[str, Any]:
         """Return the configuration. Raises ConfigError with all mistakes."""
         tree, self.choices = self.unresolved()
+        self.origins.taken_from = taken_from(tree)
         raw: dict[str, Any] = with_present_targets(self.resolved(tree))
         self.check(raw)
         self.stop_if_wrong()
@@ -131,7 +133,8 @@ class Composition:
             cfg = self.loader._compose_config_from_defaults_list(listed.defaults, self.repository)
         except _HYDRA_FAILS as error:
             if self.notes.readable:
-                self.problems.append(Problem("", first_lines(error), hint=self._meant(error)))
+                name = self.arguments.config_name
+                self.problems.append(meant(error, self.notes.documents, self.repository, name))
             self.stop_if_wrong()
             raise
         self.origins.files = [p for d in listed.defaults if (p := self._placed(d)) is not None]
@@ -140,12 +143,6 @@ class Composition:
             documents = self.notes.documents
             keep(self.arguments, choices, Merged(cfg, known, self.origins.files, documents))
         return cfg, known
-
-    def _meant(self, error: Exception) -> str | None:
-        name = self.arguments.config_name
-        if not isinstance(error, MissingConfigException) or error.missing_cfg_file != name:
-            return None
-        return did_you_mean(name, self.repository.get_group_options(""))
 
     def _placed(self, default: ResultDefault) -> Placed | None:
         path = default.config_path or ""
@@ -188,9 +185,11 @@ def _applied(override: Override, cfg: DictConfig) -> str | None:
     if override.package is not None:
         return f"{override.input_line} chooses in a group, but there is no group {key!r}"
     if not override.is_delete():
+        if isinstance(value, list) and isinstance(_present(cfg, key), DictConfig):
+            return f"expected a section of keys, got {shown(value)}"
         OmegaConf.update(cfg, key, value, merge=True, force_add=True)
         return None
-    present = OmegaConf.select(cfg, key, throw_on_missing=False)
+    present = _present(cfg, key)
     if present is None:
         return "cannot be deleted: it does not exist"
     if value is not None and value != present:
@@ -198,3 +197,7 @@ def _applied(override: Override, cfg: DictConfig) -> str | None:
     section, _, name = key.rpartition(".")
     del (OmegaConf.select(cfg, section) if section else cfg)[name]
     return None
+
+
+def _present(cfg: DictConfig, key: str) -> Any:
+    return OmegaConf.select(cfg, key, throw_on_missing=False)

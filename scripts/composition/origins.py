@@ -48,6 +48,7 @@ class Origins:
     notes: Notes
     files: list[Placed] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)  # by key, as typed
+    taken_from: dict[str, str] = field(default_factory=dict)  # by key: `${...}` and nothing else
 
     def of(self, key: str) -> str | None:
         """Return where a key was last set: the command line, or file:line; None if not at all."""
@@ -105,7 +106,19 @@ class Origins:
 
     def located(self, problem: Problem) -> Problem:
         """Return a problem with the file and line of its key."""
-        return problem if problem.file else replace(problem, file=self.of(problem.key))
+        return (
+            problem if problem.file else replace(problem, file=self.of(self._source(problem.key)))
+        )
+
+    def _source(self, key: str) -> str:
+        """Follow interpolations to the key that holds the value, if a user wrote that one."""
+        seen, source = {key}, key
+        while (source := self.taken_from.get(source, "")) not in seen and source:
+            seen.add(source)
+            where = self.of(source) or ""
+            if where.startswith("command line"):
+                return source
+        return key
 
 
 def _upwards(key: str) -> Iterator[str]:

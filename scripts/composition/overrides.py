@@ -84,7 +84,12 @@ class Overrides:
             try:
                 override = parse(text)
             except Exception as error:  # of the grammar, or an internal one of the parser
-                self.note(text, f"not an override: {first_lines(error)}")
+                reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
+                way = "write $HOME for ~, or quote the text" if "=~" in text else None
+                self.note(text, f"not an override: {reason}", way)
+                continue
+            if not override.key_or_group:
+                self.note(text, "not an override: there is no key before the equals sign")
                 continue
             if self._allowed(override, text, sweep):
                 parsed.append(override)
@@ -140,8 +145,12 @@ class Overrides:
             return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
         sweep = override.value()
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-        if not low < high or (log and low <= 0):
-            self.note(override.key_or_group, f"no numbers from {low} to {high}")
+        if not low < high:
+            self.note(
+                override.key_or_group, f"no numbers from {low} to {high}", "the lower end first"
+            )
+        elif log and low <= 0:
+            self.note(override.key_or_group, f"no logarithm of {low}: begin the interval above 0")
         integers = re.search(r"\d[.e]|\d*\.\d", override.input_line.partition("=")[2]) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
@@ -177,6 +186,8 @@ class Overrides:
                 meant = f"did you mean {near}? " if near else ""
                 if (beside := _beside(group, str(name))) is not None:
                     meant = f"{beside} is read with --config-dir {Path(beside).parts[0]}; "
+                if name in options:  # Hydra lists .yml files too, and reads .yaml only
+                    meant = f"its file must be called {name}.yaml; "
                 hint = f"{meant}choose of {', '.join(options)}"
                 self.note(group, f"there is no {group}={name}", hint)
                 return None
@@ -198,7 +209,7 @@ def _beside(group: str, name: str) -> str | None:
 
 def choice_problem(group: str, value: Any) -> str | None:
     """Return why `value` cannot be chosen in a group, such as a list or null; None if it can."""
-    if value is None and group in NEEDED:
+    if (value is None or value == []) and group in NEEDED:
         return "missing: every run needs one"
     if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
         return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"

@@ -28,6 +28,8 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from conf.errors import ConfigError, Problem
+from conf.interpolation import texts
+from conf.yaml_file import Document, plain_values
 from scripts.cli.arguments import Arguments
 from scripts.composition.origins import Notes, shown_path
 from scripts.composition.overrides import NO_HYDRA, choice_problem
@@ -65,13 +67,16 @@ class ExaminedSource(FileConfigSource):
         try:
             result = super().load_config(config_path)
         except (*UNRESOLVED, yaml.YAMLError, OSError) as error:
-            self.note("", first_lines(error), path)
+            document.readable = False  # without its keys, nothing else makes sense
+            self.notes.problems.append(_unread(error, document, path))
             return empty
         # Hydra requires `# @package` on the first line; ours may have the command there.
         result.header["package"] = package = document.package
         self._refuse_hydra(result, path)
         if config_path.split("/")[0] in ("experiment", "debug") and package != "_global_":
             self.note("", "must open with `# @package _global_`, or its keys go astray", path)
+            document.readable = False
+            return empty
         return result
 
     def file(self, config_path: str) -> Path:
@@ -112,6 +117,19 @@ class ExaminedSource(FileConfigSource):
 
     def _beside(self, path: Path, group: str) -> str:
         return str(path.parent.relative_to(self.path) / group)
+
+
+def _unread(error: Exception, document: Document, path: Path) -> Problem:
+    """Return why OmegaConf refuses a file, with the key of a broken interpolation."""
+    name = shown_path(path)
+    for key, text in texts(plain_values(path.read_text("utf-8-sig"), name), ""):
+        try:
+            OmegaConf.create({"text": text})
+        except UNRESOLVED:
+            message = f"{text!r} is not an interpolation that can be read"
+            hint = r"close its brace, or write \${ for the text itself"
+            return Problem(key, message, hint, f"{name}:{document.lines.get(key, 1)}")
+    return Problem("", first_lines(error), file=name)
 
 
 @contextmanager

@@ -64,7 +64,10 @@ def resolution_problems(node: Any, key: str) -> Iterator[Problem]:
         try:
             child = node[name]
         except UNRESOLVED as error:
-            if "MissingMandatory" not in f"{type(error).__name__} {error}":
+            if unset := re.search(r"Environment variable '(\w+)' not found", str(error)):
+                way = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
+                yield Problem(here, f"the environment variable {unset[1]} is not set", way)
+            elif "MissingMandatory" not in f"{type(error).__name__} {error}":
                 yield Problem(here, first_lines(error))
             continue
         if isinstance(child, Mapping | Sequence) and not isinstance(child, str | bytes):

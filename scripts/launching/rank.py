@@ -14,6 +14,7 @@ from scripts.cli.console import (
     end_with_parent,
     exit_code,
     importing,
+    keep_freed_memory,
     log_to_stderr,
 )
 from scripts.cli.deferred import defer_imports
@@ -30,6 +31,7 @@ _STOPPED = (130, 143)
 def main() -> None:
     """Run this process's part of a run; a failure is reported in the folder of the launcher."""
     end_with_parent(signal.SIGKILL)
+    keep_freed_memory()
     defer_imports()
     outlive_readers()
     quiet_others()

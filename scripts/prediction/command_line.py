@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema_strategy import StrategyConfig
 from scripts.cli.arguments import Arguments
-from scripts.cli.keys import own_keys
+from scripts.cli.keys import misspelt, own_keys
 from scripts.prediction.options import KEYS, Options, take_options
 
 HELP = """\
@@ -52,6 +52,7 @@ def take_apart(arguments: Arguments) -> tuple[Options, list[str]]:
     own, overrides = own_keys(arguments.overrides, (*KEYS, "data.on_error"))
     if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
         own["on_error"] = named
+    raise_problems(misspelt(overrides, KEYS))
     options = take_options(own)
     _check_strategy(overrides)
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more

@@ -54,6 +54,7 @@ _NAMES: Mapping[Kind, str] = {
     "evaluation": "evaluation",
     "checkpoints": "checkpoints",
     "callbacks": "callbacks and logging",
+    "start and end": "starting and ending",
 }
 
 

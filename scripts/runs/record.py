@@ -20,6 +20,7 @@ from trainer.callback import Results
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.inference.facts import facts_of
 from trainer.runs.directory import (
+    CONFIG,
     RunDirectory,
     in_new_parent,
     name_folder,
@@ -81,6 +82,16 @@ def held_directory(
         finally:
             if directory is not None:
                 directory.release()
+
+
+def record_config(request: Request, experiment: Experiment, directory: RunDirectory) -> None:
+    """Write again what a resumed run's directory says of a configuration that has changed."""
+    text, path = request.config_text(), directory.path / CONFIG
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
+    directory.configure(text, request.overrides)
+    task = experiment.trainer.task
+    facts_of(experiment.config, experiment.data, task).write(directory.path)
 
 
 def _discard(directory: RunDirectory, config: Config) -> None:

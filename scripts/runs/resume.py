@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from scripts.composition.harmless import trains_the_same
 from scripts.runs.abandoned import Moment, go_back, going_back_to
+from scripts.runs.changes import ABSENT, OF_A_START, changes
 from scripts.runs.saved_config import saved_config
 from trainer import snapshot
 from trainer.build.statistics import changed_data
@@ -29,14 +29,11 @@ from trainer.runs.status import (
     holds_run,
     read_status,
 )
-from trainer.targets.signatures import is_default
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
-_OF_A_START = ("run_dir", "resume", "dry_run", "sweep")
-_ABSENT = object()
 
 
 @dataclass(slots=True)
@@ -176,9 +173,9 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    changes = _changes(saved, raw)
-    harmless = {k: v for k, v in changes.items() if _is_harmless(k, *v)}
-    serious = {k: v for k, v in changes.items() if k not in harmless}
+    found = changes(saved, raw)
+    harmless = {k: v for k, v in found.items() if _is_harmless(k, *v)}
+    serious = {k: v for k, v in found.items() if k not in harmless}
     resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
     resume.new_values = any(k in _HORIZON for k in harmless)
     if not serious:
@@ -197,64 +194,19 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     return resume
 
 
-def _changes(saved: dict[str, Any], raw: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs; not what one of the two leaves out and the other has at its default.
-
-    So a run goes on with a later version, whose new keys and arguments are at their defaults.
-    """
-    before = fill_defaults(saved)
-    found = changed_leaves(_without_start(before), _without_start(raw))
-    return {
-        key: (old, new)
-        for key, (old, new) in found.items()
-        if not (old is _ABSENT and _at_default(raw, key))
-        and not (new is _ABSENT and _at_default(before, key))
-    }
-
-
-def _at_default(config: dict[str, Any], key: str) -> bool:
-    *parents, name = key.split(".")
-    node: Any = config
-    for parent in parents:
-        node = node.get(parent) if isinstance(node, dict) else None
-    return is_default(node, name)
-
-
-def _without_start(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what differs between any two starts of a run."""
-    return {key: value for key, value in config.items() if key not in _OF_A_START}
-
-
 def _note(key: str, old: Any, new: Any) -> str:
     """Say what changed harmlessly; of a part that comes or goes its name is enough."""
-    if key == "resume_policy" or (old is _ABSENT and new is None):
+    if key == "resume_policy" or (old is ABSENT and new is None):
         return ""
-    if old is _ABSENT and isinstance(new, dict):
+    if old is ABSENT and isinstance(new, dict):
         return f"added: {key}"
-    if new is _ABSENT and isinstance(old, dict):
+    if new is ABSENT and isinstance(old, dict):
         return f"removed: {key}"
     return f"changed: {_shown(key, old, new)}"
 
 
-def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the leaves of two nested dicts that differ, by dotted key.
-
-    For transforms and optimizers a different order of keys is a difference as well.
-    """
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new and type(old) is type(new) else {key: (old, new)}
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in {**old, **new}:
-        child = f"{key}.{name}" if key else str(name)
-        found |= changed_leaves(old.get(name, _ABSENT), new.get(name, _ABSENT), child)
-    shared = [n for n in old if n in new]
-    if shared != [n for n in new if n in old] and key.startswith(("transforms", "optimizer")):
-        found[f"{key} (order)"] = (shared, [n for n in new if n in old])
-    return found
-
-
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
-    if old is _ABSENT and new is None:
+    if old is ABSENT and new is None:
         return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
@@ -263,7 +215,7 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
 
 def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
     saved = saved_config(payload, None)
-    return any(k in _HORIZON for k in _changes(saved, raw))
+    return any(k in _HORIZON for k in changes(saved, raw))
 
 
 def _with_harmless(
@@ -276,11 +228,11 @@ def _with_harmless(
         node = result
         for parent in parents:
             node = node.setdefault(parent, {})
-        if new is _ABSENT:
+        if new is ABSENT:
             node.pop(last, None)
         else:
             node[last] = new
-    return dict(result | {k: raw.get(k) for k in _OF_A_START})
+    return dict(result | {k: raw.get(k) for k in OF_A_START})
 
 
 def _shown(key: str, old: Any, new: Any) -> str:
@@ -288,4 +240,4 @@ def _shown(key: str, old: Any, new: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    return "(none)" if value is _ABSENT else repr(value)
+    return "(none)" if value is ABSENT else repr(value)

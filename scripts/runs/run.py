@@ -23,6 +23,7 @@ from scripts.cli.job import is_job
 from scripts.cli.request import Request
 from scripts.plan.gather import make_plan
 from scripts.runs.account import Account
+from scripts.runs.changes import changed_leaves
 from scripts.runs.log import Backlog, backlog
 from scripts.runs.record import (
     RUNS,
@@ -30,11 +31,12 @@ from scripts.runs.record import (
     interrupted,
     new_folder,
     outcome,
+    record_config,
     record_end,
     record_skipped,
 )
 from scripts.runs.report import final_block, result_line
-from scripts.runs.resume import Resume, changed_leaves, find_resume
+from scripts.runs.resume import Resume, find_resume
 from scripts.runs.signals import stop_signals
 from trainer import snapshot
 from trainer.build.check import check_targets
@@ -131,6 +133,8 @@ def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
             if resume.payload is not None:
                 resume.apply(trainer)
             trainer.group.on_main(resume.leave_behind)  # after all checks have passed
+            if directory is not None and resume.run_dir is not None:
+                record_config(request, experiment, directory)
         with suppress(EvaluationAbandoned):
             trainer.fit()
             account = Account(dict(trainer.timer.spent))

@@ -1,6 +1,6 @@
 """`train -m sweep=optuna key=interval(a,b) ...`: Optuna chooses the values of each next job."""
 
-from callbacks.support.study import as_url, import_optuna, study_errors
+from callbacks.support.study import as_url, import_optuna, open_storage, storage_file, study_errors
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import SweepConfig
@@ -34,6 +34,7 @@ def search(arguments: Arguments) -> int:
     plan = StudyPlan(settings, config["seed"], space)
     entries = space.entries(settings.enqueue, whole=settings.sampler == "grid")
     it = Sweep(arguments, config, space.names, settings.n_trials)
+    _check_study(settings.storage or (str(it.found / JOURNAL) if it.found else None))
     it.server.modules = modules_of(configs)
     monitor = check_built(arguments, jobs, it.server, alone=True)
     it.metric = f"val/{monitor}" if monitor else None
@@ -49,6 +50,13 @@ def search(arguments: Arguments) -> int:
         it.settings.jobs = it.settings.jobs or 1  # on a cluster, too: the study learns from each
         run_jobs(it, trials.ask, trials.tell)
         return it.close()
+
+
+def _check_study(place: str | None) -> None:
+    """Open a study that is there already, so that a damaged one ends the search without a trace."""
+    file = None if place is None else storage_file(as_url(place))
+    if place is not None and file is not None and file.exists():
+        open_storage(place, must_exist=True)
 
 
 def _space(arguments: Arguments) -> tuple[Space, list[Swept], SweepConfig]:

@@ -146,6 +146,41 @@ def test_a_resumed_run_decides_as_if_nothing_had_happened(
     assert set(steps(folder)) >= set(steps(tmp_path / "whole"))  # and the one resumed from
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """The checkpoint is whole, but neither its names nor the index knew of it."""
+
+    def trainer() -> Any:
+        scores = Scores([1.0, 2.0, 3.0])
+        options = {"monitor": "val/score", "mode": "max", "save_weights": True}
+        best = Checkpoint(**options, background=background)
+        return make_trainer({"scores": scores, "checkpoint": best}, tmp_path, max_epochs=3)
+
+    def kill(*args: Any) -> None:
+        if args[-1].step == 15:
+            raise KeyboardInterrupt
+        point(*args)
+
+    def names() -> dict[str, int]:
+        return {name: step_of(tmp_path, name) for name in ("last", "best")}
+
+    point = CheckpointStore._point
+    monkeypatch.setattr(CheckpointStore, "_point", kill)
+    with pytest.raises(KeyboardInterrupt):
+        trainer().fit()
+    monkeypatch.undo()
+    assert (names(), steps(tmp_path)) == ({"last": 10, "best": 10}, [5, 10, 15])
+    trainer().fit(resume="auto")
+    assert (names(), steps(tmp_path)) == ({"last": 15, "best": 15}, [10, 15])
+    entries = CheckpointStore(tmp_path / "checkpoints").entries()
+    assert [entry.step for entry in entries] == [10, 15]
+    weights = read_safetensors(tmp_path / "checkpoints" / "best.safetensors")
+    best = torch.load(tmp_path / "checkpoints" / "best.pt", weights_only=True)["model"]
+    assert torch.equal(weights["0.weight"], best["0.weight"])
+
+
 def test_the_saved_state_knows_of_its_own_save(make_trainer: Any, tmp_path: Path) -> None:
     train(make_trainer, tmp_path, [1.0, 2.0])
     store = CheckpointStore(tmp_path / "checkpoints")

@@ -64,9 +64,31 @@ def test_verdict_that_was_saved_is_carried_out_by_the_next_run() -> None:
     first, second = (EarlyStopping("val/loss", patience=2) for _ in range(2))
     assert run(first, [1.0, 1.0, 1.0]) == 3
     second.load_state_dict(first.state_dict())
-    trainer: Any = SimpleNamespace(state=TrainState(epoch=3), metrics={})
-    second.on_fit_start(trainer)
-    assert "val/loss has not improved in 2 validations (best 1)" in str(trainer.state.stop_request)
+    assert "val/loss has not improved in 2 validations (best 1)" in resumed(second, epoch=3)
+
+
+def resumed(callback: EarlyStopping, epoch: int, branched: bool = False) -> str:
+    """Return the stop that the callback asks for at the start of a resumed run."""
+    trainer: Any = SimpleNamespace(state=TrainState(epoch=epoch), metrics={}, branched=branched)
+    callback.on_fit_start(trainer)
+    return str(trainer.state.stop_request)
+
+
+def test_a_value_that_is_not_finite_ends_the_resumed_run_too() -> None:
+    first, second = (EarlyStopping("val/loss") for _ in range(2))
+    assert run(first, [1.0, NAN]) == 2
+    second.load_state_dict(first.state_dict())
+    assert "val/loss is nan" in resumed(second, epoch=2)
+    assert resumed(second, epoch=2, branched=True) == "None"  # a smaller rate may mend it
+
+
+def test_a_resume_between_two_validations_stops_no_run() -> None:
+    """After `min_epochs` the run goes on to the next validation, which may be better."""
+    first, second = (EarlyStopping("val/loss", patience=1, min_epochs=3) for _ in range(2))
+    assert run(first, [1.0, 1.0]) is None
+    second.load_state_dict(first.state_dict())
+    assert resumed(second, epoch=3) == "None"
+    assert run(second, [0.5, 0.6], first_epoch=3) == 4
 
 
 def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None:

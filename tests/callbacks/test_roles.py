@@ -19,7 +19,7 @@ from scripts.runs.report import best_of
 from scripts.sweeps.ranking import Ranking
 from trainer import snapshot
 from trainer.build.assembly import Assembly, Known
-from trainer.callback import Average, Callback, Saver
+from trainer.callback import Average, Callback, Hooks, Saver
 from trainer.errors import ModelError
 from trainer.strategies.strategy import Strategy
 from trainer.update.precision import Precision
@@ -138,3 +138,26 @@ def test_a_leaderboard_goes_by_the_metric_of_the_best() -> None:
     assert Ranking({"callbacks": {}}, [], expected="val/accuracy").name == "val/accuracy"
     assert Ranking(config, [], expected="val/accuracy").name == "val/f1"
     assert Ranking({"callbacks": {}}, []).name == "val/loss"
+
+
+def test_a_hook_with_wrong_parameters_is_found_before_the_run() -> None:
+    class Short(Callback):
+        def on_epoch_end(self) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(ModelError, match=r"Short\.on_epoch_end must take \(self, trainer\)"):
+        Hooks([Short()])
+
+
+def test_a_method_named_nearly_as_a_hook_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Lightnings(Callback):
+        def on_train_epoch_end(self, trainer: Any) -> None:
+            pass
+
+        def on_my_own_account(self) -> None:
+            pass
+
+    Hooks([Lightnings()])
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "Lightnings.on_train_epoch_end is no hook" in told
+    assert "did you mean on_" in told

@@ -18,6 +18,7 @@ from callbacks.lr_monitor import LRMonitor
 from callbacks.memory import Memory
 from callbacks.metrics_log import MetricsLog
 from callbacks.model_summary import ModelSummary
+from callbacks.pictures.layers import LayerStatistics
 from callbacks.progress import Progress
 from callbacks.swa import SWA
 from callbacks.tensorboard import TensorBoard
@@ -53,6 +54,7 @@ def everything() -> dict[str, Callback]:
         "early_stopping": EarlyStopping(patience=2, mode="min"),
         "unfreeze": Unfreeze({"first": {"pattern": "0.*", "step": 7}}),
         "ema": EMA(0.9),
+        "layers": LayerStatistics(3),  # logged at step 4, 6, 10, ...
         "checkpoint": Checkpoint(every_n_steps=3, save_top_k=2, mode="min"),
     }
 
@@ -155,6 +157,25 @@ def test_resumed_after_a_signal_during_validation(
     assert second.callbacks["early_stopping"].state_dict() == (
         whole.callbacks["early_stopping"].state_dict()
     )
+
+
+@pytest.mark.parametrize("cut", [4, 9])
+def test_a_range_test_goes_on_after_a_resume(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
+) -> None:
+    def trainer(run: str, **more: Callback) -> Any:
+        finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
+        options = {"max_epochs": 50, "log_every_n_steps": 1}
+        return make_trainer({"finder": finder, **more}, tmp_path / run, **options)
+
+    whole, first, second = trainer("whole"), trainer("cut", stop=stop_at(cut)), trainer("cut")
+    whole.fit()
+    first.fit()
+    carry_over(first, second)
+    second.fit()
+    reports = [(tmp_path / run / "lr_finder.json").read_text() for run in ("whole", "cut")]
+    assert reports[0] == reports[1]
+    assert second.state.updates == 9
 
 
 @pytest.mark.parametrize(

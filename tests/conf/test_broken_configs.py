@@ -112,7 +112,7 @@ KEYS_AND_TYPES = [
     case("optimizer.lr=0.1,0.2", "optimizer.lr", "-m"),
     case("optimizer.lr=${optimiser.lr}", "optimizer.lr", "refers to nothing"),
     case("optimizer.lr=${optimizer.lr}", "optimizer.lr", "back to itself"),
-    case("name=${oc.env:REGIMEN_NO_SUCH_VARIABLE}", "name", "REGIMEN_NO_SUCH_VARIABLE"),
+    case("name=${oc.env:REGIMEN_NOT_SET}", "name", "REGIMEN_NOT_SET is not set", "give a default"),
     case("name=${shell:ls}", "name", "not available"),
     case("hydra.run.dir=/tmp/x", "hydra.run.dir", "run_dir"),
     case("hydra.job.env_set.A=1", "hydra.job.env_set.A", "cannot be set"),
@@ -122,6 +122,8 @@ KEYS_AND_TYPES = [
     case("model._target_=torch.hub.load", "model._target_", "not allowed"),
     case("model._target_=5", "model._target_", "dotted path"),
     case("seed", "seed", "not an override"),
+    case("=3", "=3", "no key before"),
+    case("run_dir=~/x", "run_dir=~/x", "write $HOME for ~"),
     case("model=[mlp,resnet18]", "model", "takes one choice, not 2"),
     case("loader=null", "loader", "missing", "choose of default"),
     case("~trainer", "trainer", "missing"),
@@ -130,6 +132,10 @@ KEYS_AND_TYPES = [
     case("+model.big=[99999999999999999999]", "model.big.0", "64 bits"),
     case("loader.num_workers=100000", "loader.num_workers", "<= 1024"),
     case("loader.eval.num_workers=100000", "loader.eval.num_workers", "<= 1024"),
+    case("optimizer.param_groups=[]", "optimizer.param_groups", "a section of keys, got [] (list)"),
+    case("trainer.max_time=00:00:00", "trainer.max_time", "more than 0"),
+    case("trainer.max_time=1:99:00", "trainer.max_time", "up to 59"),
+    case("trainer=[]", "trainer", "every run needs one", "choose of default"),
 ]
 
 # Found where nothing else is wrong in their section, or at odds with another case's choices.
@@ -148,6 +154,11 @@ ALONE = [
     case("strategy.static_graph=true", "strategy.static_graph", "only with strategy=ddp"),
     case("strategy=ddp strategy.backend=mpi", "strategy.backend", "auto, nccl, gloo"),
     case("strategy=ddp strategy.timeout=0", "strategy.timeout", "> 0"),
+    case("data.image_size=abc", "data.image_size", "an integer >= 1", "'abc'"),
+    case("data.channels=0", "data.channels", "an integer >= 1"),
+    case("data=image_folder data.root=. data.channels=1", "data.mean", "3 values", "each channel"),
+    case("data=image_folder data.root=. data.val_fraction=1", "data.val_fraction", "< 1"),
+    case("data=image_folder data.root=. data.val_fraction=-0.1", "data.val_fraction", "-0.1"),
 ]
 
 # Found by the signatures, once every name is right.
@@ -177,6 +188,8 @@ ARGUMENTS = [
 VALUES = [
     case("model=mlp model.hidden=[-5]", "model", "negative dimension"),
     case("optimizer=adam optimizer.betas=[0.9]", "optimizer", "out of range"),
+    case("lr_scheduler=lambda lr_scheduler.lr_lambda=f", "lr_scheduler.lr_lambda", "functions: {"),
+    case("task.metrics.mine={_target_:torch.nn.ReLU}", "task", "metrics.mine", "has no reset"),
     case("task.loss.label_smoothing=7", "task.loss", "between 0.0 and 1.0"),
     case("callbacks=[default,swa] callbacks.swa.start_epoch=5.5", "callbacks.swa", "a whole"),
     case(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.keys import Permutation
 from data.orders import (
     ClassBalanced,
     LowMemory,
-    Permutation,
     Permuted,
     Sequential,
     Shuffled,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
+from data.errors import DataError, MissingPackageError
+from data.formats.huggingface import import_package
 from data.loading.loader import Loader
 from data.noise import WithNoise
 from data.orders import Sequential
@@ -136,3 +137,11 @@ def test_noise_comes_with_the_image_alone() -> None:
     torch.manual_seed(0)
     assert torch.equal(noise, torch.randn(5))
     assert image.unique().tolist() == [2.0]
+
+
+def test_a_package_that_is_missing_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(
+        MissingPackageError, match=r"pip install 'regimen\[huggingface\]'"
+    ) as caught:
+        import_package("regimen_has_no_such_package", "huggingface")
+    assert caught.value.exit_code == 2

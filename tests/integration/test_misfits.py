@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import yaml
 from PIL import Image
 
 QUICK = ["experiment=resnet18", "model=mlp", "callbacks=none", "trainer.max_steps=2"]
@@ -21,10 +22,10 @@ class Signal(BaseException):
 class Bad(Dataset):
     """Samples like the digits', of which number 7 raises what it is told to."""
 
-    def __init__(self, raises=None, dtype="int64", when="sample", **digits):
+    def __init__(self, raises=None, dtype="int64", when="sample", form="pair", **digits):
         if when == "start":
             raise SystemExit(0)
-        self.raises, self.dtype = raises, getattr(torch, dtype)
+        self.raises, self.dtype, self.form = raises, getattr(torch, dtype), form
 
     def __len__(self):
         return 64
@@ -34,7 +35,9 @@ class Bad(Dataset):
             raise {"exit": SystemExit(0), "generator": GeneratorExit(), "base": Signal("on")}[
                 self.raises
             ]
-        return torch.zeros(1, 16, 16), torch.tensor(index % 10, dtype=self.dtype)
+        image, label = torch.zeros(1, 16, 16), torch.tensor(index % 10, dtype=self.dtype)
+        forms = {"dict": {"image": image, "label": label}, "words": (image, "cat"), "none": None}
+        return forms.get(self.form, (image, label))
 
 
 class Faulty(torch.nn.Module):
@@ -55,6 +58,16 @@ class Narrow(torch.nn.Module):
 
     def forward(self, images):
         return self.head(images.flatten(1))
+
+
+class Nothing(Narrow):
+    def forward(self, images):
+        self.head(images.flatten(1))
+
+
+class Endless:
+    def __getitem__(self, index):
+        return torch.zeros(1, 16, 16), 0
 
 
 class Mapping(Task):
@@ -106,6 +119,15 @@ def test_code_that_leaves_elsewhere_does_not_end_well(run, override):
     ("overrides", "texts"),
     [
         pytest.param(["data.channels=3"], ["model and data do not fit", "[64, 1, 16"], id="shape"),
+        pytest.param(["data.train={_target_: users.Bad, form: dict}"], ["label: int64"], id="dict"),
+        pytest.param(["data.train={_target_: users.Bad, form: words}"], ["(str, "], id="words"),
+        pytest.param(["data.train={_target_: users.Bad, form: none}"], ["batch: None"], id="none"),
+        pytest.param(["data.train={_target_: users.Endless}"], ["__len__"], id="no-length"),
+        pytest.param(
+            ["model={_target_: users.Nothing, num_classes: 10, features: 256}"],
+            ["users.Nothing.forward returned nothing (None)"],
+            id="forward-without-return",
+        ),
         pytest.param(["transforms=none"], ["same dtype", "uint8"], id="bytes"),
         pytest.param(["experiment=char_lm", "model=mlp"], ["Long and Float"], id="tokens"),
         pytest.param(
@@ -207,3 +229,12 @@ def test_a_pipe_among_the_images_is_not_waited_for(train, tmp_path):
     assert done.code == 3, done.err
     assert "pipe.png" in done.error
     assert "not a regular file" in done.error
+
+
+def test_a_run_that_begins_again_has_the_configuration_that_it_ran_with(run, tmp_path):
+    assert run("data.train={_target_: users.Bad, raises: exit}").code == 3
+    done = run("seed=3", "resume=auto")
+    assert done.code == 0, done.err
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["seed"], config["data"]["train"]["_target_"]) == (3, "data.sources.Digits")
+    assert "seed=3" in yaml.safe_load((tmp_path / "run" / "overrides.yaml").read_text())

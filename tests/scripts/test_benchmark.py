@@ -181,6 +181,8 @@ def test_an_evaluation_is_compared_with_a_loop_that_finds_the_same(
 def test_training_is_timed_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "network", linear)
     monkeypatch.setattr(train, "BATCH", 4)
+    monkeypatch.setattr(train, "PAIRS", 1)
+    monkeypatch.setattr(train, "START", "fork")  # with what is set above, and without imports
     report = train.measure(rounds=2)
     assert [row.name for row in report.rows[1::2]] == [f"Regimen, {form}" for form in train.FORMS]
     assert report.headlines["least_ratio"] > 0

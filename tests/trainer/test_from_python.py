@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.overfit import Overfit
+from trainer import snapshot
 from trainer.callback import Callback
 from trainer.errors import CheckpointError, ModelError, StorageError
 from trainer.options import TrainerOptions
@@ -55,6 +56,36 @@ def test_fit_tells_each_epoch_unless_it_is_told_not_to(capsys):
     assert "val/accuracy" in lines[1]
     trainer_of(callbacks={}).fit()
     assert capsys.readouterr().err == ""
+
+
+class Slow(Callback):
+    """Takes 100 s to start, 1 s each update and 10 s to end."""
+
+    now = 0.0
+
+    def setup(self, trainer):
+        self.now += 60
+
+    def on_fit_start(self, trainer):
+        self.now += 40
+
+    def on_update_end(self, trainer):
+        self.now += 1
+
+    def on_fit_end(self, trainer):
+        self.now += 6
+
+    def teardown(self, trainer):
+        self.now += 4
+
+
+def test_what_a_callback_takes_to_start_is_no_time_of_the_loop(monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr("trainer.timer.perf_counter", lambda: slow.now)
+    trainer = trainer_of({"slow": slow})
+    trainer.fit()
+    spent = {kind: seconds for kind, seconds in trainer.timer.spent.items() if seconds}
+    assert spent == {"start and end": 110, "callbacks": 6}
 
 
 @pytest.mark.parametrize("place", ["auto", "directory", "file"])
@@ -166,3 +197,7 @@ def test_overfitting_ends_near_zero_and_says_how_long_it_takes(caplog):
     assert trainer.metrics["train/loss"] <= 0.5
     assert "near zero" in trainer.state.stop_reason
     assert caplog.text.count("overfitting: 1500 updates of") == 1
+    again = trainer_of({"overfit": Overfit(threshold=0.5)}, max_epochs=500, log_every_n_steps=1)
+    snapshot.restore(again, snapshot.take(trainer))  # killed after a save, before the end
+    again.fit()
+    assert again.state.global_step == trainer.state.global_step

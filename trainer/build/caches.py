@@ -101,9 +101,10 @@ def _objections(config: Config, split: str, kind: type, transform: Any) -> Itera
     steps = transform.steps if isinstance(transform, Pipeline) else {}
     single = [name for name, step in steps.items() if batch_form(step) is None]
     for name in single or steps:  # those before such a step could do without
+        written = getattr(steps[name], "step", steps[name])  # which a quick form stands for
         yield Problem(
             f"transforms.{stage_of(split)}.{name}",
-            f"{type(steps[name]).__name__} takes single samples, and data.cache=device gathers "
+            f"{type(written).__name__} takes single samples, and data.cache=device gathers "
             "whole batches",
             f"use a step for batches, as transforms=on_device does, or {instead}",
         )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_problems
 from conf.reserved import fill
@@ -160,13 +162,27 @@ def _objections(build: Callable[[], Any]) -> list[Problem]:
 def _model_problems(parts: Assembly) -> list[Problem]:
     """Build the model on the meta device; networks that cannot be are not checked here."""
     try:
-        with parts.strategy.device:
+        with parts.strategy.device, _Unfilled():
             _ = parts.model
     except ConfigError as error:
         return [] if _lacks_storage(error.__cause__) else error.problems
     except Exception:
         return []
     return []
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leave `normal_` out on the meta device, where torch would import sympy for it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return the tensor as it is, or what any other function returns."""
+        if func in (torch.Tensor.normal_, nn.init.normal_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **(kwargs or {}))
 
 
 def _lacks_storage(error: BaseException | None) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from data.decode import Decode
-from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.formats.jpeg import region_decoder
 from data.image_folder import ImageFolder
@@ -77,7 +76,7 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     nodes = {split: getattr(config.data, split) for split in splits}
     sets = {split: _open(config, split, node) if node else None for split, node in nodes.items()}
     if "train" in splits and sets["train"] is None:
-        raise DataError("data.train is null: there is nothing to train on")
+        raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
     return Data(sets, _num_classes(config, sets))
 
 

@@ -42,7 +42,10 @@ KINDS: Mapping[str, Kind] = {
     "loader.batch_sampler": Kind("batch sampler", methods=(*_READ, ("samples",))),
     "loader.collate_fn": _FUNCTION,
     "loader.worker_init_fn": _FUNCTION,
-    "data": Kind("data set", methods=_READ),
+    "data": Kind(
+        "data set (with __getitem__ and __len__, or __iter__)",
+        methods=(("__iter__",), ("__getitem__", "__len__")),
+    ),
 }
 
 

@@ -87,6 +87,18 @@ class CheckpointStore:
             self._point(index, [name], entry)
         return self.folder / f"{name}.pt"
 
+    def complete(self, step: int, names: Sequence[str]) -> None:
+        """Give the newest checkpoint its names, if a kill came between it and them.
+
+        Raises StorageError.
+        """
+        self.prepare()
+        with self._changing() as index:
+            entry = index.files.get(self.path_of(step).name)  # None: damaged, resumed from a copy
+            lacking = [name for name in names if index.names.get(name) != entry]
+            if entry is not None and lacking:
+                self._point(index, lacking, entry)
+
     def load(self, path: Path) -> dict[str, Any]:
         """Read and verify one checkpoint. Raises CheckpointError."""
         payload = read_checkpoint(path)

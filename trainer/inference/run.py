@@ -249,7 +249,10 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
     known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
     path = known if known is not None and known.is_file() else Path(name)
     if not path.is_file():
-        raise CheckpointError(f"checkpoint={name}: {folder} holds no such checkpoint")
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.pt"))[:20]) or "none"
+        raise CheckpointError(
+            f"checkpoint={name}: {folder} holds no such checkpoint; there are {there}"
+        )
     return path
 
 

@@ -26,6 +26,8 @@ from trainer.targets.instantiate import instantiate, locate
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
 OWN = (*OUTER, "functions")  # keys that are not arguments of the target
 
+_WAY = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
+
 
 def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str, Any]]:
     """Return, by config key, the nodes whose targets get one positional argument from us.
@@ -182,6 +184,8 @@ class _Maker:
         self.settings |= {f"{path}{name}": value for name, value in arguments.items()}
         objects: dict[str, Any] = {}  # arguments that are not plain data
         if "functions" in node:
+            if "lr_lambda" in arguments:
+                raise ScheduleError(Problem(f"{key}.lr_lambda", "is what functions gives", _WAY))
             objects["lr_lambda"] = self._functions(node["functions"], horizon, key, path)
         if node.get("schedulers"):
             children = inner_nodes(node, key)

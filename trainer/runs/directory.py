@@ -32,6 +32,8 @@ from trainer.runs.status import (
 
 CONFIG, OVERRIDES, TENSORBOARD = "config.yaml", "overrides.yaml", "tensorboard"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
+_FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
+_FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
 _log = logging.getLogger(__name__)
 
 
@@ -52,12 +54,13 @@ class RunDirectory:
     ) -> Self:
         """Create a run in `path` and lock it; its parent must exist, but for one like `runs`.
 
-        Raises RunDirectoryError if `path` holds a run or another process has locked it,
-        StorageError if it cannot be written.
+        Raises RunDirectoryError if `path` holds a run, or files of others that it would overwrite,
+        or another process has locked it; StorageError if it cannot be written.
         """
         run = cls(path)
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             run._refuse_existing()
+            run._refuse_foreign()
         make_folder(path)
         run._hold()
         try:
@@ -131,9 +134,9 @@ class RunDirectory:
     def discard(self) -> None:
         """Undo `create` for a run that was refused before it began; other files stay."""
         (self.path / MANIFEST).unlink(missing_ok=True)  # first: without it there is no run
-        for name in (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS, LOCK_FILE):
+        for name in (*_FILES, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
-        for name in (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS):
+        for name in _FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()
@@ -154,10 +157,21 @@ class RunDirectory:
             hint = "continue it with resume=auto, or choose another run_dir"
             raise RunDirectoryError(Problem("run_dir", f"{self.path} already holds a run", hint))
 
-    def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
-        remove_orphans(self.path)
+    def configure(self, config_yaml: str, overrides: Sequence[str]) -> None:
+        """Write the configuration, and what the command line changed of it."""
         write_text(self.path / CONFIG, config_yaml)
         write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder with files of these names that no run has made: a run has a lock file."""
+        found = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(self.path / name)]
+        if found and not (self.path / LOCK_FILE).exists():
+            message = f"{self.path} holds {', '.join(found)}, and no run: they would be overwritten"
+            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+
+    def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
+        remove_orphans(self.path)
+        self.configure(config_yaml, overrides)
         self._write_status(state="running", started=manifest.now())
         start = manifest.start_record(facts)
         # Last: the run exists from here on.

@@ -26,8 +26,8 @@ class RunDirectoryError(ConfigError, RunError):
 def check_run_dir(path: Path) -> None:
     """Validate the path of a run directory before it is read.
 
-    Raises RunDirectoryError for the root of the file system, StorageError for a path that the
-    operating system does not accept.
+    Raises RunDirectoryError for the root of the file system and for a file, StorageError for a path
+    that the operating system does not accept.
     """
     try:
         os.lstat(path)
@@ -41,6 +41,9 @@ def check_run_dir(path: Path) -> None:
     if path.resolve().parent == path.resolve():
         hint = "choose a directory for this run alone"
         raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))
+    for place in (path, path.parent):
+        if place.exists() and not place.is_dir():
+            raise RunDirectoryError(Problem("run_dir", f"{place} is no folder", "choose another"))
 
 
 def holds_run(path: Path) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.optimizers.steps import take_step
 from trainer.summary.model import Summary
 
 
@@ -58,7 +59,7 @@ def state_bytes(optimizer: Optimizer) -> int | None:
     """
     try:
         copy = _meta_copy(optimizer)
-        copy.step()
+        take_step(copy)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None
     values = [v for state in copy.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
-from trainer.targets.nameable import OFFERS, is_offered, refusal_by_name, refusal_of, split
+from trainer.targets.nameable import OFFERS
+from trainer.targets.refusals import is_offered, refusal_by_name, refusal_of, split
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ class Supervised(Task):
         self.losses = losses
         self.count_names = losses.counted
         self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
+        for name, metric in self._metrics.items():
+            if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:
+                raise ValueError(f"metrics.{name}: {called(metric)} has no {', '.join(lacking)}")
 
     def answer(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's output for inputs, in the shape that the losses expect."""
@@ -86,6 +89,13 @@ class Supervised(Task):
             given = f"{called(model)}.forward was given {spelled(inputs)}"
             error.change(lambda p: replace(p, message=f"{p.message} ({given})"))
             raise
+        except AttributeError as error:
+            if isinstance(output, Tensor):
+                raise
+            raise ModelError(
+                f"{called(model)}.forward returned {_spelled_kind(output)}, where the task takes a "
+                "tensor: return the model's output itself"
+            ) from error
         try:
             loss, counts = self.losses(output, target, inputs, model)
         except IndexError as error:  # torch's "Target 7 is out of bounds"
@@ -97,6 +107,12 @@ class Supervised(Task):
                 f"at 0{more}"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))
+
+
+def _spelled_kind(output: Any) -> str:
+    if output is None:
+        return "nothing (None)"
+    return f"a {type(output).__name__}"
 
 
 def metric_keys(metrics: Mapping[str, Any]) -> list[str]:

@@ -19,11 +19,13 @@ _LIBRARIES = ("torch", "torchvision", "timm", "torchmetrics", "models", "trainer
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
 
 
-def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
+def misfit(
+    error: Exception, batch: Any, updates: int, later: str = "this batch differs from those before"
+) -> RunError | None:
     """Return the error to raise if a batch does not fit; None if something else failed.
 
     An error in the user's own code keeps its traceback; so does one of memory, of a device or of
-    another process. `updates`: the number of updates before.
+    another process. `updates`: the number of updates before; `later`: what is said after one.
     """
     if not is_misfit(error):
         return None
@@ -39,7 +41,7 @@ def misfit(error: Exception, batch: Any, updates: int) -> RunError | None:
             f"task.loss does not take the model's output and the targets: {reason} (batch: {given})"
         )
     if updates:
-        return SampleError(f"this batch differs from those before: {reason} (batch: {given})")
+        return SampleError(f"{later}: {reason} (batch: {given})")
     where = f"; {failed}" if (failed := failed_layer(error)) else ""
     change = change_for(reason) or (
         "do model, data (channels, image size, classes), transforms and task agree?"

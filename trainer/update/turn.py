@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.errors import ModelError
 from trainer.optimizers.optimizers import Optimizers, needs_closure
 from trainer.task import Task
 from trainer.update.gradients import are_alike
@@ -38,7 +39,20 @@ class Turn:
 
 
 def turns_of(optimizers: Optimizers, task: Task) -> list[Turn]:
-    """Return the turns of an update: the task's, or one of all optimizers."""
+    """Return the turns of an update: the task's, or one of all optimizers.
+
+    Turns without an optimizer are left out: an evaluation has none, and needs none.
+    """
+    known = optimizers.optimizers
     if not task.turns:
-        return [Turn("", optimizers.optimizers.values())]
-    return [Turn(name, [optimizers.optimizers[name]]) for name in task.turns]
+        return [Turn("", known.values())]
+    return [Turn(name, [known[name]]) for name in task.turns if name in known]
+
+
+def refuse_missing_turns(turns: Sequence[Turn], optimizers: Optimizers, task: Task) -> None:
+    """Raise ModelError where a turn of the task has no optimizer."""
+    if task.turns and [turn.name for turn in turns] != list(task.turns):
+        raise ModelError(
+            f"the optimizers are {', '.join(optimizers.optimizers)}, but those of task.turns "
+            f"{', '.join(task.turns)}"
+        )

@@ -21,7 +21,7 @@ from trainer.update.nonfinite import explain
 from trainer.update.parts import Parts
 from trainer.update.shares import Shares, add_up
 from trainer.update.sums import Sums
-from trainer.update.turn import Turn, turns_of
+from trainer.update.turn import Turn, refuse_missing_turns, turns_of
 
 
 class Updater:
@@ -47,6 +47,7 @@ class Updater:
 
     @functools.cached_property
     def _guard(self) -> Guard:
+        refuse_missing_turns(self._turns, self._parts.optimizers, self._parts.task)
         return guard_of(self._parts, self._backup)
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -98,7 +99,7 @@ class Updater:
         self, turn: Turn, micro_batches: Sequence[MicroBatch]
     ) -> tuple[list[StepOutput], list[Tensor]]:
         """Return each micro-batch's results and its share of the update's loss."""
-        parts, totals = self._parts, self._shares.totals(micro_batches)
+        parts, totals = self._parts, self._totals(micro_batches)
         outputs, shares = [], []
         for micro_batch in micro_batches:
             last, counts = micro_batch is micro_batches[-1], micro_batch.piece.count > 0
@@ -131,6 +132,15 @@ class Updater:
         for parameter in self._apart:
             if parameter.grad is not None:
                 parameter.grad = strategy.group.reduce(parameter.grad) / strategy.gradient_scale
+
+    def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor | float]:
+        try:
+            return self._shares.totals(micro_batches)
+        except MISFITS as error:
+            batch, updates = micro_batches[0].batch, self._parts.state.updates
+            if (known := misfit(error, batch, updates)) is not None:
+                raise known from error
+            raise
 
     def _forward(self, turn: Turn, batch: Any) -> StepOutput:
         parts = self._parts

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from scripts.cli.console import end_with_parent
+from scripts.cli.console import end_with_parent, keep_freed_memory
 from scripts.sweeps.launchers.channel import Channel
 from trainer.errors import EXIT_CODES
 
@@ -168,6 +168,7 @@ def _warm_up(name: str, modules: list[str]) -> None:
 def main() -> None:
     """Import what jobs need, and serve requests."""
     end_with_parent(signal.SIGTERM)  # during imports a closed socket is not noticed
+    keep_freed_memory()  # the jobs as well
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     before: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in EXIT_CODES}
     signal.signal(signal.SIGTERM, before[signal.SIGTERM])

@@ -10,11 +10,13 @@ PACKAGE = {
     "large/__init__.py": "print('executed'); from large.part import value; from large import other",
     "large/part.py": "value = 3",
     "large/other.py": "",
+    "slow/__init__.py": "from slow.part import *; entered.set(); answered.wait(0.2); last = 3",
+    "slow/part.py": "import threading; entered, answered = threading.Event(), threading.Event()",
     "broken/__init__.py": "import os; value = 3 if 'MENDED' in os.environ else 1 / 0",
 }
 PREPARED = """
 from scripts.cli import deferred
-deferred._LOADERS |= dict.fromkeys(("large", "broken"), deferred._Deferring)
+deferred._LOADERS |= dict.fromkeys(("large", "slow", "broken"), deferred._Deferring)
 deferred.defer_imports()
 """
 UNTIL_NEEDED = """
@@ -32,7 +34,16 @@ with FlopCounterMode(display=False) as counter:
 assert counter.get_total_flops() == 8
 optimizer.load_state_dict(optimizer.state_dict())
 v2.RandomAffine(5)(torch.ones(1, 4, 4))
+
+from trainer.build.check import _Unfilled
+from trainer.summary.memory import state_bytes
+
+with torch.device("meta"), _Unfilled():  # as a model is checked
+    torch.nn.Embedding(2, 2)
+    torch.nn.init.kaiming_normal_(torch.empty(2, 2))
 assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
+assert state_bytes(optimizer) == 2 * 6 * 4 + 2 * 4
+assert "torch._dynamo" not in sys.modules
 print("done")
 """
 AND_THEN = """
@@ -98,6 +109,25 @@ os.environ["MENDED"] = "1"
 print(broken.value, type(broken).__name__)
 """
     assert run(PREPARED + use) == ["no", "3", "module"]
+
+
+def test_two_threads_use_it_at_once(run) -> None:
+    """The second asks in the middle of what the first executes, and waits for its end."""
+    use = """
+import threading, slow, slow.part
+
+def ask():
+    try: print(slow.last)
+    except AttributeError as error: print(error)
+    slow.part.answered.set()
+
+first = threading.Thread(target=ask)
+first.start()
+slow.part.entered.wait()
+ask()
+first.join()
+"""
+    assert run(PREPARED + use) == ["3", "3"]
 
 
 def test_training_does_without_the_compiler(run) -> None:

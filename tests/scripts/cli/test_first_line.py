@@ -1,6 +1,7 @@
 """What a command says before it imports torch."""
 
 import io
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from scripts.cli import first_line
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.first_line import asked_device, greet, known_device, threads
 from scripts.cli.job import AS_JOB
+from scripts.train import train
 
 CUDA = "cuda: Optional[str] = '13.2'"
 
@@ -114,3 +116,23 @@ def test_this_machine_is_read_as_torch_reads_it() -> None:
 def test_what_asks_for_text_is_no_run(argv: list[str]) -> None:
     assert parse_arguments(argv).asks_for_text
     assert not parse_arguments(["seed=1", "-m"]).asks_for_text
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [pytest.param({}, True, id="alone"), pytest.param(AS_JOB, False, id="job")],
+)
+def test_that_a_sweep_lacks_its_m_is_told(
+    environment: dict[str, str],
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = logging.getLogger()  # put back as it was
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("scripts.train._starter", lambda config: lambda request: 0)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert train(["experiment=resnet18", "sweep.jobs=2"]) == 0
+    assert ("no effect without -m" in capsys.readouterr().err) == told

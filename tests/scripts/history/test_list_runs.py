@@ -274,9 +274,16 @@ def test_a_folder_with_other_runs_or_the_working_folder_inside_stays(
     assert [run.path for run in removable(runs_in(root / "runs"))] == [root / inner]
 
 
-@pytest.mark.parametrize("argv", [["clean", "--keep", "0"], ["clean", "--keep", "x"], ["a", "b"]])
-def test_words_that_do_not_fit(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="command line"):
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["clean", "--keep", "0"], "'0' is no number of runs"),
+        (["clean", "--keep", "x"], "'x' is no number of runs"),
+        (["a", "b"], "unrecognized"),
+    ],
+)
+def test_words_that_do_not_fit(argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"command line: .*{text}"):
         runs(argv)
 
 

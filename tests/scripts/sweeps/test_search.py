@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from callbacks.support.study import PRUNED_AT, open_storage
+from callbacks.support.study import open_storage
 from conf.errors import ConfigError
 from conf.yaml_dump import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from scripts.composition.overrides import Dimension
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
 from scripts.sweeps.grid import sweep
@@ -26,7 +23,6 @@ from scripts.sweeps.sweep import Sweep
 from trainer.errors import CheckpointError, StorageError
 
 optuna = pytest.importorskip("optuna")
-from scripts.sweeps.study import distribution  # noqa: E402
 
 PRIMARY = """
 defaults: [{sweep: null}, _self_]
@@ -364,6 +360,7 @@ def test_a_damaged_study_is_a_clear_error(jobs: Jobs, content: bytes, name: str)
     ):
         run(*SPACE, f"sweep.storage={name}", "run_dir=there")
     assert jobs.ran == []
+    assert not Path("there").exists()
 
 
 def test_a_locked_study_is_a_clear_error(jobs: Jobs) -> None:
@@ -392,46 +389,3 @@ def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
         file.write(b'{"op_code":4,"wor')
     run(*argv, "sweep.n_trials=3")
     assert len(study_in().trials) == 3
-
-
-@pytest.mark.parametrize(
-    ("dimension", "expected"),
-    [
-        pytest.param(
-            Dimension("a", choices=("x", "y")), "CategoricalDistribution(choices=('x', 'y'))"
-        ),
-        pytest.param(
-            Dimension("a", low=2, high=8, integers=True, step=3.0),
-            "IntDistribution(high=8, log=False, low=2, step=3)",
-        ),
-        pytest.param(
-            Dimension("a", low=1, high=8, log=True),
-            "FloatDistribution(high=8.0, log=True, low=1.0, step=None)",
-        ),
-    ],
-)
-def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
-    assert str(distribution(dimension)) == expected
-
-
-@pytest.mark.slow
-def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
-    argv += ["experiment=resnet18", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
-    argv += ["trainer.limit_train_batches=2"]
-    argv += ["optimizer.lr=choice(0.1,1e-9)", "sweep.sampler=grid", "run_dir=there"]
-    argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner=median"]
-    argv += ["sweep.pruner_options={n_startup_trials: 1}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=400, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = board(str(tmp_path / "there"))
-    assert {row["optimizer.lr"]: row["status"] for row in rows} == {
-        "0.1": "finished", "1e-09": "pruned",
-    }  # fmt: skip
-    assert "report: there/report.html" in done.stdout
-    assert (tmp_path / "there" / "report.html").exists()
-
-
-def test_the_attribute_of_pruned_trials_is_our_own() -> None:
-    assert PRUNED_AT == "pruned_at"  # in studies that exist: it stays

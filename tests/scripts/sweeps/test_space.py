@@ -117,6 +117,8 @@ def test_a_condition_may_depend_on_a_fixed_key(model: str, expected: int) -> Non
     ("params", "text"),
     [
         pytest.param({"seed": "3"}, "gives one value only", id="one-value"),
+        pytest.param({"seed": "interval(4,1)"}, "the lower end first", id="order"),
+        pytest.param({"optimizer.lr": "tag(log,interval(0,1))"}, "above 0", id="log-of-0"),
         pytest.param({"seed": {"step": 2}}, r"seed.values: missing", id="no-values"),
         pytest.param({"seed": {"values": "choice(1,2)", "wen": 1}}, "did you mean when", id="word"),
         pytest.param({"seed": {"values": "choice(1,2)", "step": 1}}, "no interval", id="choices"),

@@ -25,7 +25,7 @@ trainer.checkpoints.reader.read_checkpoint
 trainer.checkpoints.archive.read_archive
 trainer.targets.allow_list.allow
 trainer.targets.instantiate.instantiate
-trainer.targets.nameable.is_offered
+trainer.targets.refusals.is_offered
 trainer.runs.lock.RunLock
 trainer.strategies.ddp.DDP
 data.batch.map_leaves

@@ -96,6 +96,16 @@ def test_the_metrics_named_are_those_that_come() -> None:
     assert {"train/loss_generator", "train/grad_norm_discriminator"} <= trainer.metrics.keys()
 
 
+def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn() -> None:
+    model, trained = network(), trainer_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = Trainer(model, GAN(), plain, loader(), precision="fp64")
+    wanted = trained.evaluate(loader(), "test")
+    assert trainer.evaluate(loader(), "test") == wanted
+    with pytest.raises(ModelError, match=r"but those of task\.turns discriminator, generator"):
+        trainer.fit()
+
+
 def test_noise_belongs_to_a_sample_and_an_epoch() -> None:
     def drawn(steps: int, epoch: int) -> Tensor:
         return torch.cat([m.batch[1] for m in loader(steps).epoch(epoch)])
