@@ -38,6 +38,7 @@ NOT_HERE = {  # by what they begin with, or hold
     "sweep=ray": "needs Ray; tests/scripts/sweeps/launchers",
     "data=cifar10 ": "downloads",
     "experiment=airbench94 data.root": "downloads",
+    "experiment=airbench94 data=cifar10_folder": "compiles; tests/integration/test_airbench.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
     "data.decode=region": "the extra jpeg; tests/data/test_region_decoding.py",
     "model.weights=torchvision:": "downloads",
