@@ -122,6 +122,8 @@ class ExaminedSource(FileConfigSource):
 def _unread(error: Exception, document: Document, path: Path) -> Problem:
     """Return why OmegaConf refuses a file, with the key of a broken interpolation."""
     name = shown_path(path)
+    if not isinstance(error, UNRESOLVED):  # YAML itself cannot be read
+        return Problem("", first_lines(error), file=name)
     for key, text in texts(plain_values(path.read_text("utf-8-sig"), name), ""):
         try:
             OmegaConf.create({"text": text})

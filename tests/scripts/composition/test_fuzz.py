@@ -136,6 +136,7 @@ def test_any_overrides(small: Path, overrides: list[str]) -> None:
 @example(b"# @package _global_\ndefaults: {a: b}\n")
 @example(b"# @package ${seed}\na: 1\n")
 @example(b"# @package _global_\nname:\n  ? [a, b]\n  : c\n")
+@example(b"# @package _global_\n<<: 1\n")
 def test_any_file(small: Path, content: bytes) -> None:
     header = b"" if content.startswith(b"#") else b"# @package _global_\n"
     (small / "experiment" / "mine.yaml").write_bytes(header + content)
