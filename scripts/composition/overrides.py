@@ -29,6 +29,7 @@ SINGLE_CHOICE = (
 )
 # Groups that every run needs: they cannot be deleted.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
+_LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
 
@@ -90,6 +91,9 @@ class Overrides:
                 continue
             if not override.key_or_group:
                 self.note(text, "not an override: there is no key before the equals sign")
+                continue
+            if len(override.key_or_group.encode()) > _LONGEST:
+                self.note(f"{text[:40]}...", f"longer than {_LONGEST} bytes")
                 continue
             if self._allowed(override, text, sweep):
                 parsed.append(override)

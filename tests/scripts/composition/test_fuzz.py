@@ -124,6 +124,7 @@ def test_the_small_folder_composes(small: Path) -> None:
 @example(["seed=" + "(" * 20])
 @example(["+a." * 12 + "=1"])
 @example(["model=null", "~model"])
+@example(["~" + "9" * 300])
 def test_any_overrides(small: Path, overrides: list[str]) -> None:
     given = [text for text in overrides if not text.startswith("-")]
     ends_well(["--config-path", str(small), *given])
