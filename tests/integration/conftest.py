@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from demo_server import Server
+
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = [
     "scripts.train",
@@ -196,6 +198,18 @@ def start(server, tmp_path_factory):
 def train(start):
     """Run `train ARGUMENTS` to its end."""
     return lambda arguments, **options: start(arguments, **options).wait()
+
+
+@pytest.fixture(scope="session")
+def predict(start):
+    """Run `predict ARGUMENTS` to its end."""
+    return lambda arguments, **options: start(arguments, command="predict", **options).wait()
+
+
+@pytest.fixture(scope="module")
+def demo(start):
+    """Start `regimen demo ARGUMENTS` on a free port."""
+    return lambda *arguments: Server(start([*arguments, "port=0"], command="demo"))
 
 
 @pytest.fixture(scope="session")

@@ -12,21 +12,10 @@ from PIL import Image
 
 from browser import Browser, installed
 from conf.errors import ConfigError
-from demo_server import Server, digit, encoded
+from demo_server import digit, encoded
 from scripts.serving.answers import Answerer
 from scripts.serving.intake import UploadError
 from trainer import load_run
-
-
-@pytest.fixture(scope="module")
-def demo(start):
-    """Start `regimen demo ARGUMENTS` on a free port."""
-    return lambda *arguments: Server(start([*arguments, "port=0"], command="demo"))
-
-
-@pytest.fixture(scope="module")
-def predict(start):
-    return lambda arguments, **options: start(arguments, command="predict", **options).wait()
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,6 @@ from trainer import load_run
 MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml
 
 
-@pytest.fixture(scope="session")
-def predict(start):
-    """Run `predict ARGUMENTS` to its end."""
-    return lambda arguments, **options: start(arguments, command="predict", **options).wait()
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     """Thirty digits as PNG files of 8 x 8 pixels, in folders, two levels deep."""

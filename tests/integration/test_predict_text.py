@@ -34,11 +34,6 @@ def run(train, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def predict(start):
-    return lambda arguments, **more: start(arguments, command="predict", **more).wait()
-
-
 def rows_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
