@@ -64,11 +64,13 @@ class DataConfig:
         if self.fold is not None and self.folds is not None and self.fold >= self.folds:
             message = f"is {self.fold}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
             yield Problem("fold", message)
-        yield from _sizes(self.extra)
+        if str((self.train or {}).get("_target_")).startswith("data."):  # of ours
+            given = {key: value for key, value in self.extra.items() if value is not None}
+            yield from _sizes(given)
 
 
 def _sizes(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check the keys that all data sets of images share, where a data set has them."""
+    """Check the keys that our data sets share; to a user's own they may mean something else."""
     for name in ("image_size", "channels"):
         value = given.get(name, 1)
         if type(value) not in (int, list, dict) or (isinstance(value, int) and value < 1):

@@ -41,6 +41,13 @@ def test_a_sound_tree_becomes_dataclasses_with_their_defaults() -> None:
     assert config.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
+@pytest.mark.parametrize("target", ["mine.Samples", "data.sources.Digits"])
+def test_free_keys_of_data_are_checked_where_the_data_set_is_ours(target: str) -> None:
+    given = {"train": {"_target_": target}, "image_size": None, "channels": "rgb"}
+    found = keys(tree(data={**given, "val_fraction": 2}))
+    assert found == ([] if target.startswith("mine") else ["data.channels", "data.val_fraction"])
+
+
 def test_parse_raises_all_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(tree(seed="x", trainer={"max_epochs": 0}))
