@@ -4,7 +4,7 @@ Hydra's parsed overrides are duck-typed here, so that this module does not impor
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ class ConfigGroups(Protocol):
     def group_exists(self, config_path: str) -> bool: ...
     def config_exists(self, config_path: str) -> bool: ...
     def get_group_options(self, group_name: str) -> list[str]: ...
+    def get_sources(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class Overrides:
                 meant = f"did you mean {near}? " if near else ""
                 if (beside := _beside(group, str(name))) is not None:
                     meant = f"{beside} is read with --config-dir {Path(beside).parts[0]}; "
-                if name in options:  # Hydra lists .yml files too, and reads .yaml only
+                if self._other_ending(group, str(name)):
                     meant = f"its file must be called {name}.yaml; "
                 hint = f"{meant}choose of {', '.join(options)}"
                 self.note(group, f"there is no {group}={name}", hint)
@@ -200,6 +201,10 @@ class Overrides:
 
     def _options(self, group: str) -> list[str]:
         return self.groups.get_group_options(group)
+
+    def _other_ending(self, group: str, name: str) -> bool:
+        paths = [Path(str(one.path), group, f"{name}.yml") for one in self.groups.get_sources()]
+        return any(".." not in path.parts and path.is_file() for path in paths)
 
 
 def _beside(group: str, name: str) -> str | None:

@@ -25,6 +25,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
+from hydra.version import VersionBase, setbase
 from omegaconf import OmegaConf
 
 from conf.errors import ConfigError, Problem
@@ -148,10 +149,16 @@ def opened(arguments: Arguments) -> Iterator[Hydra]:
     path.append("schema", "structured://")
     Plugins.instance()  # registers Hydra's own sources
     SourcesRegistry.instance().register(ExaminedSource)
+    # Hydra keeps its instance and the version whose rules it follows in the process, where the
+    # caller may have set others.
+    instance, rules = GlobalHydra.instance(), VersionBase.instance()
+    before = instance.hydra, rules.version_base
+    instance.clear()
+    setbase("1.3")
     try:
         yield Hydra.create_main_hydra2("train", path)
     finally:
-        GlobalHydra.instance().clear()
+        instance.hydra, rules.version_base = before
 
 
 def _resolved(folder: str | Path, option: str) -> Path:

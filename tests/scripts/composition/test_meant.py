@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
+from hydra.version import VersionBase
 
 from conf.check import parse
 from conf.errors import ConfigError
@@ -73,6 +76,17 @@ def test_a_file_of_another_ending_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "short.yml").write_text(f"{HEAD}name: short\n")
     with pytest.raises(ConfigError, match=r"its file must be called short\.yaml"):
         compose(["--config-dir", str(tmp_path), "experiment=short"])
+
+
+@pytest.mark.parametrize("rules", ["1.2", "1.3"])
+def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(
+    tmp_path: Path, rules: str
+) -> None:
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base=rules):
+        test_a_file_of_another_ending_is_named(tmp_path)
+        assert hydra.compose("config") == {"mine": 1}
+        assert str(VersionBase.instance().version_base) == rules
 
 
 def test_a_value_that_is_taken_from_another_key_names_the_override_that_gave_it() -> None:
