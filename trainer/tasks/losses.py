@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -34,12 +34,9 @@ class Term(nn.Module):
         self.weight = weight
 
 
-class _Known(NamedTuple):
-    """Labels, how often they were changed in place, and their denominators."""
-
-    labels: ref[Tensor]
-    version: int | None
-    counts: Mapping[str, Tensor | int]
+# Labels, how often they were changed in place, and their denominators.
+_Known = tuple[Callable[[], Tensor | None], int | None, Mapping[str, Tensor | int]]
+_NOTHING: _Known = (lambda: None, None, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +124,14 @@ class Losses:
         if not self.counted:
             return {}
         version = None if target.is_inference() else target._version  # changed in place since?
-        known = self._known.get(id(target))
-        if known is None or known.labels() is not target or known.version != version:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            found = {name: _count(self.terms[name].loss, target) for name in self.counted}
-            known = self._known[id(target)] = _Known(ref(target), version, found)
-        return known.counts
+        labels, then, known = self._known.get(id(target), _NOTHING)
+        if labels() is target and then == version:
+            return known
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        found = {name: _count(self.terms[name].loss, target) for name in self.counted}
+        self._known[id(target)] = ref(target), version, found
+        return found
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
@@ -232,9 +230,10 @@ def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
 
 
 def _all_count(target: Tensor, ignored: int) -> bool:
-    # One reduction suffices for the usual negative index, which is below all labels. Those of a
-    # device were looked at before they went there.
-    least = least_of(target) if ignored < 0 else None
-    if least is not None and least >= 0:
+    if target.device.type != "cpu":
+        least = least_of(target)
+        return least is not None and ignored < 0 <= least
+    # One reduction suffices for the usual negative index, which is below all labels.
+    if ignored < 0 and target.numel() and target.min().item() >= 0:
         return True
-    return target.device.type == "cpu" and not (target == ignored).any().item()
+    return not (target == ignored).any().item()

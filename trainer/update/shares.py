@@ -30,10 +30,13 @@ class _Split:
         self._factors: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, counts: Sequence[Tensor | float], places: Sequence[int]) -> _Split | None:
+    def of(
+        cls, counts: Sequence[Tensor | float], micro_batches: Sequence[MicroBatch]
+    ) -> _Split | None:
         """Return the split if all counts are on a device; else None."""
         there = [c for c in counts if isinstance(c, Tensor) and c.dtype == torch.float32]
-        return cls(there, places) if there and len(there) == len(counts) else None
+        places = [m.piece.micro_batch for m in micro_batches if m.piece.count]
+        return cls(there, places) if len(there) == len(counts) else None
 
     def part(self, mean: Tensor, place: int) -> Tensor:
         """Return the part of a micro-batch's mean in that of the update."""
@@ -63,23 +66,25 @@ class Shares:
         """Return the update's denominators that depend on the data, over all devices."""
         if not self._task.count_names:
             return {}
-        counted = [m for m in micro_batches if m.piece.count]
-        found = [self._task.counts(m.batch) for m in counted]
-        places = [m.piece.micro_batch for m in counted]
+        found = [self._task.counts(m.batch) for m in micro_batches if m.piece.count]
         return {
-            name: self._over_all([counts[name] for counts in found], places)
+            name: self._over_all([counts[name] for counts in found], micro_batches)
             for name in self._task.count_names
         }
 
-    def _over_all(self, counts: Sequence[Tensor | float], places: Sequence[int]) -> Total:
-        alone = self._strategy.group.world_size == 1 and self._strategy.gradient_scale == 1
-        if alone and self._task.masks_uncounted and (split := _Split.of(counts, places)):
-            return split
+    def _over_all(
+        self, counts: Sequence[Tensor | float], micro_batches: Sequence[MicroBatch]
+    ) -> Total:
+        group = self._strategy.group
+        if counts and isinstance(counts[0], Tensor) and group.world_size == 1:
+            plain = self._task.masks_uncounted and self._strategy.gradient_scale == 1
+            if plain and (split := _Split.of(counts, micro_batches)):
+                return split
         # If no label of the whole update counts, all parts are 0, and so is their sum.
         total = sum(counts)
-        if self._strategy.group.world_size == 1 and not isinstance(total, Tensor):
+        if group.world_size == 1 and not isinstance(total, Tensor):
             return total or 1.0
-        whole = self._strategy.group.reduce(self._there(total, self._strategy.device))
+        whole = group.reduce(self._there(total, self._strategy.device))
         return torch.where(whole > 0, whole, 1.0)
 
     def _there(self, count: Tensor | float, device: torch.device) -> Tensor:

@@ -51,13 +51,13 @@ class Sums:
             return
         total = total.item() if isinstance(total, Tensor) else total
         count = count.item() if isinstance(count, Tensor) else count
-        self.add_numbers(name, total, count, scale, mean)
+        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
 
     def add_numbers(self, name: str, total: float, count: float, scale: float, mean: bool) -> None:
-        """Add numbers of the host to these sums and those over a longer time."""
-        if mean:
-            total = total * count if count > 0 else 0.0
-        total = total * scale
+        """Do what was asked of `add`, now that the numbers have reached the host."""
+        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
+
+    def _add_numbers(self, name: str, total: float, count: float) -> None:
         sums: Sums | None = self
         while sums is not None:
             sums._sums[name] = total + sums._sums.get(name, 0.0)
@@ -105,7 +105,7 @@ class Sums:
     def take_part(self, names: Iterable[str]) -> None:
         """Start missing sums at zero: `means` needs the same names on all processes."""
         for name in set(names) - self.names:
-            self.add_numbers(name, 0.0, 0, 1, False)
+            self._add_numbers(name, 0.0, 0)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices; a sum where count is 0. Waits for the device."""
@@ -134,6 +134,10 @@ class Sums:
         self.reset()
         self._sums = {name: total.item() for name, total in state["sums"].items()}
         self._counts = {name: count.item() for name, count in state["counts"].items()}
+
+
+def _total(mean: float, count: float) -> float:
+    return mean * count if count > 0 else 0.0
 
 
 def _scalars(numbers: Mapping[str, float]) -> dict[str, Tensor]:
