@@ -29,6 +29,7 @@ class Sums:
             self._pending = over._pending if over is not None else Pending()
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
+        self.without_labels = False  # whether no label counted in what `means` returned last
 
     def __bool__(self) -> bool:
         return bool(self._counts) or bool(self._pending)
@@ -114,7 +115,9 @@ class Sums:
             return {}
         values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
         table = reduce(torch.tensor(values, dtype=self.dtype, device=self._device)).tolist()
-        pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
+        counts = dict(zip(names, table[len(names) :], strict=True))
+        self.without_labels = _counts_no_label(counts)
+        pairs = zip(names, table[: len(names)], counts.values(), strict=True)
         return add_up_terms(
             {name: total / count if count else total for name, total, count in pairs}
         )
@@ -146,6 +149,12 @@ def _scalars(numbers: Mapping[str, float]) -> dict[str, Tensor]:
         name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         for name, value in numbers.items()
     }
+
+
+def _counts_no_label(counts: Mapping[str, float]) -> bool:
+    """Return whether every loss is a mean over nothing: `loss`, `loss:<term>`, `loss_<turn>`..."""
+    losses = [count for name, count in counts.items() if name.startswith("loss")]
+    return bool(losses) and not any(losses)
 
 
 def mean_of(term: Tensor, count: Tensor) -> Tensor:
