@@ -23,7 +23,7 @@ from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import Clipping, GradientNoise, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import guard
+from trainer.update import guard, sums
 from trainer.update.copies import Backup
 from trainer.update.guard import DeviceGuard, HostGuard, guard_of
 
@@ -52,7 +52,12 @@ UPDATES = 6  # of an epoch
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that makes the CPU a device that the host waits for, or not."""
-    return lambda waits: monkeypatch.setattr(guard, "waits_for", lambda device: waits)
+
+    def choose(waits: bool) -> None:
+        for module in (guard, sums):
+            monkeypatch.setattr(module, "waits_for", lambda device: waits)
+
+    return choose
 
 
 def network() -> nn.Module:
