@@ -213,6 +213,8 @@ def test_a_device_knows_the_least_label_until_labels_change() -> None:
     assert least_of(there + 0) is None
     there.zero_()
     assert least_of(there) is None
+    many = to_device(torch.zeros(2**16 + 1, dtype=torch.long), torch.device("meta"))
+    assert least_of(many) is None
 
 
 @pytest.mark.parametrize("steps", [1, 3])
