@@ -54,7 +54,9 @@ class EventFile:
         """Append an event completely, or raise OSError and leave the file unchanged."""
         event.wall_time = time.time()
         content = _record(event.SerializeToString())
-        with open(self.path, "ab", buffering=0) as file:
+        # Only the first record makes the file: under its name there may be another run's folder.
+        make = 0 if self.size else os.O_CREAT
+        with open(os.open(self.path, os.O_WRONLY | os.O_APPEND | make, 0o666), "wb", 0) as file:
             written = _write(file.fileno(), content)
             if written < len(content):
                 os.ftruncate(file.fileno(), self.size)

@@ -4,6 +4,7 @@ Hydra's parsed overrides are duck-typed here, so that this module does not impor
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ class Overrides:
             except Exception as error:  # of the grammar, or an internal one of the parser
                 reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
                 way = "write $HOME for ~, or quote the text" if "=~" in text else None
-                self.note(text, f"not an override: {reason}", way)
+                self.note(text, f"not an override: {reason}", way or _as_text(text, parse))
                 continue
             if not override.key_or_group:
                 self.note(text, "not an override: there is no key before the equals sign")
@@ -214,6 +215,21 @@ def _beside(group: str, name: str) -> str | None:
         if ".." not in path.parts and path.is_file():
             return str(path)
     return None
+
+
+def _as_text(text: str, parse: Callable[[str], Any]) -> str | None:
+    """Return how to write a value that Hydra's grammar takes as text only, such as `run_dir=ü`."""
+    key, _, value = text.partition("=")
+    if not value or value[0] in "[{'\"":  # the mistake is within a list, a mapping or a text
+        return None
+    quoted = "{}='{}'".format(key, value.replace("'", r"\'"))
+    try:
+        parse(quoted)
+    except Exception:
+        return None
+    plain = re.search(r'["$`\\!]', quoted) is None
+    as_typed = f'"{quoted}"' if plain else shlex.quote(quoted)
+    return f"quote it: {as_typed}"
 
 
 def choice_problem(group: str, value: Any) -> str | None:

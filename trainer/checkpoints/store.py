@@ -29,6 +29,7 @@ from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans
 from trainer.files.storage import storage_error
 from trainer.runs import manifest
+from trainer.runs.lock import refuse_taken
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 
@@ -182,6 +183,7 @@ class CheckpointStore:
 
         Raises StorageError.
         """
+        refuse_taken(self.folder.parent)
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:

@@ -47,7 +47,17 @@ def _reason(path: Path, error: OSError, need: int | None) -> str:
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
     reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or errno.EIO).lower()
+    if error.errno == errno.ENOSPC and _has_no_inodes(path.parent):
+        return f"{reason} for one more file: the file system has no inodes left (df -i)"
     if error.errno != errno.ENOSPC or need is None:
         return reason
     free = free_bytes(path.parent)
     return f"{reason} (need {megabytes(need)}, free {megabytes(free or 0)})"
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return False
+    return facts.f_files > 0 and facts.f_favail == 0

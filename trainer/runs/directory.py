@@ -16,7 +16,7 @@ from conf.errors import Problem
 from trainer.files.atomic import remove_orphans, write_json, write_text
 from trainer.files.storage import storage_error
 from trainer.runs import manifest
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
 from trainer.runs.status import (
     CHECKPOINTS,
     INFERENCE,
@@ -122,8 +122,9 @@ class RunDirectory:
 
         `state` is finished, pruned, stopped, preempted or failed; `resume` is the command that
         continues the run; `best` is metric, value and step of the best checkpoint; `seconds` is the
-        time this process trained, which is added to that of those before it.
+        time this process trained, which is added to that of those before it. Raises StorageError.
         """
+        refuse_taken(self.path)
         command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds

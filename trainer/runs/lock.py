@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainer.errors import StorageError
 from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
@@ -98,6 +99,22 @@ def read_holder(folder: Path) -> Holder | None:
         return Holder(int(fields["pid"]), str(fields["host"]), str(fields["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raise StorageError if a living process other than this one holds the run in `folder`.
+
+    A folder that is moved or removed takes the lock of its run along: another run can begin
+    under the same name, and the first must not write there.
+    """
+    holder = read_holder(folder)
+    if holder is None or (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):
+        return
+    if is_held(folder):
+        raise StorageError(
+            f"cannot write into {folder}: this run's folder was moved or removed, and another run "
+            f"is there now ({holder})"
+        )
 
 
 def is_held(folder: Path) -> bool:

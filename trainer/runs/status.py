@@ -26,7 +26,8 @@ class RunDirectoryError(ConfigError, RunError):
 def check_run_dir(path: Path) -> None:
     """Validate the path of a run directory before it is read.
 
-    Raises RunDirectoryError for the root of the file system and for a file, StorageError for a path
+    Raises RunDirectoryError for the root of the file system, a file or a link that leads to no
+    folder, StorageError for a path
     that the operating system does not accept.
     """
     try:
@@ -38,11 +39,11 @@ def check_run_dir(path: Path) -> None:
         pass
     except OSError as error:
         raise storage_error(path, error) from error
-    if path.resolve().parent == path.resolve():
+    if os.path.realpath(path) == os.path.realpath(os.sep):
         hint = "choose a directory for this run alone"
         raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))
     for place in (path, path.parent):
-        if place.exists() and not place.is_dir():
+        if os.path.lexists(place) and not place.is_dir():  # a link that leads nowhere is none
             raise RunDirectoryError(Problem("run_dir", f"{place} is no folder", "choose another"))
 
 

@@ -21,6 +21,7 @@ from trainer.files.atomic import (
     write_json,
     write_text,
 )
+from trainer.files.storage import storage_error
 
 
 def names(folder):
@@ -303,3 +304,13 @@ def test_a_source_that_vanished_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match=r"last\.pt"):
         link_or_copy(tmp_path / "gone.pt", target)
     assert target.read_text() == "old"
+
+
+def test_a_file_system_without_inodes_says_so(tmp_path, monkeypatch):
+    facts = os.statvfs(tmp_path)
+    used_up = os.statvfs_result([*facts[:7], 0, *facts[8:]])  # f_favail
+    error = OSError(errno.ENOSPC, "no space")
+    monkeypatch.setattr(os, "statvfs", lambda folder: facts)
+    assert "inodes" not in str(storage_error(tmp_path / "a.txt", error, need=1))
+    monkeypatch.setattr(os, "statvfs", lambda folder: used_up)
+    assert "no inodes left" in str(storage_error(tmp_path / "a.txt", error, need=1))

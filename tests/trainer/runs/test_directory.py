@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, reserve
@@ -378,6 +379,20 @@ def test_the_folder_may_go_while_the_run_lasts(tmp_path):
     run.release()
 
 
+def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path, holding):
+    path = tmp_path / "run"
+    run, store = create(path), CheckpointStore(path / "checkpoints")
+    path.rename(tmp_path / "moved")
+    other = holding(path)
+    before = {file: file.read_bytes() for file in path.rglob("*")}
+    for write in (store.prepare, lambda: run.finish("finished")):
+        with pytest.raises(StorageError, match=f"another run is there now .pid {other.pid} "):
+            write()
+    assert {file: file.read_bytes() for file in path.rglob("*")} == before
+    kill(other)
+    store.prepare()
+
+
 def test_relative_paths_survive_a_change_of_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = create(Path("run"))
@@ -415,3 +430,10 @@ def test_a_file_cannot_be_a_run_directory(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunDirectoryError, match="is no folder"):
             check_run_dir(path)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"], ids=["dangling", "loop"])
+def test_a_link_that_leads_to_no_folder_cannot_be_a_run_directory(tmp_path, target):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    with pytest.raises(RunDirectoryError, match="is no folder"):
+        check_run_dir(tmp_path / "link")
