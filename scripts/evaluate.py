@@ -114,9 +114,9 @@ def _show(run_dir: Path, own: dict[str, Any], metrics: dict[str, float]) -> None
 
     tested = "artefact" if "artefact" in own else "checkpoint"
     result: dict[str, Any] = {tested: own[tested], "split": own["split"], **metrics}
-    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    for name, value in metrics.items():
+    for name, value in metrics.items():  # first: the directory may be another's, read-only
         print(f"{one_line(name):<20} {value:.4f}")
+    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
 
 

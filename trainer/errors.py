@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from typing import Self
+from typing import NoReturn, Self
 
 from conf.errors import ConfigError
 
@@ -85,7 +85,7 @@ class SampleError(RunError):
     exit_code = 3
 
 
-def leave_at_once(code: int) -> None:
+def leave_at_once(code: int) -> NoReturn:
     """End this process and its workers now: what is on disk is whole at every moment."""
     for child in multiprocessing.active_children():
         child.kill()

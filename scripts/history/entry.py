@@ -21,7 +21,6 @@ from trainer.runs.status import (
     holds_run,
     read_json,
     read_status,
-    seconds_until_killed,
 )
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
@@ -92,7 +91,7 @@ def read_run(path: Path) -> RunEntry:
         epoch=last.get("epoch"),
         step=last.get("step"),
         max_epochs=_node(config, "trainer").get("max_epochs"),
-        best=_best(path, status.get("results") or {}, str(checkpoint.get("monitor", AUTO))),
+        best=_best(path, _node(status, "results"), str(checkpoint.get("monitor", AUTO))),
         mode=str(checkpoint.get("mode", AUTO)),
         seconds=_seconds(path, status, state),
         size=sum(_sizes(path).values()),
@@ -109,7 +108,7 @@ def results(path: Path) -> dict[str, Any]:
     """Return a run's results, or what it has logged last if it has not ended well."""
     status, _ = _status(path)
     logged = {k: v for k, v in last_values(path).items() if "/" in k}
-    return status.get("results") or logged
+    return dict(_node(status, "results")) or logged
 
 
 def _paths(folder: Path) -> Iterator[Path]:
@@ -172,9 +171,9 @@ def _seconds(path: Path, status: dict[str, Any], state: str) -> float | None:
     """Return a run's seconds over all its starts; None if its status tells nothing."""
     if not status:
         return None
-    if state != "running":
-        return seconds_until_killed(path, status) if state == "killed" else status.get("seconds")
     try:
+        if state != "running":
+            return float(status["seconds"])
         since = datetime.now(UTC) - datetime.fromisoformat(str(status["updated"]))
         return float(status.get("seconds") or 0.0) + max(0.0, since.total_seconds())
     except (KeyError, ValueError, TypeError):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from conf.errors import ConfigError, Problem
 from scripts.cli.request import Request
 from scripts.launching.notes import FailureReport, LaunchNotes
+from scripts.runs.signals import leave_after_second_interrupt
 from trainer.distributed.machine import check_processes
 from trainer.errors import stopping_signals
 from trainer.files.log_format import indented_lines, visible
@@ -105,12 +106,12 @@ def _passing_signals_on(notes: LaunchNotes) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_all(notes: LaunchNotes) -> None:
+def _end_all(notes: LaunchNotes) -> NoReturn:
     for pid in notes.pids():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     shutil.rmtree(notes.folder, ignore_errors=True)
-    os._exit(130)
+    leave_after_second_interrupt()
 
 
 def _answer(
@@ -118,14 +119,17 @@ def _answer(
 ) -> int:
     """Report the first failure and return its exit code. Raises ConfigError if it was one."""
     first = _first(error, processes, notes)
+    way_out = ""
     if notes.run_dir.exists():
         run_dir = Path(notes.run_dir.read_text())
-        amend_failure(run_dir, first.code, first.text, request.resume_command(run_dir))
+        command = request.resume_command(run_dir)
+        amend_failure(run_dir, first.code, first.text, command)
+        way_out = f"; go on with: {command}" if first.code == _PEER else ""
     if first.problems:
         raise ConfigError(Problem(**fields) for fields in first.problems)
     if first.code == 1:
         print(visible(first.traceback), file=sys.stderr)
-    line, *rest = indented_lines(first.text)
+    line, *rest = indented_lines(first.text + way_out)
     print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
     return first.code
 
@@ -155,5 +159,6 @@ def _killed(error: BaseException | None) -> str | None:
     killed = {r: f for r, f in error.failures.items() if f.exitcode < 0}
     for rank, failure in sorted(killed.items(), key=lambda pair: pair[1].timestamp):
         name = signal.Signals(-failure.exitcode).name
-        return f"process {rank} (pid {failure.pid}) was killed by {name}"
+        why = ", often for lack of memory" if name == "SIGKILL" else ""
+        return f"process {rank} (pid {failure.pid}) was killed by {name}{why}"
     return None

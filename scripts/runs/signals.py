@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
 from trainer.trainer import Trainer
+
+
+def leave_after_second_interrupt() -> NoReturn:
+    """Say so and end this process; what is on disk is whole at every moment."""
+    way_out = "resume=auto goes on from the last checkpoint"
+    line = f"error: ended at once by a second Ctrl-C, nothing more was saved; {way_out}\n"
+    bar = "\n" if os.isatty(2) else ""  # a progress bar may stand in the line
+    with suppress(OSError):  # past Python's stream, whose lock the interrupted code may hold
+        os.write(2, f"{bar}{line}".encode())
+    leave_at_once(EXIT_CODES[signal.SIGINT])
 
 
 @contextmanager
@@ -24,6 +35,8 @@ def stop_signals(trainer: Trainer, heard: int | None = None) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]
         if number == signal.SIGINT and trainer.state.signal:
+            if trainer.is_main:
+                leave_after_second_interrupt()
             leave_at_once(code)
         trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
         trainer.group.on_signal()

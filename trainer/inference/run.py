@@ -57,14 +57,26 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
-    if not (folder / "config.yaml").is_file():
-        raise RunDirectoryError(f"{folder} holds no run: it has no config.yaml")
+    values = _values_in(folder / "config.yaml")
     allow(allow_targets)
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    config = parse(dict(with_present_targets(plain_values(text, str(folder / "config.yaml")))))
+    config = parse(dict(with_present_targets(values)))
     check_targets(config)
     strategy: Any = {"name": "single", "accelerator": device}
     return Run(folder, replace(config, strategy=replace(config.strategy, **strategy)))
+
+
+def _values_in(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RunDirectoryError(f"{path.parent} holds no run: it has no {path.name}")
+    way_out = "a training with resume=auto restores it from a checkpoint"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}; {way_out}") from error
+    values = plain_values(text, str(path))
+    if not isinstance(values, dict):
+        raise RunDirectoryError(f"{path} holds no configuration; {way_out}")
+    return values
 
 
 class Run:

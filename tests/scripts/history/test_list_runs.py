@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]
     (run,) = listed(capsys)
     assert (run["status"], run["name"], run["epoch"], run["best"]) == ("damaged", "net", None, None)
     assert runs([]) == 0
+
+
+def test_a_status_of_other_types_is_listed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status = {"state": "finished", "results": [1], "seconds": "y"}
+    (made("net/a") / "status.json").write_text(json.dumps(status))
+    (run,) = listed(capsys)
+    assert (run["status"], run["best"], run["seconds"]) == ("finished", None, None)
+
+
+def test_the_last_start_of_a_killed_run_counts_once() -> None:
+    path = made("net/killed", None)
+    began = datetime.fromisoformat(json.loads((path / "status.json").read_text())["updated"])
+    for file in path.rglob("*.jsonl"):
+        os.utime(file, (began.timestamp() + 60, began.timestamp() + 60))
+    assert read_run(path).seconds == pytest.approx(60)
 
 
 def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

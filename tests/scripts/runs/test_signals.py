@@ -203,3 +203,24 @@ def test_under_nohup_a_closed_terminal_is_nothing(ignored):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("main", "lines"), [(True, 1), (False, 0)], ids=["main", "other"])
+def test_a_second_interrupt_leaves_with_one_line(main, lines):
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        os.dup2(writer, 2)
+        trainer = listener()
+        trainer.is_main = main
+        with stop_signals(trainer):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        os._exit(9)
+    os.close(writer)
+    with open(reader) as file:
+        text = file.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    assert text.count("\n") == lines
+    assert text.startswith("error: ended at once by a second Ctrl-C" if main else "")
+    assert ("resume=auto" in text) == main
