@@ -35,6 +35,8 @@ class Unfreeze(Callback):
     stay in their optimizer's group, which skips them, weight decay included, without a gradient.
     """
 
+    freezes = True
+
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
@@ -67,8 +69,6 @@ class Unfreeze(Callback):
                 )
         self._frozen = set(self._stages)
         self._set(trainer.model, self._frozen, trains=False)
-        if trainer.group.world_size > 1:
-            _log.info("callbacks.%s needs strategy.find_unused_parameters=true", self.name)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Unfreeze the stages that have begun in a resumed run."""

@@ -44,6 +44,7 @@ class Whitening(Callback):
         self._samples = samples
         self._eps = eps
         self._bias_epochs = bias_epochs
+        self.freezes = bias_epochs is not None
 
     def check(self, model: nn.Module) -> None:
         """Raise CallbackError if the model has no such convolution."""

@@ -91,9 +91,11 @@ def _sizes(given: Mapping[str, Any]) -> Iterator[Problem]:
 class TransformsConfig:
     """Named transforms, applied in the order in which they stand; null drops one."""
 
-    train: Named = option({}, "of training samples; the last ones, where they can, of batches")
-    eval: Named = option({}, "of samples of the other sets, in the same way")
-    device: Named = option({}, "of whole training batches, on the device")
+    train: Named = option(
+        {}, "of training samples; the last ones, where they can, of batches", node=True
+    )
+    eval: Named = option({}, "of samples of the other sets, in the same way", node=True)
+    device: Named = option({}, "of whole training batches, on the device", node=True)
     extra: dict[str, Any] = field(default_factory=dict)
 
 

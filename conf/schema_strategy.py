@@ -34,8 +34,11 @@ class StrategyConfig:
         None, "GPU that gathers; null = the first", at_least=0, strategies=("dp",)
     )
     dim: int = option(0, "dimension along which a batch is split", strategies=("dp",))
-    find_unused_parameters: bool = option(
-        False, "for models that do not use every parameter each time", strategies=("ddp",)
+    find_unused_parameters: bool | None = option(
+        None,
+        "for models that do not use every parameter each time; null = where the task (a GAN) or a "
+        "callback (unfreeze) has it so",
+        strategies=("ddp",),
     )
     static_graph: bool = option(False, "the same parameters each time", strategies=("ddp",))
     gradient_as_bucket_view: bool = option(

@@ -46,10 +46,14 @@ class Constants:
 class Pipeline:
     """Apply named steps in order; null steps are dropped; errors name the step.
 
+    key: where the configuration holds the steps.
     deferred: further steps that the loader applies to whole batches.
     """
 
-    def __init__(self, steps: Mapping[str, Callable[[Any], Any] | None]) -> None:
+    def __init__(
+        self, steps: Mapping[str, Callable[[Any], Any] | None], key: str = "transforms"
+    ) -> None:
+        self.key = key
         self.steps = {name: step for name, step in steps.items() if step is not None}
         self.deferred: dict[str, Any] = {}
 
@@ -71,7 +75,7 @@ class Pipeline:
             except (DataError, MemoryError):
                 raise
             except Exception as error:
-                raise DataError(f"transform {name!r} failed: {reason(error)}") from error
+                raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
         return sample
 
     def __repr__(self) -> str:

@@ -67,6 +67,8 @@ class TrainerBase:
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         self.compiled = self.model if compiled is None else compiled
+        freezing = any(c.freezes for c in (callbacks or {}).values())
+        self.strategy.some_unused = bool(task.turns) or freezing
         self.wrapped = self.strategy.wrap(self.compiled)
         self.train_loader = as_source(
             repeatable(train_loader, "train_loader"), self.options.gradient_accumulation_steps

@@ -48,6 +48,7 @@ class Callback:
     name: str = ""  # the key in the config, and of the state in a checkpoint
     of_run: bool = False  # its state describes files of the run directory, and fits no other run
     changes_weights: bool = False  # after an update: called before those that read them
+    freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
     takes_shards: bool = True  # does its work where each process has a part of every parameter
 
     def check(self, model: nn.Module) -> None:

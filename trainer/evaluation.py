@@ -16,6 +16,7 @@ from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, StepOutput, as_output, unsound
 from trainer.update.batch import BatchSource, as_source
+from trainer.update.labels import Labels
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.parts import Parts
 from trainer.update.sums import Sums
@@ -38,6 +39,7 @@ class Evaluator:
         check_metrics(parts.task.metrics(), parts.strategy)
         self._parts = parts
         self._waiting = waiting
+        self._labels = Labels()
 
     @torch.no_grad()
     def run(
@@ -78,6 +80,7 @@ class Evaluator:
         for names in self._parts.strategy.group.gather(sums.names):
             sums.take_part(names)
         values = sums.means(self._parts.strategy.group.reduce)
+        self._labels.look(stage, sums, self._parts.strategy.group.is_main)
         for name, metric in metrics.items():
             values |= named_values(name, merged(metric, self._parts.strategy).compute())
         return {f"{stage}/{name}": value for name, value in values.items()}

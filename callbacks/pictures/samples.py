@@ -49,15 +49,26 @@ class TrainingSamples(Callback):
         inputs, target = parts[0], parts[1] if len(parts) > 1 else None
         if is_picture(inputs):
             is_label = isinstance(target, Tensor) and target.ndim == 1
-            self._kept = inputs[: self._count].clone(), target if is_label else None
+            labels = target[: self._count] if target is not None and is_label else None
+            self._kept = inputs[: self._count].clone(), labels
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
         if self._kept is None:
             return
         (images, labels), self._kept = self._kept, None
-        captions = [] if labels is None else _labels(trainer, labels[: self._count])
+        captions = [] if labels is None else _labels(trainer, labels)
         trainer.log_image("samples/train", sheet(pixels(images), captions))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the images that wait for a log line, if there are any."""
+        return {} if self._kept is None else {"kept": list(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the images that wait."""
+        if "kept" in state:
+            images, labels = state["kept"]
+            self._kept = images, labels
 
 
 class ValidationSamples(KeptSamples):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conf.check import fill_defaults
-from trainer.targets.signatures import is_default
+from trainer.targets.signatures import is_default, takes
 
 OF_A_START = ("run_dir", "resume", "dry_run", "sweep")  # differ between any two starts of a run
 ABSENT = object()
@@ -30,11 +30,11 @@ def changes(saved: dict[str, Any], raw: dict[str, Any]) -> dict[str, tuple[Any, 
 def _at_default(config: dict[str, Any], key: str) -> bool:
     *parents, name = key.split(".")
     node: Any = config
-    of_target = False
-    for parent in parents:
+    given = False  # whether what is looked at goes to a target
+    for parent, child in zip(parents, [*parents[1:], name], strict=True):
         node = node.get(parent) if isinstance(node, dict) else None
-        of_target |= isinstance(node, dict) and "_target_" in node
-    if of_target or not isinstance(node, dict):
+        given |= isinstance(node, dict) and "_target_" in node and takes(node, child)
+    if given or not isinstance(node, dict):
         return is_default(node, name)
     return _is_empty(node.get(name))
 

@@ -196,7 +196,7 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
 
 def _note(key: str, old: Any, new: Any) -> str:
     """Say what changed harmlessly; of a part that comes or goes its name is enough."""
-    if key == "resume_policy" or (old is ABSENT and new is None):
+    if key == "resume_policy":
         return ""
     if old is ABSENT and isinstance(new, dict):
         return f"added: {key}"
@@ -206,8 +206,6 @@ def _note(key: str, old: Any, new: Any) -> str:
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
-    if old is ABSENT and new is None:
-        return True
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
     return trains_the_same(key)

@@ -6,6 +6,7 @@ import pytest
 
 from same_run import differences
 from scripts.evaluate import evaluate
+from trainer.checkpoints.store import CheckpointStore
 
 QUICK = ["experiment=resnet18", "model=mlp", "trainer.max_steps=3", "loader.num_workers=0"]
 
@@ -24,6 +25,16 @@ def test_an_empty_file_of_a_run_does_not_keep_it_from_going_on(train, job, whole
     assert (killed / name).read_text().strip()
     if name == "config.yaml":
         assert (killed / name).read_text() == (whole / name).read_text()
+
+
+def test_an_index_that_is_set_up_anew_has_the_metrics_of_the_log(whole, killed):
+    (killed / "checkpoints" / "index.json").unlink()
+    store = CheckpointStore(killed / "checkpoints")
+    store.clean()
+    wanted = {e.step: e.metrics for e in CheckpointStore(whole / "checkpoints").entries()}
+    assert len(wanted) == 8
+    assert "val/accuracy" in wanted[40]
+    assert {entry.step: entry.metrics for entry in store.entries()} == wanted
 
 
 def test_the_hint_names_the_split_that_is_there(train, tmp_path, capsys, monkeypatch):

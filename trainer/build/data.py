@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.decode import Decode
 from data.fingerprint import fingerprint
@@ -26,6 +26,7 @@ from data.streams import Stream, as_dataset
 from data.transforms import Pipeline
 from data.updates import Order, Updates, UpdateSampler
 from trainer.build.caches import in_batches, kept, set_cache, stage_of
+from trainer.build.crops import crop_problems
 from trainer.build.folds import in_folds
 from trainer.build.node_kinds import wrong_object
 from trainer.build.nodes import build_named, with_classes
@@ -77,13 +78,15 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     sets = {split: _open(config, split, node) if node else None for split, node in nodes.items()}
     if "train" in splits and sets["train"] is None:
         raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
+    raise_problems(crop_problems(config, sets))
     return Data(sets, _num_classes(config, sets))
 
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:
     """Build the transforms of `train` or `eval` samples."""
     steps = build_transforms(config, stage, config.data.num_classes)
-    return Pipeline({name: quick_form(step) for name, step in steps.items() if step is not None})
+    quick = {name: quick_form(step) for name, step in steps.items() if step is not None}
+    return Pipeline(quick, f"transforms.{stage}")
 
 
 def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoints.archive import digest
 from trainer.checkpoints.index import Entry, Index, layout_of
@@ -11,6 +12,7 @@ from trainer.checkpoints.reader import read_checkpoint
 from trainer.checkpoints.shards import shard_facts
 from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy
+from trainer.runs.metrics import read_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +20,8 @@ _log = logging.getLogger(__name__)
 def repair(folder: Path, step_files: Iterable[tuple[int, Path]]) -> None:
     """Add complete checkpoints that the index lacks, and correct what each name refers to.
 
-    Damaged files are left alone: `CheckpointStore.newest` reports them. Raises StorageError.
+    Their metrics are those that the run's log has of their step. Damaged files are left alone:
+    `CheckpointStore.newest` reports them. Raises StorageError.
     """
     index = Index.read(folder)
     changed = [_enter(index, step, path) for step, path in step_files]
@@ -35,10 +38,24 @@ def _enter(index: Index, step: int, path: Path) -> bool:
     except CheckpointError as error:
         _log.warning("left out of the index: %s", error)
         return False
-    facts = shard_facts(payload)
-    entry = Entry(path.name, step, path.stat().st_size, digest(path), {}, facts, "")
+    facts, metrics = shard_facts(payload), _logged(path.parent.parent, step)
+    entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts, "")
     index.add(entry, layout_of(payload.get("model", {})))
     return True
+
+
+def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
+    """Return what a run logged at a step before it saved: what a save writes into the index."""
+    found: dict[str, float | None] = {}
+    for line in read_metrics(run_dir):
+        if line.get("step") == step:
+            found |= {key: value for key, value in line.items() if _is_saved(key, value)}
+    return found
+
+
+def _is_saved(key: str, value: Any) -> bool:
+    counter = key in ("step", "epoch") or key.startswith(("best/", "test/"))
+    return not counter and isinstance(value, float | int | None)
 
 
 def _restore(index: Index, folder: Path, name: str) -> bool:

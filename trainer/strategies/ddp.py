@@ -44,7 +44,7 @@ class DDP(Replicas):
         comm_hook_options: Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,  # None: where task or callbacks ask for it
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
@@ -69,7 +69,10 @@ class DDP(Replicas):
         if not self._trained:  # an evaluation, or a model without parameters
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=ids, **self._options)
+        options = dict(self._options)
+        if options["find_unused_parameters"] is None:
+            options["find_unused_parameters"] = self.some_unused and not options["static_graph"]
+        wrapped = DistributedDataParallel(model, device_ids=ids, **options)
         if self._comm_hook == "powersgd":
             self._powersgd = PowerSGD(wrapped, self._comm_hook_options)
         elif self._comm_hook is not None:

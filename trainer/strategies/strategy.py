@@ -57,6 +57,7 @@ class Strategy:
     devices = 1
     evaluates_wrapped = True  # whether evaluation calls the wrapped module, too
     updates_on_host = False  # whether parameters are in host memory while a GPU computes
+    some_unused = False  # whether an update may leave parameters without a gradient
     evaluates_in_step = False  # whether a process must call the model whenever the others do
 
     def __init__(

@@ -48,6 +48,16 @@ def is_default(node: Any, name: str) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
+def takes(node: Any, name: str) -> bool:
+    """Return whether a node's target is given a value under this name; if in doubt, it is."""
+    try:
+        parameters = _parameters(locate(str(node.get("_target_"))))
+    except TargetError:
+        return True
+    known = parameters is None or name in parameters or name in SPECIAL
+    return known or any(p.kind is Parameter.VAR_KEYWORD for p in (parameters or {}).values())
+
+
 def _node_problems(
     node: dict[str, Any], key: str, provided: Sequence[str], positional: int
 ) -> Iterator[Problem]:

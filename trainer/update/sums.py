@@ -26,6 +26,7 @@ class Sums:
         self._on_host = device.type == "cpu"
         self._sums: dict[str, Tensor | float] = {}
         self._counts: dict[str, Tensor | float] = {}
+        self.without_labels = False  # whether no label counted in what `means` returned last
 
     def __bool__(self) -> bool:
         return bool(self._counts)
@@ -99,7 +100,9 @@ class Sums:
         names = sorted(self._sums)
         values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
         table = reduce(self._stacked(values)).tolist()
-        pairs = zip(names, table[: len(names)], table[len(names) :], strict=True)
+        counts = dict(zip(names, table[len(names) :], strict=True))
+        self.without_labels = _counts_no_label(counts)
+        pairs = zip(names, table[: len(names)], counts.values(), strict=True)
         return add_up_terms(
             {name: total / count if count else total for name, total, count in pairs}
         )
@@ -126,6 +129,12 @@ class Sums:
         taken = {k: v.to(self._device) for k, v in state["sums"].items()}
         self._sums = {k: v.item() if self._on_host else v for k, v in taken.items()}
         self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+
+
+def _counts_no_label(counts: Mapping[str, float]) -> bool:
+    """Return whether every loss is a mean over nothing: `loss`, `loss:<term>`, `loss_<turn>`..."""
+    losses = [count for name, count in counts.items() if name.startswith("loss")]
+    return bool(losses) and not any(losses)
 
 
 def mean_of(term: Tensor, count: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from trainer.task import StepOutput, as_output, unsound
 from trainer.update.copies import Backup
 from trainer.update.gradients import add_noise, clip, largest, total_norm, without_effect
 from trainer.update.guard import Guard, guard_of
+from trainer.update.labels import Labels, refuse_without
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.nonfinite import explain
 from trainer.update.parts import Parts
@@ -35,6 +36,7 @@ class Updater:
         self.keeps_updates = False  # for callbacks that ask for an update's batch and outputs
         self._last_batches: Sequence[MicroBatch] = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
+        self._labels = Labels()
         self._parts = parts
         self._turns = turns_of(parts.optimizers, parts.task)
         others = list(parts.task.own_modules().values())
@@ -227,6 +229,7 @@ class Updater:
         parts = self._parts
         means = self.sums.means(parts.strategy.group.reduce)
         self.sums.reset()
+        self._labels.look("train", self.sums, parts.strategy.group.is_main)
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad and parts.options.on_nonfinite == "stop":
             raise DivergedError(
@@ -240,6 +243,7 @@ class Updater:
         means = self.epoch_sums.means(self._parts.strategy.group.reduce)
         if ended:
             self.epoch_sums.reset()
+            refuse_without(self.epoch_sums, self._parts.state.epoch - 1)
         return {f"train/epoch_{name}": value for name, value in means.items()}
 
     def counts(self) -> dict[str, float]:

@@ -101,21 +101,30 @@ def test_names_and_numbers_are_written_at_their_places() -> None:
     assert blank.shape[1] < written.shape[1]
 
 
-def test_a_resumed_run_shows_what_it_would_have_shown(stop_at: Any, carry_over: Any) -> None:
+@pytest.mark.parametrize(
+    ("tag", "kind", "stop", "steps"),
+    [
+        pytest.param("samples/val", ValidationSamples, 9, [3, 12, 18], id="validation"),
+        pytest.param("samples/train", TrainingSamples, 10, [3, 12], id="waiting-for-a-log-line"),
+    ],
+)
+def test_a_resumed_run_shows_what_it_would_have_shown(
+    stop_at: Any, carry_over: Any, tag: str, kind: type[Callback], stop: int, steps: list[int]
+) -> None:
     def run(*extra: Any) -> tuple[Gallery, Trainer]:
         gallery = Gallery()
-        callbacks = {"gallery": gallery, "val": ValidationSamples(), **dict(extra)}
-        return gallery, trainer_of(callbacks, max_epochs=6)
+        callbacks = {"gallery": gallery, "kind": kind(), **dict(extra)}
+        return gallery, trainer_of(callbacks, max_epochs=6, log_every_n_steps=3)
 
-    (whole, all_of_it), (first, begun), (second, rest) = run(), run(("stop", stop_at(9))), run()
+    (whole, all_of_it), (first, begun), (second, rest) = run(), run(("stop", stop_at(stop))), run()
     for trainer in (all_of_it, begun):
         torch.manual_seed(5)  # of the dropout masks
         trainer.fit()
     carry_over(begun, rest)
     rest.fit()
-    assert whole.steps("samples/val") == [3, 12, 18]
-    shown = first.shown["samples/val"] + second.shown["samples/val"]
-    for (step, picture), (other, same) in zip(whole.shown["samples/val"], shown, strict=True):
+    assert whole.steps(tag) == steps
+    shown = first.shown[tag] + second.shown[tag]
+    for (step, picture), (other, same) in zip(whole.shown[tag], shown, strict=True):
         assert step == other
         assert np.array_equal(picture, same)
 

@@ -9,6 +9,7 @@ from scripts.runs.changes import ABSENT, changes
 
 RUN: dict[str, Any] = {
     "model": {"_target_": "models.mlp.MLP", "in_features": 4, "num_classes": 2},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "data": {},
     "callbacks": {},
     "transforms": {"train": {"affine": {"_target_": "torchvision.transforms.v2.RandomAffine"}}},
@@ -23,6 +24,9 @@ RUN: dict[str, Any] = {
         pytest.param({"data": {"views": {}}}, id="node"),
         pytest.param({"data": {"views": {"crops": [], "flip": {"each": None}}}}, id="nested-node"),
         pytest.param({"callbacks": {"pictures": None}}, id="null-callback"),
+        pytest.param({"optimizer": {"param_groups": {"biases": None}}}, id="null-rule"),
+        pytest.param({"optimizer": {"lr_scheduler": None}}, id="null-of-ours"),
+        pytest.param({"optimizer": {"foreach": None}}, id="null-is-the-default"),
     ],
 )
 def test_what_is_new_and_empty_or_at_its_default_is_no_change(more: dict[str, Any]) -> None:
@@ -36,6 +40,8 @@ def test_what_is_new_and_empty_or_at_its_default_is_no_change(more: dict[str, An
     [
         pytest.param({"model": {"activation": "gelu"}}, "model.activation", id="argument"),
         pytest.param({"model": {"hidden": []}}, "model.hidden", id="empty-argument"),
+        pytest.param({"model": {"activation": None}}, "model.activation", id="null-argument"),
+        pytest.param({"optimizer": {"momentum": None}}, "optimizer.momentum", id="null-number"),
         pytest.param({"data": {"views": {"crops": [1]}}}, "data.views", id="node"),
         pytest.param({"data": {"views": {"each": False}}}, "data.views", id="false"),
         pytest.param({"callbacks": {"mine": {"_target_": "m.C"}}}, "callbacks.mine", id="callback"),

@@ -1,6 +1,7 @@
 """A check builds every part on stand-ins: mistakes are found without data, and all at once."""
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,3 +168,12 @@ def test_what_lbfgs_would_ignore_is_a_mistake(override: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_targets(parse(compose([*line, override]).config))
     assert f"{key}: has no effect on the gradients that LBFGS" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "part", ["transforms.train.crop", "transforms.device.mix", "callbacks.ema"]
+)
+def test_a_part_without_a_target_is_named(part: str) -> None:
+    composed = compose(["experiment=resnet18", f"{part}.size=40"])
+    with pytest.raises(ConfigError, match=rf"{re.escape(part)}\._target_: missing"):
+        parse(composed.config)

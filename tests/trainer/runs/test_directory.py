@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -335,7 +335,9 @@ def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["seconds"] == 2.5
     run.release()  # as if it were killed, 40 seconds after it began
-    began = datetime.fromisoformat(status["updated"]).timestamp()
+    began = datetime.fromisoformat(status["updated"]).timestamp() - 100
+    status["updated"] = datetime.fromtimestamp(began, UTC).isoformat()
+    (tmp_path / "status.json").write_text(json.dumps(status))
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (began + 40, began + 40))
     assert read_status(tmp_path)["seconds"] == pytest.approx(42.5)

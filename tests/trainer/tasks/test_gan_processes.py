@@ -55,7 +55,7 @@ def test_processes_change_nothing(ranks, steps: int, r1: float) -> None:
     alone = trained(1, Strategy("cpu"), r1)
 
     def train(rank: int) -> dict[str, Tensor]:
-        strategy = DDP(Processes("gloo", 60, "cpu"), find_unused_parameters=True)
+        strategy = DDP(Processes("gloo", 60, "cpu"))
         strategy.setup()
         result = trained(steps, strategy, r1)
         strategy.group.leave()

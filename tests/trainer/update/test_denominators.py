@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
+from trainer.errors import SampleError
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.replicas import Processes
@@ -135,14 +136,47 @@ def test_an_evaluation_counts_the_others_once(loss, ignored: int, batch: int) ->
     assert metrics["test/accuracy_top2"] == pytest.approx(best, abs=1e-12)
 
 
-def test_an_update_without_any_label_that_counts_moves_nothing() -> None:
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage().partition(",")[0] for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_labels_that_never_count_are_told_at_once_and_end_the_run(caplog) -> None:
     data = Points(-100)
     data.y[:] = -100
     trainer = trainer_of(nn.CrossEntropyLoss(), data, 2)
-    trainer.fit()
+    with pytest.raises(SampleError, match="no label of epoch 0 counts"):
+        trainer.fit()
     for got, wanted in zip(trainer.model.parameters(), network().parameters(), strict=True):
         assert torch.equal(got, wanted)
-    assert trainer.metrics["train/loss"] == 0
+    assert warnings_of(caplog) == ["no label counts in train/loss"]
+    for _ in range(2):
+        assert trainer.evaluate(loader(data), "test")["test/loss"] == 0
+    assert warnings_of(caplog)[1:] == ["no label counts in test/loss"]
+
+
+def test_an_epoch_with_a_label_that_counts_goes_on(caplog) -> None:
+    data = Points(-100)
+    data.y[:BATCH] = -100
+    trainer = trainer_of(nn.CrossEntropyLoss(), data)
+    trainer.fit()
+    assert trainer.state.epoch == 2
+    assert warnings_of(caplog) == ["no label counts in train/loss"]
+
+
+def test_labels_of_one_process_suffice(ranks, caplog) -> None:
+    data = Points(-100)
+    data.y[BATCH // 2 : BATCH] = data.y[BATCH + BATCH // 2 :] = -100  # all of the second process
+
+    def train(rank: int):
+        strategy = DDP(Processes("gloo", 60, "cpu"))
+        strategy.setup()
+        data.y[1::BATCH] = 0
+        trainer = trainer_of(nn.CrossEntropyLoss(), data, 1, strategy)
+        trainer.fit()
+        strategy.group.leave()
+        return trainer.state.epoch, warnings_of(caplog)
+
+    assert ranks(2, train) == [(2, []), (2, [])]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
