@@ -32,6 +32,8 @@ from trainer.strategies.strategy import count_devices
 
 _PEER = 6  # exit code: a process of the run was lost
 _STOPPED = (130, 143)
+# Seconds after a failure in which torch's launcher kills nothing: after 30 it kills what hangs.
+_PATIENCE = 20
 
 
 def launch(request: Request) -> int:
@@ -153,10 +155,15 @@ def _first(error: BaseException | None, processes: int, notes: LaunchNotes) -> F
 
 
 def _killed(error: BaseException | None) -> str | None:
-    """Return which process was killed by a signal; None if none was."""
+    """Return which process was killed by a signal from outside; None if none was."""
     if not isinstance(error, ChildFailedError):
         return None
-    killed = {r: f for r, f in error.failures.items() if f.exitcode < 0}
+    first = min(failure.timestamp for failure in error.failures.values())
+    killed = {
+        rank: failure
+        for rank, failure in error.failures.items()
+        if failure.exitcode < 0 and failure.timestamp < first + _PATIENCE
+    }
     for rank, failure in sorted(killed.items(), key=lambda pair: pair[1].timestamp):
         name = signal.Signals(-failure.exitcode).name
         why = ", often for lack of memory" if name == "SIGKILL" else ""

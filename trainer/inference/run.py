@@ -31,6 +31,7 @@ from trainer.build.data import build_data, build_pipeline
 from trainer.build.experiment import build_evaluator, build_split
 from trainer.build.statistics import takes_statistics, with_statistics
 from trainer.build.strategy import build_strategy
+from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.schema import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
@@ -239,7 +240,11 @@ def load_trainer(
     Raises CheckpointError, and what building a model raises.
     """
     path = find_checkpoint(run_dir, checkpoint)
-    payload = CheckpointStore(path.parent).load(path)
+    try:
+        payload = CheckpointStore(path.parent).load(path)
+    except DamagedCheckpointError as error:
+        way_out = f"checkpoint=NAME takes another of {_names(path.parent)}"
+        raise DamagedCheckpointError(f"{error}; {way_out}") from error
     check_payload(payload, path)
     with no_initial_weights():  # the checkpoint brings its own
         trainer = build_evaluator(config, num_classes, strategy)
@@ -261,11 +266,15 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
     known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
     path = known if known is not None and known.is_file() else Path(name)
     if not path.is_file():
-        there = ", ".join(sorted(p.stem for p in folder.glob("*.pt"))[:20]) or "none"
         raise CheckpointError(
-            f"checkpoint={name}: {folder} holds no such checkpoint; there are {there}"
+            f"checkpoint={name}: {folder} holds no such checkpoint; there are {_names(folder)}"
         )
     return path
+
+
+def _names(folder: Path) -> str:
+    """Return what `checkpoint=` can be in a folder."""
+    return ", ".join(sorted(path.stem for path in folder.glob("*.pt"))[:20]) or "none"
 
 
 def best_or_last(folder: Path) -> Path | None:

@@ -17,6 +17,7 @@ from trainer.files.storage import storage_error
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown
+_held: set[Path] = set()  # lock files that this process has signed
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +65,7 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
         if self._descriptor is not None:
+            _held.discard(self.path)
             if forget(self._descriptor):
                 os.close(self._descriptor)
             self._descriptor = None
@@ -79,6 +81,7 @@ class RunLock:
         self._descriptor = descriptor
         keep_from_children(descriptor)  # a worker of a killed run would hold the lock
         self._sign()
+        _held.add(self.path)
         return True
 
     def _sign(self) -> None:
@@ -102,7 +105,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise StorageError if a living process other than this one holds the run in `folder`.
+    """Raise StorageError if another process holds, or has taken from this one, the run in `folder`.
 
     A folder that is moved or removed takes the lock of its run along: another run can begin
     under the same name, and the first must not write there.
@@ -110,7 +113,7 @@ def refuse_taken(folder: Path) -> None:
     holder = read_holder(folder)
     if holder is None or (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):
         return
-    if is_held(folder):
+    if folder / LOCK_FILE in _held or is_held(folder):
         raise StorageError(
             f"cannot write into {folder}: this run's folder was moved or removed, and another run "
             f"is there now ({holder})"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def read_status(path: Path) -> dict[str, Any]:
 def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
     """Return a run's `seconds`, those of its last process included, which wrote `status` and died.
 
-    They count up to the last of the files that a run writes as it goes.
+    They count up to the last of the files that a run writes as it goes, and not beyond now: a clock
+    that was set back leaves files of the future.
     """
     seconds = float(status.get("seconds") or 0.0)
     try:
@@ -73,7 +75,7 @@ def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
     index = (f"{CHECKPOINTS}/{name}" for name in ("index.json", "index.jsonl"))
     files = (path / name for name in (LOG, METRICS, *index))
     last = max((file.stat().st_mtime for file in files if file.exists()), default=began)
-    return seconds + max(0.0, last - began)
+    return seconds + max(0.0, min(last, time.time()) - began)
 
 
 def amend_failure(path: Path, code: int, reason: str, resume: str) -> None:

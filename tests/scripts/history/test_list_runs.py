@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +147,18 @@ def test_a_status_of_other_types_is_listed_all_the_same(capsys: pytest.CaptureFi
     assert (run["status"], run["best"], run["seconds"]) == ("finished", None, None)
 
 
-def test_the_last_start_of_a_killed_run_counts_once() -> None:
-    path = made("net/killed", None)
-    began = datetime.fromisoformat(json.loads((path / "status.json").read_text())["updated"])
+@pytest.mark.parametrize(
+    ("later", "seconds"),
+    [pytest.param(-60, 60, id="once"), pytest.param(60, 0, id="not-beyond-now")],
+)
+def test_the_last_start_of_a_killed_run_counts(later: float, seconds: float) -> None:
+    path, now = made("net/killed", None), datetime.now(UTC)
+    status = json.loads((path / "status.json").read_text())
+    began = now + timedelta(seconds=min(0, 2 * later))
+    (path / "status.json").write_text(json.dumps({**status, "updated": began.isoformat()}))
     for file in path.rglob("*.jsonl"):
-        os.utime(file, (began.timestamp() + 60, began.timestamp() + 60))
-    assert read_run(path).seconds == pytest.approx(60)
+        os.utime(file, (now.timestamp() + later, now.timestamp() + later))
+    assert read_run(path).seconds == pytest.approx(seconds, abs=20)
 
 
 def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

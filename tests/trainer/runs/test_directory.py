@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import socket
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -187,7 +187,9 @@ def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["seconds"] == 2.5
     run.release()  # as if it were killed, 40 seconds after it began
-    began = datetime.fromisoformat(status["updated"]).timestamp()
+    began = datetime.fromisoformat(status["updated"]).timestamp() - 100
+    status["updated"] = datetime.fromtimestamp(began, UTC).isoformat()
+    (tmp_path / "status.json").write_text(json.dumps(status))
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (began + 40, began + 40))
     assert read_status(tmp_path)["seconds"] == pytest.approx(42.5)
@@ -241,7 +243,10 @@ def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path,
         with pytest.raises(StorageError, match=f"another run is there now .pid {other.pid} "):
             write()
     assert {file: file.read_bytes() for file in path.rglob("*")} == before
-    kill(other)
+    kill(other)  # what it has written stays its own
+    with pytest.raises(StorageError, match="another run is there now"):
+        store.prepare()
+    run.release()
     store.prepare()
 
 
