@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms, where
-# a kernel counts them in less.
+# Integers that the host looks at before they leave it: so many take it 15 us, 16 million 6 ms. A
+# kernel counts them in less.
 _FEW = 2**16
 
 
