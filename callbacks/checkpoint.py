@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from callbacks.support.best_weights import BestWeights
+from callbacks.saving.best_weights import BestWeights
+from callbacks.saving.due import Due
+from callbacks.saving.ranking import Logged, Saved, from_state, ranking_with
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from conf.errors import problems_at
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-
-
-class Saved(NamedTuple):
-    """A checkpoint and its value of the monitored metric."""
-
-    step: int
-    value: float
 
 
 class _UnderWay(NamedTuple):
@@ -70,21 +64,16 @@ class Checkpoint(Saver):
         save_weights: bool = False,
         background: bool = True,
     ) -> None:
-        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
-            if value is not None and value < 1:
-                raise CallbackError(f"{key}={value}: choose at least 1, or null for never")
         if save_top_k < -1:
             raise CallbackError(f"save_top_k={save_top_k}: choose -1 (all) or more")
-        self._every_n_epochs = every_n_epochs
-        self._every_n_steps = every_n_steps
+        self._due = Due(every_n_epochs, every_n_steps)
         self._save_top_k = save_top_k
         self._monitor = Monitor(monitor, mode)
         self._save_last = save_last
         self._best_weights = BestWeights() if save_weights else None
         self.background = background
         self._store: CheckpointStore | None = None
-        self._values: dict[str, float] = {}  # logged at the update `_values_at`
-        self._values_at = -1
+        self._logged = Logged()
         self._ranking: list[Saved] = []  # the best first
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
@@ -121,10 +110,8 @@ class Checkpoint(Saver):
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._monitor = Monitor(None)
         if trainer.run_dir is not None:
-            self._store = CheckpointStore(
-                trainer.run_dir / "checkpoints",
-                facts={"device": describe_device(trainer.strategy.device)},
-            )
+            facts = {"device": describe_device(trainer.strategy.device)}
+            self._store = CheckpointStore(trainer.run_dir / "checkpoints", facts=facts)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Protect the checkpoint that this run goes on from."""
@@ -155,9 +142,7 @@ class Checkpoint(Saver):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Remember the values that belong to this update."""
-        if self._values_at != trainer.state.updates:
-            self._values_at, self._values = trainer.state.updates, {}
-        self._values |= {k: v for k, v in scalars.items() if not k.startswith("best/")}
+        self._logged.add(trainer.state.updates, scalars)
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Take note of a save that has ended meanwhile; save if it is time to."""
@@ -165,7 +150,7 @@ class Checkpoint(Saver):
         logged = state.logged_at == state.global_step
         if logged or trainer.group.world_size == 1:  # several processes agree where they meet
             self._settle(trainer, wait=False)
-        due = self._due(trainer)
+        due = self._due.at(state)
         if not due and not (logged and self._must_try_again(trainer)):
             return
         try:
@@ -214,7 +199,9 @@ class Checkpoint(Saver):
                 return
             self._under_way = _UnderWay(trainer.state.global_step, self._ranking, self._saved)
             if ranked:
-                self._ranking = self._with_this(trainer)
+                values, step = self._logged.after(trainer.state.updates), counters["global_step"]
+                among = self._ranking, step, values, self._monitor, self._save_top_k
+                self._ranking = ranking_with(*among)
                 self._log_best(trainer)
             self._saved = counters
             try:
@@ -263,27 +250,6 @@ class Checkpoint(Saver):
         if trainer.is_main and self._failures & (self._failures - 1) == 0:
             _log.warning("no checkpoint at step %d: %s", step, error)
 
-    def _due(self, trainer: Trainer) -> bool:
-        state = trainer.state
-        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
-        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
-        applied = state.global_step and not state.skipped_in_a_row
-        return bool((by_step and applied) or (by_epoch and not state.position))
-
-    def _with_this(self, trainer: Trainer) -> list[Saved]:
-        """Return the ranking with this state in it."""
-        step = trainer.state.global_step
-        known = {saved.step: saved.value for saved in self._ranking}
-        value = self._fresh(trainer).get(self.monitor, math.nan) if self.monitor else float(step)
-        if not math.isnan(value):
-            known[step] = value
-        ranked = [Saved(*entry) for entry in self._monitor.best_first(known)]
-        return ranked[: max(self._save_top_k, 1)] if self._save_top_k else []
-
-    def _fresh(self, trainer: Trainer) -> dict[str, float]:
-        """Return the values that belong to the state as it is."""
-        return self._values if self._values_at == trainer.state.updates else {}
-
     def _work(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
         """Return what the main process is to write, once each has written its shards.
 
@@ -293,7 +259,7 @@ class Checkpoint(Saver):
         strategy.group.on_main(store.prepare)
         copy = self._staging.copy if self.background else snapshot.on_host
         payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
-        names, metrics = self._names(step), dict(self._fresh(trainer))
+        names, metrics = self._names(step), self._logged.after(trainer.state.updates)
         tidy = self._tidying(trainer, store)
 
         def write() -> None:
@@ -331,4 +297,4 @@ class Checkpoint(Saver):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the ranking."""
-        self._ranking = [Saved(int(step), float(value)) for step, value in state["ranking"]]
+        self._ranking = from_state(state["ranking"])

@@ -47,6 +47,7 @@ ORDER = (
     ("trainer.inference",),
     ("trainer.export",),
     ("callbacks.support",),
+    ("callbacks.saving",),
     ("callbacks",),
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),

@@ -67,8 +67,7 @@ class TrainerBase:
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)
         self.compiled = self.model if compiled is None else compiled
-        freezing = any(c.freezes for c in (callbacks or {}).values())
-        self.strategy.some_unused = bool(task.turns) or freezing
+        self.strategy.some_unused = _leaves_some_out(task, callbacks or {})
         self.wrapped = self.strategy.wrap(self.compiled)
         self.train_loader = as_source(
             repeatable(train_loader, "train_loader"), self.options.gradient_accumulation_steps
@@ -204,3 +203,8 @@ class TrainerBase:
             except Exception as error:  # what was trained stays trained
                 name = type(listener.__self__).__name__
                 _log.warning("%s.on_run_end failed: %s", name, error, exc_info=True)
+
+
+def _leaves_some_out(task: Task, callbacks: Mapping[str, Callback]) -> bool:
+    """Return whether updates may leave parameters without a gradient."""
+    return bool(task.turns) or any(callback.freezes for callback in callbacks.values())

@@ -108,6 +108,7 @@ class Evaluator:
     def _add_output(self, output: StepOutput, count: int, sums: Sums) -> None:
         try:
             sums.add_output(output, count)
+            sums.pack()
         except MISFITS as error:
             task = self._parts.task
             raise unsound(output, task, "evaluation_step") or error from None

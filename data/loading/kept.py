@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import map_leaves, map_tensors
+from data.batch import least_of, map_leaves, map_tensors, note_least, to_device
 from data.loading.device_transforms import sent
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,20 @@ class Kept:
                 self.most_bytes,
             )
         else:
-            self._samples = map_tensors(lambda t: t.to(self.device), samples)
+            self._samples = to_device(samples, self.device, non_blocking=False)
             logger.info("data.cache=device: %d bytes on %s", size, self.device)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as a batch on the device, without waiting for it."""
         rows = sent(torch.from_numpy(np.array(indices)), self.device)
-        return map_tensors(lambda tensor: tensor.index_select(0, rows), self._samples)
+        return map_tensors(lambda tensor: _gathered(tensor, rows), self._samples)
+
+
+def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
+    found = tensor.index_select(0, rows)
+    if (least := least_of(tensor)) is not None and found.device.type != "cpu":
+        note_least(found, least)  # it is not more than this
+    return found
 
 
 def bytes_of(samples: Any) -> int:

@@ -54,14 +54,14 @@ def test_updates_and_their_data_do_not_wait(optimizer: str, cache: str) -> None:
     assert trainer.state.global_step == 20
 
 
-def test_an_update_launches_few_more_kernels_than_by_hand() -> None:
-    """The guard against non-finite updates takes seven, and copies BatchNorm's statistics."""
+def test_an_update_launches_no_more_kernels_than_by_hand() -> None:
+    """What guards against non-finite updates is saved in clipping and sums: see test_kernels.py."""
     rig = Rig(CUDA, None, 6, small=True, mode=None)
     counts = {}
     for who, run in contenders(rig, "resnet18_cifar10", 32, 10).items():
         run(2)
         counts[who] = kernels(rig, run)
-    assert counts[OURS] <= counts[BY_HAND] + 12
+    assert counts[OURS] <= counts[BY_HAND]
 
 
 @pytest.mark.parametrize("precision", [name for name in NAMES if name != "fp16"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Losses, how_many
 from trainer.tasks.supervised import Scores, Supervised
 
 
@@ -57,13 +58,7 @@ class Classification(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""
-        labels = target
-        count: Tensor | int = target.shape[0]
-        counting = self.losses.counting(target)
-        if target.is_floating_point():
-            labels = target.argmax(1)
-        elif counting is not None:  # never equal to a predicted class
-            labels, count = target.where(counting, -1), counting.sum()
+        labels, count = self.losses.counting(target)
         return {_accuracy(k): (_hits(output, labels, k), count) for k in self._top_k}
 
 
@@ -73,6 +68,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return logits.argmax(1).eq(labels).count_nonzero()
+        return how_many(torch.eq, logits.argmax(1), labels)
     best = logits.detach().topk(k, dim=1).indices
     return (best == labels[:, None]).any(1).count_nonzero()

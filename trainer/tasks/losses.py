@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from data.batch import least_of
 from trainer.errors import ModelError
 from trainer.task import SUM
 from trainer.tasks.penalties import GradientPenalty
 
+MOST = 2**20  # values that `how_many` counts in float32, which holds all integers up to 2**24
+_REMEMBERED = 256  # batches whose denominators are known; an update has as many micro-batches
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
@@ -28,6 +32,11 @@ class Term(nn.Module):
         super().__init__()
         self.loss = loss
         self.weight = weight
+
+
+# Labels, how often they were changed in place, and their denominators.
+_Known = tuple[Callable[[], Tensor | None], int | None, Mapping[str, Tensor | int]]
+_NOTHING: _Known = (lambda: None, None, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Losses:
     # What each update asks of the terms: what a penalty is taken with respect to, and sums.
     wrt: Mapping[str, str | None] = field(default_factory=dict)
     summed: Sequence[str] = ()
-    _last: dict[str, Any] = field(default_factory=dict)  # the last labels, and their denominators
+    _known: dict[int, _Known] = field(default_factory=dict)  # by the `id` of labels
 
     @classmethod
     def of(cls, loss: nn.Module | Mapping[str, nn.Module | None]) -> Losses:
@@ -72,14 +81,38 @@ class Losses:
         named = [f"loss_{name}" for name, wrt in self.wrt.items() if name and not wrt]
         return ["loss", *named]
 
-    def counting(self, target: Tensor) -> Tensor | None:
-        """Return a mask of the labels that are not ignored; None where none can be ignored."""
-        if self.ignored is None or target.is_floating_point():
-            return None
-        for count in self.counts(target).values():
-            if isinstance(count, int):
-                return None
-        return target != self.ignored
+    @property
+    def masks(self) -> bool:
+        """Whether the gradient of a batch without a label that counts is 0, though its loss is NaN.
+
+        torch's cross entropies write no gradient for an ignored label. With class weights they
+        divide by the sum of weights, which may be 0 for labels that are not ignored.
+        """
+        (term, *more) = self.terms.values()
+        plain = type(term.loss) in _CROSS_ENTROPIES and getattr(term.loss, "weight", 0) is None
+        return plain and not more
+
+    def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return class labels, of which those that are ignored equal none, and how many count."""
+        if target.is_floating_point():
+            return target.argmax(1), target.shape[0]
+        if self.ignored is None:
+            return target, target.shape[0]
+        count: Tensor | None = None
+        for name, known in self.counts(target).items():
+            if isinstance(known, int):
+                return target, target.shape[0]
+            if self._counts_labels(self.terms[name].loss):
+                count = known
+        if count is None:
+            count = how_many(torch.ne, target, self.ignored)
+        labels = target if self.ignored < 0 else target.where(target != self.ignored, -1)
+        return labels, count
+
+    def _counts_labels(self, loss: nn.Module) -> bool:
+        """Return whether the denominator of a loss is the number of labels other than `ignored`."""
+        assert isinstance(loss, _CROSS_ENTROPIES)
+        return loss.weight is None and loss.ignore_index == self.ignored
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -90,11 +123,15 @@ class Losses:
         """Return the denominators for a batch of labels; a repeated call returns the same ones."""
         if not self.counted:
             return {}
-        if self._last.get("target") is not target:
-            found = {name: _count(self.terms[name].loss, target) for name in self.counted}
-            self._last.update(target=target, counts=found)
-        known: Mapping[str, Tensor | int] = self._last["counts"]
-        return known
+        version = None if target.is_inference() else target._version  # changed in place since?
+        labels, then, known = self._known.get(id(target), _NOTHING)
+        if labels() is target and then == version:
+            return known
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        found = {name: _count(self.terms[name].loss, target) for name in self.counted}
+        self._known[id(target)] = ref(target), version, found
+        return found
 
     def watched(self, inputs: Any) -> Any:
         """Return inputs that require a gradient, if a gradient penalty on inputs needs it."""
@@ -141,6 +178,18 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.movedim(1, -1).flatten(0, -2), target.flatten()
 
 
+def how_many(compare: Callable[..., Tensor], values: Tensor, others: Tensor | int) -> Tensor:
+    """Return for how many `values` a comparison such as `torch.eq` holds; `others` as many or one.
+
+    To add up booleans a GPU converts them first, by a kernel of its own. Written as float32 they
+    are added up as they are.
+    """
+    if not values.is_cuda or values.numel() > MOST:
+        return compare(values, others).count_nonzero()
+    found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    return compare(values, others, out=found).sum()
+
+
 def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
     if not isinstance(loss, _CROSS_ENTROPIES) or output.ndim < 3 or target.is_floating_point():
         value: Tensor = loss(output, target)
@@ -171,20 +220,19 @@ def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
     assert isinstance(loss, _CROSS_ENTROPIES)
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
         return target.numel() // (target.shape[1] if target.ndim > 1 else 1)
-    if (
-        loss.weight is None
-        and target.device.type == "cpu"
-        and _all_count(target, loss.ignore_index)
-    ):
-        return target.numel()
-    valid = target != loss.ignore_index
     if loss.weight is None:
-        return valid.sum()
+        if _all_count(target, loss.ignore_index):
+            return target.numel()
+        return how_many(torch.ne, target, loss.ignore_index)
+    valid = target != loss.ignore_index
     weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
     return (weights * valid).sum()
 
 
 def _all_count(target: Tensor, ignored: int) -> bool:
+    if target.device.type != "cpu":
+        least = least_of(target)
+        return least is not None and ignored < 0 <= least
     # One reduction suffices for the usual negative index, which is below all labels.
     if ignored < 0 and target.numel() and target.min().item() >= 0:
         return True

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric, StepOutput, Task
+from trainer.tasks.losses import how_many
 from trainer.tasks.supervised import Supervised
 from trainer.user_code import called, spelled
 
@@ -41,7 +43,9 @@ class OwnLoss(Task):
     def counts(self, batch: Any) -> Mapping[str, Tensor | int]:
         """Return the number of labels that the model's mean is over."""
         labels = batch[1]
-        return {"": len(labels) if labels.is_floating_point() else (labels != IGNORED).sum()}
+        if labels.is_floating_point():
+            return {"": len(labels)}
+        return {"": how_many(torch.ne, labels, IGNORED)}
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Let the model compute its loss; compute the scores."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Losses, how_many
 from trainer.tasks.metrics import MeanIoU
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -55,5 +56,6 @@ class Segmentation(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
-        right = output.detach().argmax(1) == target  # `ignore_index` is never predicted
-        return {"pixel_accuracy": (right.sum(), (target != self._ignore_index).sum())}
+        # `ignore_index` is never predicted.
+        right = how_many(torch.eq, output.detach().argmax(1), target)
+        return {"pixel_accuracy": (right, how_many(torch.ne, target, self._ignore_index))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import is_, is_not
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
+_OF_WORDS = (torch.float32, torch.float64, torch.int32, torch.int64)
+_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 _Owner = dict[str, Tensor | None]  # the buffers of one module
 
 
@@ -55,7 +57,7 @@ class Backup:
         self._look()
 
     def take(self, unless: Tensor | None = None) -> None:
-        """Copy everything, unless the scalar `unless` is not 0 on the device."""
+        """Copy everything, unless the boolean `unless` is true on the device."""
         self.settle()  # buffers assigned since the last update, as by an evaluation
         if not self._held and not self._early:
             return
@@ -80,11 +82,15 @@ class Backup:
 
 
 class Copies:
-    """Copies of tensors, one flat tensor for each device and dtype, made by few kernels."""
+    """Copies of tensors, made by few kernels: one flat tensor for each device and group of dtypes.
+
+    Tensors of 4 or 8 bytes an element are copied as words, whatever their dtype.
+    """
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
-        self._groups: list[list[Tensor]] = []
+        self._parts: list[Tensor] = []  # the tensors, or views of their words
+        self._groups: list[list[Tensor]] = []  # the same by device and dtype
         self._flat: list[Tensor] = []
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
@@ -96,15 +102,24 @@ class Copies:
 
     @torch.no_grad()
     def take(self, tensors: list[Tensor], unless: Tensor | None = None) -> None:
-        """Copy, unless the scalar `unless` is not 0 on the device: former copies are then kept."""
+        """Copy, unless the boolean `unless` is true on the device: former copies are then kept."""
         former = self._flat if self.fit(tensors) else []
-        if len(tensors) != len(self._tensors) or any(map(is_not, tensors, self._tensors)):
-            self._tensors, self._groups = tensors, list(_by_type(tensors))
+        if not self._knows(tensors):
+            self._tensors, self._parts = tensors, [_words(t) for t in tensors]
+            self._groups = list(_by_type(self._parts))
         self._flat = [_flat(group) for group in self._groups]
         if unless is not None and former:
-            stays = {device: unless.to(device).bool() for device in {f.device for f in former}}
+            stays = {device: unless.to(device) for device in {f.device for f in former}}
             pairs = zip(former, self._flat, strict=True)
             self._flat = [torch.where(stays[then.device], then, now) for then, now in pairs]
+
+    def _knows(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these tensors were copied last, and still have the same memory."""
+        return (
+            len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and all(map(_same_memory, tensors, self._parts))
+        )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -117,6 +132,13 @@ class Copies:
 def _flat(group: Sequence[Tensor]) -> Tensor:
     flat: Tensor = _flatten_dense_tensors(group)  # type: ignore[no-untyped-call]
     return flat if len(group) > 1 else flat.clone()  # of a single tensor it is a view
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor's memory as integers of 4 bytes; itself where there is none."""
+    if tensor.dtype not in _OF_WORDS or not tensor.is_contiguous():
+        return tensor
+    return tensor.detach().view(-1).view(torch.int32)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -86,16 +86,20 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip(
-    clipping: Clipping, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
+    clipping: Clipping,
+    optimizers: Optimizers,
+    parameters: Sequence[Tensor],
+    norm: Tensor,
+    alike: bool = False,
 ) -> None:
-    """Clip the gradients in place; `norm` is their norm before."""
+    """Clip the gradients in place; `norm` is their norm before, `alike` as for `total_norm`."""
     if clipping.norm is not None:
         if clipping.per_group:
             for group in optimizers.groups():
                 members = group.options["params"]
-                _clip_norm(members, clipping.norm, total_norm(members, clipping.norm_type))
+                _clip_norm(members, clipping.norm, total_norm(members, clipping.norm_type), alike)
         else:
-            _clip_norm(parameters, clipping.norm, norm)
+            _clip_norm(parameters, clipping.norm, norm, alike)
     if clipping.value is not None:
         # Real and imaginary parts of complex gradients are clipped separately.
         grads = [_real(p.grad) for p in parameters if p.grad is not None]
@@ -107,12 +111,17 @@ def _real(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None:
+def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor, alike: bool) -> None:
     # torch multiplies by min(1, bound / (norm + 1e-6)); on a CPU the norm is there to be looked
     # at, and the pass over all gradients is saved when the factor is 1.
-    if norm.device.type == "cpu" and bound / (norm.item() + 1e-6) >= 1:
+    on_cpu = norm.device.type == "cpu"
+    if on_cpu and bound / (norm.item() + 1e-6) >= 1:
         return
-    clip_grads_with_norm_(parameters, bound, norm)
+    if on_cpu or not alike:
+        clip_grads_with_norm_(parameters, bound, norm)
+    else:  # the same, but a number divided by a tensor is two kernels, a tensor by a tensor one
+        factor = torch.div(torch.tensor(bound, dtype=norm.dtype), norm + 1e-6).clamp_(max=1.0)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
 def is_finite(norm: Tensor) -> bool:

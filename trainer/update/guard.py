@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from trainer.optimizers.steps import can_leave_out, take_step
 from trainer.update.copies import Backup
 from trainer.update.gradients import is_finite
 from trainer.update.parts import Parts
+from trainer.update.pending import Series, waits_for
 
 
 class Guard(Protocol):
@@ -65,16 +67,18 @@ class DeviceGuard:
     everything is as it was before that update. So this is for runs that end then.
     """
 
-    def __init__(self, backup: Backup, device: torch.device) -> None:
+    def __init__(self, backup: Backup, device: torch.device, turns: int = 1) -> None:
         self._backup = backup
+        self._turns = turns  # norms of an update
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._bad = torch.zeros_like(self._one)  # 1 after the first non-finite update
-        self._left_out = torch.zeros_like(self._one)  # the updates skipped before this one
+        number = torch.zeros(1, dtype=torch.float32, device=device)
+        self._bad = number[0]  # 1 after the first non-finite update
+        self._is_bad = _as_bool(number)
+        self._norms = Series()  # since the last `confirm`
 
     def remember(self) -> None:
         """Copy what an update changes, unless one was skipped: then the earlier copy is kept."""
-        self._left_out += self._bad
-        self._backup.take(unless=self._bad)
+        self._backup.take(unless=self._is_bad)
 
     def refuses(self, norm: Tensor) -> bool:
         """Record on the device whether a norm is not finite; the host does not wait."""
@@ -83,6 +87,7 @@ class DeviceGuard:
         # The kernel of torch's GradScaler: it sets `bad` to 1, and multiplies the norm by 1. The
         # same by isfinite, logical_not and maximum would be seven kernels.
         torch._amp_foreach_non_finite_check_and_unscale_([wide], self._bad, self._one)
+        self._norms.append(wide.view(1))
         return False
 
     def step(self, optimizer: Optimizer) -> None:
@@ -99,12 +104,21 @@ class DeviceGuard:
 
     def confirm(self) -> int:
         """Return how many updates were skipped, and undo the first one; waits for the device."""
-        count = int((self._left_out + self._bad).item())
-        if count:
-            self._backup.restore()
-            self._bad.zero_()
-            self._left_out.zero_()
-        return count
+        if not self._bad.item():
+            self._norms.clear()
+            return 0
+        finite = self._norms.take().float().isfinite().tolist()  # the kernel looks at a float32
+        self._backup.restore()
+        self._bad.zero_()
+        return len(finite) // self._turns - finite.index(False) // self._turns
+
+
+def _as_bool(number: Tensor) -> Tensor:
+    """Return a view of a float32 that is 0 or 1 as a boolean.
+
+    torch's kernels read any byte but 0 as true; the highest of 1.0 is 0x3f.
+    """
+    return number.view(torch.bool)[3 if sys.byteorder == "little" else 0]
 
 
 def guard_of(parts: Parts, backup: Backup) -> Guard:
@@ -114,7 +128,7 @@ def guard_of(parts: Parts, backup: Backup) -> Guard:
     optimizers can skip a step. Otherwise the host decides: once for each update, or for each turn
     of a task that has turns.
     """
-    device = parts.strategy.device
+    device, turns = parts.strategy.device, len(parts.task.turns) or 1
     by_device = (
         waits_for(device)
         and parts.options.on_nonfinite == "stop"
@@ -122,9 +136,4 @@ def guard_of(parts: Parts, backup: Backup) -> Guard:
         and not parts.strategy.updates_on_host
         and all(can_leave_out(o) for o in parts.optimizers.optimizers.values())
     )
-    return DeviceGuard(backup, device) if by_device else HostGuard(backup)
-
-
-def waits_for(device: torch.device) -> bool:
-    """Return whether the host must wait to read a number of the device."""
-    return device.type != "cpu"
+    return DeviceGuard(backup, device, turns) if by_device else HostGuard(backup)

@@ -1,21 +1,22 @@
-"""Means as sums and counts, kept on the device until the next log line."""
+"""Means as sums and counts; those of a device are added when the host waits for it anyway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.task import StepOutput
+from trainer.update.pending import Pending, waits_for
 
 
 class Sums:
     """Add up sums and counts by name; the mean is taken once, over all devices (I4).
 
-    Sums are float64 if the device has it, so that the result does not depend on their order. On a
-    CPU, where reading a number costs less than adding tensors, they are Python numbers.
+    Sums are Python numbers. On a CPU reading a number costs less than adding tensors; the numbers
+    of another device are added when someone asks for the sums, by the host and in the same order.
     `over`: further sums, over a longer time, to which everything is added as well.
     """
 
@@ -23,34 +24,39 @@ class Sums:
         self._device = device
         self._over = over
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._on_host = device.type == "cpu"
-        self._sums: dict[str, Tensor | float] = {}
-        self._counts: dict[str, Tensor | float] = {}
+        self._pending: Pending | None = None
+        if waits_for(device):
+            self._pending = over._pending if over is not None else Pending()
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self.without_labels = False  # whether no label counted in what `means` returned last
 
     def __bool__(self) -> bool:
-        return bool(self._counts)
+        return bool(self._counts) or bool(self._pending)
 
     def add(
-        self, name: str, total: Tensor | float, count: Tensor | float, scale: float = 1
+        self,
+        name: str,
+        total: Tensor | float,
+        count: Tensor | float,
+        scale: float = 1,
+        mean: bool = False,
     ) -> None:
-        """Add `scale * total` and `count` to those of `name`, without waiting for the device."""
-        if self._on_host:
-            total = total.item() if isinstance(total, Tensor) else total
-            count = count.item() if isinstance(count, Tensor) else count
-            self._add_numbers(name, total * scale, count)
+        """Add `scale * total` and `count` to those of `name`, without waiting for the device.
+
+        Of a `mean` over `count` the total is their product, and 0 where nothing counts. On a device
+        other than a CPU `pack` has to follow before any tensor changes.
+        """
+        if self._pending is not None:
+            self._pending.add(self, name, total, count, scale, mean)
             return
-        known = self._sums.get(name)
-        total = total.detach() if isinstance(total, Tensor) else total
-        if isinstance(known, Tensor):
-            known.add_(total, alpha=scale)
-        else:
-            # With CPU offload the norm is in host memory.
-            first = torch.as_tensor(total).to(self._device, self.dtype, copy=True)
-            self._sums[name] = first.mul_(scale)
-        self._counts[name] = count if known is None else self._counts[name] + count
-        if self._over is not None:
-            self._over.add(name, total, count, scale)
+        total = total.item() if isinstance(total, Tensor) else total
+        count = count.item() if isinstance(count, Tensor) else count
+        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
+
+    def add_numbers(self, name: str, total: float, count: float, scale: float, mean: bool) -> None:
+        """Do what was asked of `add`, now that the numbers have reached the host."""
+        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
 
     def _add_numbers(self, name: str, total: float, count: float) -> None:
         sums: Sums | None = self
@@ -58,6 +64,15 @@ class Sums:
             sums._sums[name] = total + sums._sums.get(name, 0.0)
             sums._counts[name] = count + sums._counts.get(name, 0)
             sums = sums._over
+
+    def pack(self) -> None:
+        """End the additions of an update or a batch: from here on their tensors may change."""
+        if self._pending is not None:
+            self._pending.pack()
+
+    def _settle(self) -> None:
+        if self._pending:
+            self._pending.settle()
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
@@ -69,7 +84,7 @@ class Sums:
                 self._add_term(f"{loss_name}:{name}", term, output.counts.get(name), samples)
         real = 1 if samples else 0
         for name, (total, count) in output.sums.items():
-            self.add(name, total, count * real, real)
+            self.add(name, total, count if samples else 0, real)
 
     def _add_term(self, name: str, term: Tensor, count: Any, samples: int) -> None:
         real = 1 if samples else 0
@@ -77,29 +92,29 @@ class Sums:
             weight = samples if count is None else count * real
             self.add(name, term.mean() if term.ndim else term, weight, weight)
         elif isinstance(count, Tensor | int | float):
-            count = torch.as_tensor(count, device=term.device)
-            total = mean_of(term, count).to(self.dtype) * count
-            self.add(name, total, count * real, real)
+            mean = term.mean() if term.ndim else term
+            self.add(name, mean, count if samples else 0, real, mean=True)
         else:  # a sum over the samples: logged as the mean of what each of them adds
-            self.add(name, term.sum(), samples, real)
+            self.add(name, term.sum() if term.ndim else term, samples, real)
 
     @property
     def names(self) -> set[str]:
         """The names of all sums; a process without samples may have fewer than others."""
+        self._settle()
         return set(self._sums)
 
     def take_part(self, names: Iterable[str]) -> None:
         """Start missing sums at zero: `means` needs the same names on all processes."""
-        for name in set(names) - set(self._sums):
-            self.add(name, torch.zeros((), dtype=self.dtype, device=self._device), 0)
+        for name in set(names) - self.names:
+            self._add_numbers(name, 0.0, 0)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return each mean over all devices: one transfer to the host; a sum where count is 0."""
-        if not self._sums:
+        """Return each mean over all devices; a sum where count is 0. Waits for the device."""
+        names = sorted(self.names)
+        if not names:
             return {}
-        names = sorted(self._sums)
         values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
-        table = reduce(self._stacked(values)).tolist()
+        table = reduce(torch.tensor(values, dtype=self.dtype, device=self._device)).tolist()
         counts = dict(zip(names, table[len(names) :], strict=True))
         self.without_labels = _counts_no_label(counts)
         pairs = zip(names, table[: len(names)], counts.values(), strict=True)
@@ -107,28 +122,33 @@ class Sums:
             {name: total / count if count else total for name, total, count in pairs}
         )
 
-    def _stacked(self, values: Sequence[Tensor | float]) -> Tensor:
-        if self._on_host:
-            return torch.tensor(values, dtype=self.dtype)
-        dtype, device = self.dtype, self._device
-        return torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
-
     def reset(self) -> None:
         """Reset all sums."""
+        self._settle()  # what is pending is part of other sums, too
         self._sums, self._counts = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the partial sums."""
-        return {
-            "sums": {k: torch.as_tensor(v, dtype=self.dtype) for k, v in self._sums.items()},
-            "counts": {k: torch.as_tensor(v) for k, v in self._counts.items()},
-        }
+        """Return the partial sums; waits for the device."""
+        self._settle()
+        return {"sums": _scalars(self._sums), "counts": _scalars(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over partial sums."""
-        taken = {k: v.to(self._device) for k, v in state["sums"].items()}
-        self._sums = {k: v.item() if self._on_host else v for k, v in taken.items()}
-        self._counts = {k: v if v.ndim else v.item() for k, v in state["counts"].items()}
+        self.reset()
+        self._sums = {name: total.item() for name, total in state["sums"].items()}
+        self._counts = {name: count.item() for name, count in state["counts"].items()}
+
+
+def _total(mean: float, count: float) -> float:
+    return mean * count if count > 0 else 0.0
+
+
+def _scalars(numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    # A number that is no integer would become float32.
+    return {
+        name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        for name, value in numbers.items()
+    }
 
 
 def _counts_no_label(counts: Mapping[str, float]) -> bool:

@@ -20,7 +20,7 @@ from trainer.update.labels import Labels, refuse_without
 from trainer.update.misfit import MISFITS, misfit
 from trainer.update.nonfinite import explain
 from trainer.update.parts import Parts
-from trainer.update.shares import Shares, add_up
+from trainer.update.shares import Shares, Total, add_up
 from trainer.update.sums import Sums
 from trainer.update.turn import Turn, refuse_missing_turns, turns_of
 
@@ -69,7 +69,7 @@ class Updater:
             norm = total_norm(parameters, parts.options.clipping.norm_type, turn.alike)
             if guard.refuses(norm):
                 return self._refuse(micro_batches, shares)
-            clip(parts.options.clipping, parts.optimizers, parameters, norm)
+            clip(parts.options.clipping, parts.optimizers, parameters, norm, turn.alike)
             if parts.options.gradient_noise is not None:
                 add_noise(parts.options.gradient_noise, parameters, parts.state.updates, turn.name)
             parts.hooks.emit("on_gradients", parts)
@@ -85,6 +85,7 @@ class Updater:
         self._backup.settle()
         for turn, outputs, norm in taken:
             self._add_sums(turn, micro_batches, outputs, norm)
+        self.sums.pack()
         parts.timer.lap("optimizer")
         return True
 
@@ -135,7 +136,7 @@ class Updater:
             if parameter.grad is not None:
                 parameter.grad = strategy.group.reduce(parameter.grad) / strategy.gradient_scale
 
-    def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor | float]:
+    def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Total]:
         try:
             return self._shares.totals(micro_batches)
         except MISFITS as error:

@@ -1,23 +1,21 @@
-"""A run's folder belongs to one process, and tells how the run stands, also after a kill -9."""
+"""A run's folder holds what repeats it, and tells how the run stands."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import socket
-import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
+from toy_runs import create, kill
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, reserve
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held
+from trainer.runs.lock import LOCK_FILE, is_held
 from trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
@@ -25,45 +23,6 @@ from trainer.runs.status import (
     holds_run,
     read_status,
 )
-
-FORK = multiprocessing.get_context("fork")
-
-
-def create(path, **facts):
-    return RunDirectory.create(
-        path, config_yaml="seed: 1\n", overrides=["seed=1", "name=ü"], facts=facts
-    )
-
-
-def hold(path, ready, resume=False):
-    """Hold a run until killed."""
-    RunDirectory.resume(path, facts={}) if resume else create(path)
-    ready.set()
-    time.sleep(60)
-
-
-@pytest.fixture
-def holding():
-    """Start processes that hold a run; end them with the test."""
-    started = []
-
-    def start(path, **options):
-        ready = FORK.Event()
-        process = FORK.Process(target=hold, args=(path, ready), kwargs=options)
-        process.start()
-        started.append(process)
-        assert ready.wait(20)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-
-
-def kill(process):
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
 
 
 @pytest.mark.parametrize("place", ["runs/mine", "./out/mine"])
@@ -135,113 +94,6 @@ def test_an_existing_run_is_refused_and_left_alone(tmp_path):
     assert caught.value.exit_code == 2
     assert "resume=auto" in str(caught.value)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-
-
-def test_a_second_run_is_refused_naming_the_first(tmp_path, holding):
-    process = holding(tmp_path / "run")
-    expected = rf"^run_dir: .* is in use by pid {process.pid} on {socket.gethostname()} since 20"
-    with pytest.raises(RunDirectoryError, match=expected) as caught:
-        create(tmp_path / "run")
-    assert caught.value.exit_code == 2
-    with pytest.raises(RunDirectoryError, match=expected):
-        RunDirectory.resume(tmp_path / "run", facts={})
-    kill(process)
-    RunDirectory.resume(tmp_path / "run", facts={}).release()
-
-
-def start_and_report(path, gate, verdicts):
-    gate.wait()
-    try:
-        run = create(path)
-    except RunDirectoryError as error:
-        verdicts.put(str(error))
-    else:
-        verdicts.put("started")
-        time.sleep(0.5)  # hold it while the others try
-        run.release()
-
-
-def test_of_many_that_start_together_one_runs(tmp_path):
-    gate, verdicts = FORK.Event(), FORK.SimpleQueue()
-    processes = [
-        FORK.Process(target=start_and_report, args=(tmp_path / "run", gate, verdicts))
-        for _ in range(6)
-    ]
-    for process in processes:
-        process.start()
-    gate.set()
-    got = [verdicts.get() for _ in processes]
-    for process in processes:
-        process.join()
-    assert got.count("started") == 1
-    refusals = [text for text in got if text != "started"]
-    assert all("in use by pid" in text or "already holds" in text for text in refusals)
-
-
-def hold_with_a_worker(path, ready):
-    create(path)
-    worker = FORK.Process(target=time.sleep, args=(5,))
-    worker.start()
-    ready.put(worker.pid)
-    worker.join()
-
-
-def test_a_worker_that_outlives_a_killed_run_does_not_hold_it(tmp_path):
-    ready = FORK.SimpleQueue()
-    process = FORK.Process(target=hold_with_a_worker, args=(tmp_path / "run", ready))
-    process.start()
-    worker = ready.get()
-    kill(process)
-    try:
-        os.kill(worker, 0)
-        assert read_status(tmp_path / "run")["state"] == "killed"
-        RunDirectory.resume(tmp_path / "run", facts={}).release()
-    finally:
-        os.kill(worker, signal.SIGKILL)
-
-
-def test_a_killed_run_reads_killed(tmp_path, holding):
-    process = holding(tmp_path / "run")
-    assert read_status(tmp_path / "run")["state"] == "running"
-    kill(process)
-    assert read_status(tmp_path / "run")["state"] == "killed"
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"pid": 1}', '{"pid": "x", "host": 1, "since": 2}'])
-def test_a_lock_file_that_nobody_holds_hinders_nobody(tmp_path, content):
-    (tmp_path / LOCK_FILE).write_text(content)
-    assert not is_held(tmp_path)
-    create(tmp_path).release()
-
-
-def test_a_held_lock_without_a_readable_name_is_still_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runs.lock._PATIENCE", 0.1)
-    first, second = RunLock(tmp_path), RunLock(tmp_path)
-    assert first.acquire() is None
-    first.path.write_text("")
-    assert "unknown" in str(second.acquire())
-    assert is_held(tmp_path)
-    first.release()
-    assert second.acquire() is None
-    second.release()
-
-
-def test_where_locks_are_not_supported_the_recorded_process_decides(tmp_path, monkeypatch, caplog):
-    import errno
-    import fcntl
-
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    run = create(tmp_path / "run")
-    assert "cannot lock" in caplog.text
-    assert is_held(run.path)
-    holder = {"pid": 2**22 + 1, "host": socket.gethostname(), "since": "x"}
-    (run.path / LOCK_FILE).write_text(json.dumps(holder))
-    assert not is_held(run.path)
-    run.release()
 
 
 def test_the_end_is_recorded_twice(tmp_path):

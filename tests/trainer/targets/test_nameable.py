@@ -33,7 +33,7 @@ data.formats.table table
 data.formats.tokens token_blocks
 models.airbench Airbench
 models.transformers_adapter build
-callbacks.checkpoint Checkpoint Saved
+callbacks.checkpoint Checkpoint
 callbacks.compression.pruning Pruning
 callbacks.compression.qat QuantizationAwareTraining
 callbacks.early_stopping EarlyStopping

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data.batch import least_of, to_device
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
@@ -15,6 +16,7 @@ from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
+from trainer.tasks import losses
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -90,9 +92,22 @@ IGNORING = [
 ]
 
 
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Count labels as where the host never saw them, if the test asks for that."""
+    if request.param:
+        count = lambda compare, values, others: compare(values, others).float().sum()  # noqa: E731
+        monkeypatch.setattr(losses, "how_many", count)
+        monkeypatch.setattr(losses, "_all_count", lambda target, ignored: False)
+
+
+WHERE = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"], indirect=True)
+
+
+@WHERE
 @pytest.mark.parametrize(("loss", "ignored"), IGNORING)
 @pytest.mark.parametrize("steps", [1, 2, 8])
-def test_labels_that_do_not_count(loss, ignored: int, steps: int) -> None:
+def test_labels_that_do_not_count(loss, ignored: int, steps: int, on_device: None) -> None:
     data = Points(ignored)
     trainer = trainer_of(loss(), data, steps)
     trainer.fit()
@@ -140,10 +155,15 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage().partition(",")[0] for r in caplog.records if r.levelname == "WARNING"]
 
 
-def test_labels_that_never_count_are_told_at_once_and_end_the_run(caplog) -> None:
+@WHERE
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_that_never_count_are_told_at_once_and_end_the_run(
+    smoothing: float, steps: int, on_device: None, caplog
+) -> None:
     data = Points(-100)
     data.y[:] = -100
-    trainer = trainer_of(nn.CrossEntropyLoss(), data, 2)
+    trainer = trainer_of(nn.CrossEntropyLoss(label_smoothing=smoothing), data, steps)
     with pytest.raises(SampleError, match="no label of epoch 0 counts"):
         trainer.fit()
     for got, wanted in zip(trainer.model.parameters(), network().parameters(), strict=True):
@@ -177,6 +197,24 @@ def test_labels_of_one_process_suffice(ranks, caplog) -> None:
         return trainer.state.epoch, warnings_of(caplog)
 
     assert ranks(2, train) == [(2, []), (2, [])]
+
+
+def test_labels_that_change_in_place_are_counted_again() -> None:
+    counted = losses.Losses.of(nn.CrossEntropyLoss())
+    labels = torch.tensor([0, 1, 2])
+    assert counted.counts(labels) == {"": 3}
+    labels[1] = -100
+    assert counted.counts(labels)[""] == 2
+
+
+def test_a_device_knows_the_least_label_until_labels_change() -> None:
+    there = to_device(torch.tensor([3, 1, 2]), torch.device("meta"))
+    assert least_of(there) == 1
+    assert least_of(there + 0) is None
+    there.zero_()
+    assert least_of(there) is None
+    many = to_device(torch.zeros(2**16 + 1, dtype=torch.long), torch.device("meta"))
+    assert least_of(many) is None
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from scripts.composition.compose import compose
+from toy_trees import differences
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import DivergedError, ModelError
+from trainer.errors import DivergedError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import Clipping, GradientNoise, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import guard
+from trainer.update import guard, sums
 from trainer.update.copies import Backup
 from trainer.update.guard import DeviceGuard, HostGuard, guard_of
 
@@ -51,7 +52,12 @@ UPDATES = 6  # of an epoch
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that makes the CPU a device that the host waits for, or not."""
-    return lambda waits: monkeypatch.setattr(guard, "waits_for", lambda device: waits)
+
+    def choose(waits: bool) -> None:
+        for module in (guard, sums):
+            monkeypatch.setattr(module, "waits_for", lambda device: waits)
+
+    return choose
 
 
 def network() -> nn.Module:
@@ -128,33 +134,6 @@ def saved(folder: Path) -> dict[str, Any]:
     store = CheckpointStore(folder / "checkpoints")
     paths = sorted(store.folder.glob("step-*.pt"))
     return {p.name: {**store.load(p), "config": ""} for p in paths}
-
-
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict | list | tuple):
-        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in pairs:
-            yield from leaves(value, f"{path}/{key}")
-    else:
-        yield path, tree
-
-
-def differences(one: Any, other: Any) -> list[str]:
-    """Name the leaves that differ; a tensor of zeros is as good as none: state not begun yet."""
-    ours, theirs = dict(leaves(one)), dict(leaves(other))
-    return [
-        path
-        for path in sorted(ours.keys() | theirs.keys())
-        if not same(ours.get(path), theirs.get(path)) and "time/" not in path
-    ]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return not (a if isinstance(a, Tensor) else b).any()
-    return bool(a == b)
 
 
 @EACH
@@ -351,85 +330,3 @@ def test_a_resumed_run_goes_on_under_the_other_guard(
         rest.fit()
         ends.append(changed_by_updates(rest))
     assert differences(ends[0], ends[1]) == differences(ends[0], ends[2]) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "precision", "key"),
-    [
-        pytest.param({"clipping": Clipping(norm=1.0)}, "fp32", "trainer.clip_grad_norm", id="norm"),
-        pytest.param({"clipping": Clipping(value=1.0)}, "fp32", "clip_grad_value", id="value"),
-        pytest.param(
-            {"gradient_noise": GradientNoise(0.1, 0.5, 0)}, "fp32", "gradient_noise", id="noise"
-        ),
-        pytest.param({}, "fp16", "trainer.precision", id="fp16"),
-    ],
-)
-def test_options_that_lbfgs_would_ignore_are_refused(
-    options: dict[str, Any], precision: str, key: str
-) -> None:
-    model = network()
-    with pytest.raises(ModelError, match=f"LBFGS.*{key}"):
-        Trainer(
-            model,
-            Classification(3),
-            torch.optim.LBFGS(model.parameters()),
-            batches(),
-            options=TrainerOptions(**options),
-            precision=precision,
-        )
-
-
-class Counting(nn.Module):
-    """Count forward passes; from the one called `bad` on, answer NaN."""
-
-    def __init__(self, bad: int | None = None) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.calls, self._bad = 0, bad
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        lost = self._bad is not None and self.calls >= self._bad
-        return torch.as_tensor(self.layer(x)) * (float("nan") if lost else 1.0)
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as-on-a-gpu"])
-def test_a_search_takes_what_was_computed_as_its_first_evaluation(
-    waits: bool, gpu: Callable[[bool], None]
-) -> None:
-    gpu(waits)
-    torch.manual_seed(0)
-    model = Counting()
-    by_hand = copy.deepcopy(model.layer)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    trainer = Trainer(model, Classification(3), optimizer, batches())
-    trainer.fit()
-    other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
-
-    for x, y in batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            nonlocal calls
-            calls += 1
-            other.zero_grad()
-            loss = nn.functional.cross_entropy(by_hand(x), y)
-            loss.backward()
-            return loss
-
-        other.step(closure)  # type: ignore[arg-type]
-    assert model.calls == calls
-    for ours, theirs in zip(model.layer.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_search_that_ends_in_nan_is_undone() -> None:
-    torch.manual_seed(0)
-    model = Counting(bad=2)  # the first evaluation is finite, the search meets NaN
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    options = TrainerOptions(on_nonfinite="skip", max_skipped_in_a_row=99)
-    trainer = Trainer(model, Classification(3), optimizer, batches(), options=options)
-    trainer.fit()
-    assert trainer.state.skipped_updates == UPDATES
-    assert differences(before, model.state_dict()) == []
-    assert not optimizer.state

@@ -168,13 +168,15 @@ def test_a_read_of_the_device_is_counted() -> None:
     assert watch.reads == ["_local_scalar_dense", "_to_copy", "copy_"]
 
 
-@pytest.mark.parametrize(("choice", "most"), [("stop", 8), ("skip", 3)])
+@pytest.mark.parametrize(("choice", "most"), [("stop", 3), ("skip", 1)])
 def test_the_guard_and_the_sums_do_not_grow_with_the_model(choice: str, most: int) -> None:
     """What an update calls beside forward, backward and step: the same for any number of layers."""
     counts = []
     for layers in (3, 9):
-        with updating("sgd", layers, on_nonfinite=choice) as (trainer, _), Watch() as watch:
-            trainer.updater._guard.remember()
-            trainer.updater._guard.refuses(torch.ones((), device=CUDA))
+        with updating("sgd", layers, on_nonfinite=choice) as (trainer, _):
+            norm = torch.ones((), device=CUDA)
+            with Watch() as watch:
+                trainer.updater._guard.remember()
+                trainer.updater._guard.refuses(norm)
         counts.append(sum(n for name, n in watch.calls.items() if name not in FREE))
     assert counts[0] == counts[1] <= most
