@@ -17,6 +17,7 @@ from data.keys import LOADER, key
 from data.loading.collate import collate
 from data.loading.fetch import Collate, Fetched, Fetcher, Skipped, never
 from data.loading.kept import Kept
+from data.loading.watchdog import Watchdog
 from data.loading.workers import (
     HINT,
     WorkerInit,
@@ -114,6 +115,7 @@ class Loader:
         )
         self._source = _Source()
         self._workers: list[BaseProcess] = []
+        self._watchdog = Watchdog(0, ())
         self._iterator: Iterator[Fetched] | None = None
         self._interrupted: Callable[[], bool] = never
         self._received = 0
@@ -169,6 +171,7 @@ class Loader:
         """End the workers; those that hang (or all, if not `patient`) are killed."""
         iterator, workers = self._iterator, self._workers
         self._iterator, self._workers = None, []
+        self._watchdog.end()
         if not patient:
             kill(workers)
         if workers and iterator is not None:
@@ -213,6 +216,7 @@ class Loader:
                 raise failure from error
             raise
         self._iterator, self._workers = iterator, list(iterator._workers)  # type: ignore[attr-defined]
+        self._watchdog = Watchdog(self.timeout, self._workers)
         return iterator
 
     def _next(self, iterator: Iterator[Fetched]) -> Fetched | None:
@@ -233,7 +237,8 @@ class Loader:
         since = time.monotonic()
         while True:
             try:
-                return next(iterator, None)
+                with self._watchdog:
+                    return next(iterator, None)
             except Exception as error:
                 if not self._workers:
                     raise
@@ -276,10 +281,11 @@ class Loader:
         return WorkerError(message)
 
     def _explain(self, error: Exception) -> str:
+        hangs = self._watchdog.has_bitten
         for number, worker in enumerate(self._workers):
-            if not worker.is_alive():
+            if not hangs and not worker.is_alive():
                 return worker_exit_message(number, worker, self._loading(number))
-        if "timed out" in str(error):
+        if hangs or "timed out" in str(error):
             # torch assigns the pieces of an epoch to its workers in turn.
             number = self._received % len(self._workers)
             return (

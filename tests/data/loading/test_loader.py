@@ -137,6 +137,16 @@ def test_lost_worker_is_named_with_its_sample(noisy: Any, fault: str, text: str)
     assert "\n" not in str(caught.value)
 
 
+def test_a_worker_that_stops_before_it_hands_its_batch_over_is_named(noisy: Any) -> None:
+    with loading(noisy(), num_workers=1, timeout=2.0) as loader:
+        epoch = loader.epoch(0)
+        next(epoch)
+        assert loader._iterator._worker_result_queue._reader.poll(60)  # the next one is announced
+        os.kill(loader._workers[0].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"worker 0 gave no batch for 2 s \(loader.timeout\)"):
+            list(epoch)
+
+
 def test_memory_error_is_a_worker_error(noisy: Any) -> None:
     with loading(noisy(bad={4: "memory"})) as loader, pytest.raises(WorkerError, match="memory"):
         drain(loader, 0)
