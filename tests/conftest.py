@@ -6,7 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _autograd() -> None:
+    """Start torch's autograd before a test has fake tensors on `cuda`.
+
+    It starts a thread for each device that it finds at its first backward pass, a fake one too, and
+    no process that is forked after that, as by `ranks`, can compute gradients.
+    """
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(autouse=True)
