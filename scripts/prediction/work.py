@@ -29,18 +29,12 @@ from trainer.build.data import build_data, eval_loader
 from trainer.build.strategy import build_strategy
 from trainer.checkpoints.archive import digest
 from trainer.errors import Interrupted
+from trainer.inference.checkpoint import as_trained, find_checkpoint, load_trainer
 from trainer.inference.facts import InferenceFacts
 from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import Answers, Predictor
 from trainer.inference.rows import Row, Rows
-from trainer.inference.run import (
-    as_trained,
-    facts_of_run,
-    find_checkpoint,
-    load_trainer,
-    pictures_for,
-    table_for,
-)
+from trainer.inference.run import facts_of_run, pictures_for, table_for
 from trainer.runs import manifest
 from trainer.targets.allow_list import allow
 from trainer.trainer import Trainer

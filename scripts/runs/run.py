@@ -49,7 +49,7 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed.attempts import attempt
 from trainer.evaluation import EvaluationAbandoned
 from trainer.files.layout import columns_of
-from trainer.inference.run import best_or_last
+from trainer.inference.checkpoint import best_or_last
 from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device

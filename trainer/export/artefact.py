@@ -26,7 +26,8 @@ from trainer.export.folder import FACTS, export_folder
 from trainer.export.formats import FORMATS, check_libraries, speed_of_package
 from trainer.export.network import Network, Preprocessing, build_network
 from trainer.files.atomic import write_json, write_text
-from trainer.inference.run import Run, find_checkpoint
+from trainer.inference.checkpoint import find_checkpoint
+from trainer.inference.run import Run
 from trainer.runs import manifest
 from trainer.runs.status import MANIFEST, read_json, read_status
 from trainer.strategies.strategy import Strategy

@@ -16,7 +16,8 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import ModelError
 from trainer.export.fake_quantization import LEARNT, Ranges, attach
 from trainer.export.places import Places, find_places
-from trainer.inference.run import Run, find_checkpoint
+from trainer.inference.checkpoint import find_checkpoint
+from trainer.inference.run import Run
 from trainer.strategies.strategy import Strategy
 
 _BATCH = 32

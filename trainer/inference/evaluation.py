@@ -11,7 +11,7 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from trainer.build.experiment import build_split
 from trainer.build.strategy import build_strategy
-from trainer.inference.run import as_trained, find_checkpoint, load_trainer
+from trainer.inference.checkpoint import as_trained, find_checkpoint, load_trainer
 
 logger = logging.getLogger("regimen")
 

@@ -23,18 +23,12 @@ from data.errors import DataError
 from data.formats.table import TableRows, rows_to_predict
 from data.loading.collate import collate
 from data.pictures import Pictures
-from models.weights import no_initial_weights
-from trainer import snapshot
 from trainer.build.assembly import Assembly, Known
 from trainer.build.check import check_targets
 from trainer.build.data import build_data, build_pipeline
-from trainer.build.experiment import build_evaluator, build_split
-from trainer.build.statistics import takes_statistics, with_statistics
+from trainer.build.experiment import build_split
 from trainer.build.strategy import build_strategy
-from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.schema import check_payload
-from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import CheckpointError
+from trainer.inference.checkpoint import as_trained, best_or_last, load_trainer
 from trainer.inference.facts import InferenceFacts, facts_of, read_facts
 from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor
@@ -230,56 +224,6 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
         hint = "source=val or source=test; or describe a data set in data.predict"
         raise ConfigError([Problem("source", "the run was not trained on pictures", hint=hint)])
     return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
-
-
-def load_trainer(
-    run_dir: Path, config: Config, num_classes: int | None, strategy: Strategy, checkpoint: str
-) -> Trainer:
-    """Build a run's model with the weights of a checkpoint (best, last or a path).
-
-    Raises CheckpointError, and what building a model raises.
-    """
-    path = find_checkpoint(run_dir, checkpoint)
-    try:
-        payload = CheckpointStore(path.parent).load(path)
-    except DamagedCheckpointError as error:
-        way_out = f"checkpoint=NAME takes another of {_names(path.parent)}"
-        raise DamagedCheckpointError(f"{error}; {way_out}") from error
-    check_payload(payload, path)
-    with no_initial_weights():  # the checkpoint brings its own
-        trainer = build_evaluator(config, num_classes, strategy)
-    snapshot.load_weights(trainer, payload, path)
-    trainer.state.global_step = snapshot.saved_step(payload)
-    return trainer
-
-
-def as_trained(config: Config, checkpoint: Path | None) -> Config:
-    """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
-    if checkpoint is None or not takes_statistics(config):
-        return config
-    return with_statistics(config, CheckpointStore(checkpoint.parent).load(checkpoint))
-
-
-def find_checkpoint(run_dir: Path, name: str) -> Path:
-    """Return a checkpoint's path: `best` (or else the last), `last`, or a path."""
-    folder = run_dir / "checkpoints"
-    known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
-    path = known if known is not None and known.is_file() else Path(name)
-    if not path.is_file():
-        raise CheckpointError(
-            f"checkpoint={name}: {folder} holds no such checkpoint; there are {_names(folder)}"
-        )
-    return path
-
-
-def _names(folder: Path) -> str:
-    """Return what `checkpoint=` can be in a folder."""
-    return ", ".join(sorted(path.stem for path in folder.glob("*.pt"))[:20]) or "none"
-
-
-def best_or_last(folder: Path) -> Path | None:
-    """Return the checkpoint to test: the best, or else the last; None if there is none."""
-    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
 
 
 def as_picture(image: Any, channels: int) -> Tensor:

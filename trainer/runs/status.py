@@ -28,8 +28,7 @@ def check_run_dir(path: Path) -> None:
     """Validate the path of a run directory before it is read.
 
     Raises RunDirectoryError for the root of the file system, a file or a link that leads to no
-    folder, StorageError for a path
-    that the operating system does not accept.
+    folder, StorageError for a path that the operating system does not accept.
     """
     try:
         os.lstat(path)

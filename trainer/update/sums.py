@@ -52,13 +52,13 @@ class Sums:
             return
         total = total.item() if isinstance(total, Tensor) else total
         count = count.item() if isinstance(count, Tensor) else count
-        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
+        self.add_numbers(name, total, count, scale, mean)
 
     def add_numbers(self, name: str, total: float, count: float, scale: float, mean: bool) -> None:
         """Do what was asked of `add`, now that the numbers have reached the host."""
-        self._add_numbers(name, (_total(total, count) if mean else total) * scale, count)
-
-    def _add_numbers(self, name: str, total: float, count: float) -> None:
+        if mean:
+            total = total * count if count > 0 else 0.0
+        total = total * scale
         sums: Sums | None = self
         while sums is not None:
             sums._sums[name] = total + sums._sums.get(name, 0.0)
@@ -106,7 +106,7 @@ class Sums:
     def take_part(self, names: Iterable[str]) -> None:
         """Start missing sums at zero: `means` needs the same names on all processes."""
         for name in set(names) - self.names:
-            self._add_numbers(name, 0.0, 0)
+            self.add_numbers(name, 0.0, 0, 1, mean=False)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices; a sum where count is 0. Waits for the device."""
@@ -137,10 +137,6 @@ class Sums:
         self.reset()
         self._sums = {name: total.item() for name, total in state["sums"].items()}
         self._counts = {name: count.item() for name, count in state["counts"].items()}
-
-
-def _total(mean: float, count: float) -> float:
-    return mean * count if count > 0 else 0.0
 
 
 def _scalars(numbers: Mapping[str, float]) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 import pytest
 
 from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.inference.run import load_run, load_trainer
+from trainer.inference.checkpoint import load_trainer
+from trainer.inference.run import load_run
 from trainer.runs.status import RunDirectoryError
 
 
