@@ -21,6 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from trainer.errors import CheckpointError, ResourceError
 
 _BLOCK = 1 << 20
+_FOLDER = 0x10  # among the attributes of an archive's entry
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -66,7 +67,14 @@ def _check_crcs(path: Path, file: BinaryIO) -> None:
         with zipfile.ZipFile(file) as archive:
             script = any("/code/" in name for name in archive.namelist())
             # torch.save does not compress: a compressed entry means damage or a decompression bomb.
-            odd = [info for info in archive.infolist() if info.compress_type or info.flag_bits & 1]
+            # Of an entry marked as a folder its reader reads nothing: the memory stays as it was.
+            odd = [
+                info
+                for info in archive.infolist()
+                if info.compress_type
+                or info.flag_bits & 1
+                or (info.external_attr & _FOLDER and not info.is_dir())
+            ]
             twice = _repeated(archive.namelist())
             _check_sizes(path, archive)
             broken = odd[0].filename if odd else archive.testzip()

@@ -1,6 +1,7 @@
 """Whatever is done to a checkpoint's bytes: what was saved, or one line that refuses it."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_without_an_index_no_value_changes_in_silence(saved, damage):
     except CheckpointError:
         return
     assert same(loaded, {**PAYLOAD, "format_version": 1})
+
+
+def test_a_part_that_is_marked_as_a_folder_is_damage(saved):
+    store, _, loose, content = saved
+    entries = [found.start() for found in re.finditer(b"PK\x01\x02", content)]
+    assert len(entries) > 5
+    for at in entries:
+        loose.write_bytes(apply(content, ("flip", (at + 38.5) / len(content), b"\x10")))
+        with pytest.raises(CheckpointError, match="is damaged in 'archive/"):
+            store.load(loose)
 
 
 @given(content=st.binary(max_size=400))
