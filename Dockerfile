@@ -1,6 +1,6 @@
 # docker build -t regimen .
 # docker build -t regimen --build-arg TORCH_BACKEND=cu130 .        PyTorch's build for GPUs
-# docker run --rm --shm-size=2g -v "$PWD/runs:/regimen/runs" regimen train experiment=resnet18
+# docker run --rm -v "$PWD/runs:/regimen/runs" regimen train experiment=resnet18
 FROM python:3.12-slim
 
 ARG TORCH_BACKEND=cpu

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from callbacks.saving.best_weights import BestWeights
-from callbacks.saving.due import Due
-from callbacks.saving.ranking import Logged, Saved, from_state, ranking_with
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
-from trainer.checkpoints.background import Staging, Writer
+from trainer.checkpoints.background import Staging, Writer, on_host
 from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
-from trainer.strategies.strategy import describe_device
+from trainer.state import TrainState
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """A checkpoint and its value of the monitored metric."""
+
+    step: int
+    value: float
 
 
 class _UnderWay(NamedTuple):
@@ -66,19 +72,20 @@ class Checkpoint(Saver):
     ) -> None:
         if save_top_k < -1:
             raise CallbackError(f"save_top_k={save_top_k}: choose -1 (all) or more")
-        self._due = Due(every_n_epochs, every_n_steps)
-        self._save_top_k = save_top_k
+        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+            if value is not None and value < 1:
+                raise CallbackError(f"{key}={value}: choose at least 1, or null for never")
+        self._every_n_epochs, self._every_n_steps = every_n_epochs, every_n_steps
+        self._save_top_k, self._save_last, self._save_weights = save_top_k, save_last, save_weights
         self._monitor = Monitor(monitor, mode)
-        self._save_last = save_last
-        self._best_weights = BestWeights() if save_weights else None
         self.background = background
         self._store: CheckpointStore | None = None
-        self._logged = Logged()
+        self._logged: tuple[int, dict[str, float]] = -1, {}  # after how many updates, and what
         self._ranking: list[Saved] = []  # the best first
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
         self._writer = Writer()
-        self._staging = Staging()
+        self._staging, self._staged_weights = Staging(), Staging()
         self._under_way: _UnderWay | None = None
         self._wrote = False
 
@@ -110,28 +117,22 @@ class Checkpoint(Saver):
             _log.info("no validation set: the newest checkpoint counts as the best")
             self._monitor = Monitor(None)
         if trainer.run_dir is not None:
-            facts = {"device": describe_device(trainer.strategy.device)}
-            self._store = CheckpointStore(trainer.run_dir / "checkpoints", facts=facts)
+            self._store = CheckpointStore(trainer.run_dir / "checkpoints")
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Protect the checkpoint that this run goes on from."""
+        """Protect the checkpoint that this run goes on from, and finish the save that wrote it."""
         if not trainer.resumed or self._store is None:
             return
-        store = self._store
+        store, step = self._store, trainer.state.global_step
         here = [saved for saved in self._ranking if store.holds(saved.step)]
         self._ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
-        path = store.path_of(trainer.state.global_step)
-        if trainer.group.broadcast(path.exists()):  # or it is another run's
-            self._saved = trainer.state.state_dict()
-            self._store.resumed_from = trainer.state.global_step
-            self._complete(trainer, store)
-
-    def _complete(self, trainer: Trainer, store: CheckpointStore) -> None:
-        """Do what was left of the save that wrote this state, if the run was killed in it."""
-        step, tidy = trainer.state.global_step, self._tidying(trainer, store)
+        if not trainer.group.broadcast(store.path_of(step).exists()):  # it is another run's
+            return
+        self._saved, store.resumed_from = trainer.state.state_dict(), step
+        tidy = self._tidying(trainer, store)
 
         def complete() -> None:
-            store.complete(step, self._names(step))
+            store.prepare()
             tidy()
 
         try:
@@ -141,8 +142,14 @@ class Checkpoint(Saver):
             self._warn(trainer, step, error)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        """Remember the values that belong to this update."""
-        self._logged.add(trainer.state.updates, scalars)
+        """Remember the values that belong to this update; `best/<metric>` is none of them."""
+        own = {key: value for key, value in scalars.items() if not key.startswith("best/")}
+        self._logged = trainer.state.updates, self._values(trainer.state) | own
+
+    def _values(self, state: TrainState) -> dict[str, float]:
+        """Return the values that were logged since the last update."""
+        updates, values = self._logged
+        return values if updates == state.updates else {}
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Take note of a save that has ended meanwhile; save if it is time to."""
@@ -150,9 +157,13 @@ class Checkpoint(Saver):
         logged = state.logged_at == state.global_step
         if logged or trainer.group.world_size == 1:  # several processes agree where they meet
             self._settle(trainer, wait=False)
-        due = self._due.at(state)
-        if not due and not (logged and self._must_try_again(trainer)):
-            return
+        due = self._is_due(state)
+        if not due:
+            again = self._failures and logged and not trainer.done  # the end saves anyway
+            if again:
+                self._settle(trainer, wait=True)  # what is under way may succeed
+            if not (again and self._failures):
+                return
         try:
             # What writing imports is imported by the first save, with no thread beside it: a
             # worker forked in the middle of an import could never finish that.
@@ -160,19 +171,15 @@ class Checkpoint(Saver):
         except StorageError as error:
             self._warn(trainer, state.global_step, error)
 
-    def _must_try_again(self, trainer: Trainer) -> bool:
-        """Return whether the last save failed; one that is under way may be the one that succeeds.
-
-        The end of the run saves anyway, and ranks what it saves.
-        """
-        if self._failures and not trainer.done:
-            self._settle(trainer, wait=True)
-        return self._failures > 0 and not trainer.done
+    def _is_due(self, state: TrainState) -> bool:
+        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
+        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
+        applied = state.global_step and not state.skipped_in_a_row  # a skipped update is no step
+        return bool((by_step and applied) or (by_epoch and not state.position))
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save where the run ended. Raises StorageError."""
-        state = trainer.state
-        self.save_now(trainer, ranked=trainer.done or not state.interrupted)
+        self.save_now(trainer, ranked=trainer.done or not trainer.state.interrupted)
 
     def teardown(self, trainer: Trainer) -> None:
         """Wait for a save that is under way when an exception ends the run."""
@@ -199,26 +206,32 @@ class Checkpoint(Saver):
                 return
             self._under_way = _UnderWay(trainer.state.global_step, self._ranking, self._saved)
             if ranked:
-                values, step = self._logged.after(trainer.state.updates), counters["global_step"]
-                among = self._ranking, step, values, self._monitor, self._save_top_k
-                self._ranking = ranking_with(*among)
-                self._log_best(trainer)
+                self._rank(trainer)
             self._saved = counters
             try:
                 work = self._work(trainer, self._store)
+                if trainer.is_main:
+                    self._writer.start(work)
+                if wait:
+                    trainer.group.on_main(self._writer.finish)
             except StorageError:
-                self._take_back()
+                self._take_back(trainer)
                 raise
-            if trainer.is_main:
-                self._writer.start(work)
             if wait:
-                self._finish(trainer)
+                self._under_way, self._failures, self._wrote = None, 0, True
 
-    def _log_best(self, trainer: Trainer) -> None:
-        """Log `best/<metric>` at the step of a checkpoint that is the best so far."""
-        best = self.best_result()
-        if best is not None and best[2] == trainer.state.global_step:
-            trainer.log({f"best/{best[0]}": best[1]})
+    def _rank(self, trainer: Trainer) -> None:
+        """Put this state where it belongs; log `best/<metric>` if it is the best so far."""
+        known, step = dict(self._ranking), trainer.state.global_step
+        name = self._monitor.name  # without a metric the newest is the best
+        value = self._values(trainer.state).get(name, math.nan) if name else float(step)
+        if not math.isnan(value):
+            known[step] = value
+        best = [Saved(*entry) for entry in self._monitor.best_first(known)]
+        self._ranking = best[: max(self._save_top_k, 1)] if self._save_top_k else []
+        found = self.best_result()
+        if found is not None and found[2] == step:
+            trainer.log({f"best/{found[0]}": found[1]})
 
     def _settle(self, trainer: Trainer, wait: bool) -> None:
         """Take note of how the save under way ended, if it has; its failure is a warning."""
@@ -226,22 +239,18 @@ class Checkpoint(Saver):
         if save is None or not (wait or trainer.group.broadcast(not self._writer.busy)):
             return
         try:
-            self._finish(trainer)
+            trainer.group.on_main(self._writer.finish)
+            self._under_way, self._failures, self._wrote = None, 0, True
         except StorageError as error:
+            self._take_back(trainer)
             self._warn(trainer, save.step, error)
 
-    def _finish(self, trainer: Trainer) -> None:
-        """Wait for the save under way; its failure is raised on all processes."""
-        try:
-            trainer.group.on_main(self._writer.finish)
-        except StorageError:
-            self._take_back()
-            raise
-        self._under_way, self._failures, self._wrote = None, 0, True
-
-    def _take_back(self) -> None:
+    def _take_back(self, trainer: Trainer) -> None:
         assert self._under_way is not None
-        _, self._ranking, self._saved = self._under_way
+        assert self._store is not None
+        step, ranking, self._saved = self._under_way
+        if not trainer.group.broadcast(self._store.path_of(step).exists()):
+            self._ranking = ranking  # else it is whole, and only its names are not
         self._under_way = None
 
     def _warn(self, trainer: Trainer, step: int, error: StorageError) -> None:
@@ -257,10 +266,10 @@ class Checkpoint(Saver):
         """
         step, strategy = trainer.state.global_step, trainer.strategy
         strategy.group.on_main(store.prepare)
-        copy = self._staging.copy if self.background else snapshot.on_host
+        copy = self._staging.copy if self.background else on_host
         payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
-        names, metrics = self._names(step), self._logged.after(trainer.state.updates)
-        tidy = self._tidying(trainer, store)
+        metrics, tidy = self._values(trainer.state), self._tidying(trainer, store)
+        names = [name for name, at in self._names(step).items() if at == step]
 
         def write() -> None:
             self._staging.wait()
@@ -269,25 +278,31 @@ class Checkpoint(Saver):
 
         return write
 
-    def _names(self, step: int) -> list[str]:
-        """Return the names of the newest checkpoint, that of `step`."""
-        return ["last"] * self._save_last + ["best"] * self._is_best(step)
-
-    def _is_best(self, step: int) -> bool:
-        return bool(self._ranking) and self._ranking[0].step == step
+    def _names(self, step: int) -> dict[str, int]:
+        """Return the step that each name belongs to, once that of `step` is saved."""
+        best = {"best": self._ranking[0].step} if self._ranking else {}
+        return ({"last": step} if self._save_last else {}) | best
 
     def _tidying(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
-        """Return what is to be done after a checkpoint was written and named."""
-        kept = [saved.step for saved in self._ranking]
-        best_weights = self._best_weights if self._is_best(trainer.state.global_step) else None
-        if best_weights is not None:
-            best_weights.take(trainer)
+        """Return what is to be done after a checkpoint was written."""
+        step = trainer.state.global_step
+        kept, names = [saved.step for saved in self._ranking], self._names(step)
+        weights = None
+        if self._save_weights and names.get("best") == step:
+            with trainer.evaluation_weights():  # those of an average are the model's only here
+                weights = trainer.strategy.gather_tensors(dict(trainer.model.state_dict()))
+                weights = self._staged_weights.copy(weights) if trainer.is_main else None
 
         def tidy() -> None:
             if self._save_top_k >= 0:
-                store.prune(kept)
-            if best_weights is not None:
-                best_weights.write(store.folder)
+                store.prune(kept)  # before the names: they may be copies, which need its room
+            store.name(names)
+            if weights is not None:
+                self._staged_weights.wait()
+                try:
+                    write_safetensors(store.folder / "best.safetensors", weights)
+                except StorageError as error:
+                    _log.warning("%s", error)
 
         return tidy
 
@@ -297,4 +312,4 @@ class Checkpoint(Saver):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the ranking."""
-        self._ranking = from_state(state["ranking"])
+        self._ranking = [Saved(int(step), float(value)) for step, value in state["ranking"]]

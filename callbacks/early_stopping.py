@@ -1,18 +1,14 @@
 """Stop a run that no longer improves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from callbacks.support.errors import CallbackError
 from callbacks.support.monitor import AUTO, Monitor
 from conf.errors import problems_at
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 
 class EarlyStopping(Callback):
@@ -71,7 +67,7 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a stop that was due when the checkpoint was saved."""
-        if self._epoch is None:  # a new run, or a checkpoint of an older version
+        if self._epoch is None:  # a new run
             self._epoch = trainer.state.epoch
         if trainer.branched:  # other hyper-parameters may mend what was not finite
             self._last = 0.0
@@ -105,7 +101,7 @@ class EarlyStopping(Callback):
             return
         # The epoch of the look: a resume between two looks must not stop a run.
         if self._epoch is not None and self._epoch >= self._min_epochs:
-            best = "it was never a number" if self.best is None else f"best {self.best:.6g}"
+            best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
             unit = "validation" if self._monitor.on_validation else "epoch"
             looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
             trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")
@@ -124,4 +120,4 @@ class EarlyStopping(Callback):
         """Load the counters."""
         self.best, self.waited = state["best"], state["waited"]
         self._looked_at = state["looked_at"]
-        self._epoch, self._last = state.get("epoch"), state.get("last", 0.0)
+        self._epoch, self._last = state["epoch"], state["last"]

@@ -1,22 +1,16 @@
 """An exponential moving average of the weights."""
 
-from __future__ import annotations
+from contextlib import AbstractContextManager
+from typing import Any
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torch import Tensor
-
-from callbacks.support.averaging import WeightAverage
+from callbacks.support.averaging import RunningAverage
 from callbacks.support.errors import CallbackError
-from trainer.callback import Average
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 
-class EMA(Average):
+class EMA(RunningAverage):
     """Keep `average = decay * average + (1 - decay) * weights`, after every applied update.
 
     `warmup`: the decay of step n is at most (1 + n) / (10 + n), so that the first weights do not
@@ -33,6 +27,7 @@ class EMA(Average):
         use_buffers: bool = True,
         use_for_evaluation: bool = True,
     ) -> None:
+        super().__init__(use_for_evaluation, use_buffers)
         if not 0 <= decay < 1:
             raise CallbackError(f"decay={decay}: choose at least 0 and less than 1")
         if update_every < 1:
@@ -40,12 +35,6 @@ class EMA(Average):
         self._decay = decay
         self._warmup = warmup
         self._update_every = update_every
-        self.used_for_evaluation = use_for_evaluation
-        self._average = WeightAverage(use_buffers)
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        """Start from the model's weights, or continue a loaded average."""
-        self._average.begin(trainer.model)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Update the average, unless the update was skipped.
@@ -53,30 +42,18 @@ class EMA(Average):
         An update that a GPU skipped changes no weights, and ends the run before the average is
         used.
         """
-        state = trainer.state
-        if state.skipped_in_a_row or state.global_step % self._update_every:
-            return
-        self._average.update(1 - self.decay(state.global_step))
-
-    def decay(self, step: int) -> float:
-        """Return the decay of the update with which `global_step` becomes `step`."""
-        return min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
+        step = trainer.state.global_step
+        if not trainer.state.skipped_in_a_row and step % self._update_every == 0:
+            most = (1 + step) / (10 + step) if self._warmup else 1.0
+            rule = get_ema_multi_avg_fn(min(self._decay, most))  # type: ignore[no-untyped-call]
+            self.update(rule)
 
     def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's weights."""
-        # The copied buffers change between two updates of the average.
-        self._average.take_buffers()
-        return self._average.exchanged(trainer.model) if self.used_for_evaluation else nullcontext()
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the average's tensors themselves."""
-        return self._average.state_dict()
+        self.take_buffers()  # they change between two updates of the average
+        return super().swap(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as a state dict of the model."""
-        self._average.take_buffers()
-        return {"model": self._average.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load an average."""
-        self._average.load_state_dict(state["model"])
+        self.take_buffers()
+        return super().state_dict()

@@ -1,16 +1,10 @@
 """Histograms of weights and gradients."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 
 class Histograms(Callback):

@@ -1,20 +1,16 @@
 """The learning rate range test."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from callbacks.support.drawing import curve
+from callbacks.pictures.drawing import curve
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 REPORT = "lr_finder.json"
 _log = logging.getLogger(__name__)
@@ -62,41 +58,36 @@ class LRFinder(Callback):
         if not self._ratios:
             rates = list(trainer.learning_rates().values())
             self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
-        self._set(trainer)
+        self.on_update_end(trainer)
         self._stop_if_done(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Set the rate of the next update, after the schedule has set its own."""
-        self._set(trainer)
+        rate = self._rate(trainer.state.updates)
+        for group, ratio in zip(trainer.optimizers.groups(), self._ratios, strict=True):
+            group.options["lr"] = rate * ratio
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Record the loss of an update and its learning rate."""
-        if "train/loss" not in scalars:
-            return
-        self.rates.append(self.rate(trainer.state.updates - 1))
-        self.losses.append(scalars["train/loss"])
-        self._stop_if_done(trainer)
-
-    def _stop_if_done(self, trainer: Trainer) -> None:
-        if not self.losses:
-            return
-        smooth = smoothed(self.losses, self._smoothing)
-        exploded = not smooth[-1] <= self._stop_factor * min(smooth)
-        if exploded or trainer.state.updates >= self._updates:
-            trainer.state.request_stop("the learning rate range test is done")
+        if "train/loss" in scalars:
+            self.rates.append(self._rate(trainer.state.updates - 1))
+            self.losses.append(scalars["train/loss"])
+            self._stop_if_done(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Write the report."""
-        self._report(trainer)
+        if trainer.run_dir is None or not trainer.is_main or not self.rates:
+            return
+        found, path = self.suggestion(), trainer.run_dir / REPORT
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        write_json(path, {"suggestion": found, "lr": self.rates, "loss": losses})
+        trainer.log_image("lr_finder", curve(self.rates, self._smoothed(), found))
+        told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
+        _log.info("learning rate range test: suggests %s (%s)", told, path)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write the report: the run may have diverged at the largest rates."""
-        self._report(trainer)
-
-    def rate(self, update: int) -> float:
-        """Return the rate of an update; the first has index 0."""
-        share = min(1.0, update / (self._updates - 1))
-        return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
+        self.on_fit_end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve so far, and the ratios of the groups' rates."""
@@ -109,33 +100,25 @@ class LRFinder(Callback):
 
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
-        smooth = smoothed(self.losses, self._smoothing)
-        slopes = [later - former for former, later in pairwise(smooth)]
+        slopes = [later - former for former, later in pairwise(self._smoothed())]
         best = min(range(len(slopes)), key=slopes.__getitem__, default=None)
         return None if best is None or not slopes[best] < 0 else self.rates[best]
 
-    def _set(self, trainer: Trainer) -> None:
-        rate = self.rate(trainer.state.updates)
-        for group, ratio in zip(trainer.optimizers.groups(), self._ratios, strict=True):
-            group.options["lr"] = rate * ratio
+    def _rate(self, update: int) -> float:
+        share = min(1.0, update / (self._updates - 1))
+        return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
 
-    def _report(self, trainer: Trainer) -> None:
-        if trainer.run_dir is None or not trainer.is_main or not self.rates:
-            return
-        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
-        content = {"suggestion": self.suggestion(), "lr": self.rates, "loss": losses}
-        write_json(trainer.run_dir / REPORT, content)
-        smooth, title = smoothed(self.losses, self._smoothing), "smoothed loss over learning rate"
-        trainer.log_image("lr_finder", curve(self.rates, smooth, self.suggestion(), title))
-        found = "nothing: the loss never fell" if self.suggestion() is None else self.suggestion()
-        _log.info("learning rate range test: suggests %s (%s)", found, trainer.run_dir / REPORT)
+    def _stop_if_done(self, trainer: Trainer) -> None:
+        smooth = self._smoothed()
+        exploded = bool(smooth) and not smooth[-1] <= self._stop_factor * min(smooth)
+        if exploded or (smooth and trainer.state.updates >= self._updates):
+            trainer.state.request_stop("the learning rate range test is done")
 
-
-def smoothed(values: list[float], smoothing: float) -> list[float]:
-    """Return the exponential moving averages of the values, with bias correction."""
-    average, weight, result = 0.0, 0.0, []
-    for value in values:
-        average = smoothing * average + (1 - smoothing) * value
-        weight = smoothing * weight + 1 - smoothing
-        result.append(average / weight)
-    return result
+    def _smoothed(self) -> list[float]:
+        """Return the exponential moving averages of the losses, with bias correction."""
+        average, weight, result = 0.0, 0.0, []
+        for loss in self.losses:
+            average = self._smoothing * average + (1 - self._smoothing) * loss
+            weight = self._smoothing * weight + 1 - self._smoothing
+            result.append(average / weight)
+        return result

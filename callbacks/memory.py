@@ -1,17 +1,12 @@
 """Log the peak memory of every epoch."""
 
-from __future__ import annotations
-
 import resource
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _MIB = 2**20
 

@@ -1,19 +1,15 @@
 """Write every logged value to `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.callback import Callback
 from trainer.files.append_log import AppendLog
 from trainer.runs.status import METRICS
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 
 class MetricsLog(Callback):
@@ -72,8 +68,7 @@ class MetricsLog(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the size of the file and the keys of its last step."""
-        # Older checkpoints hold the size as `offset`.
-        self._offset = state["sizes"][METRICS] if "sizes" in state else state["offset"]
+        self._offset = state["sizes"][METRICS]
         self._step, self._keys = state["step"], set(state["keys"])
 
 

@@ -1,20 +1,14 @@
 """Say how long an overfitting run will take, and end it once the loss is near zero."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-_LOSS = "train/loss"
 _WARM = 2  # updates that are not timed: the first ones are slower
 
 
@@ -38,31 +32,20 @@ class Overfit(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Look at the loss, and tell the time once."""
-        if not self._told:
-            self._tell(trainer)
+        updates, now, total = trainer.state.updates, time.monotonic(), trainer.total_steps
+        if self._since is None and updates >= _WARM:
+            self._since = (now, updates)
+        elif self._since and total is not None and updates > self._since[1] and not self._told:
+            self._told = True
+            each = (now - self._since[0]) / (updates - self._since[1])
+            message = "overfitting: %d updates of %.2g s each, %.0f s more at most; it ends before "
+            message += "that where train/loss comes to %.4g"
+            if trainer.is_main:
+                _log.info(message, total, each, each * (total - updates), self._threshold)
         self._stop_if_due(trainer, scalars)
 
     def _stop_if_due(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
-        loss = scalars.get(_LOSS)
+        loss = scalars.get("train/loss")
         if loss is not None and loss <= self._threshold:
-            text = f"{_LOSS} is {loss:.4g}, near zero (callbacks.{self.name}.threshold)"
+            text = f"train/loss is {loss:.4g}, near zero (callbacks.{self.name}.threshold)"
             trainer.state.request_stop(text)
-
-    def _tell(self, trainer: Trainer) -> None:
-        updates, now, total = trainer.state.updates, time.monotonic(), trainer.total_steps
-        if self._since is None:
-            if updates >= _WARM:
-                self._since = (now, updates)
-        elif total is not None and updates > self._since[1]:
-            self._told = True
-            each = (now - self._since[0]) / (updates - self._since[1])
-            if trainer.is_main:
-                _log.info(
-                    "overfitting: %d updates of %.2g s each, %.0f s more at most; it ends before "
-                    "that where %s comes to %g",
-                    total,
-                    each,
-                    each * (total - updates),
-                    _LOSS,
-                    self._threshold,
-                )

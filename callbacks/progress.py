@@ -1,24 +1,32 @@
 """Show the progress of a run: bars and a table on a terminal, otherwise lines at intervals."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from callbacks.support.bars import SECONDS, Bars, View, in_short
+from tqdm import tqdm
+
 from callbacks.support.errors import CallbackError
-from callbacks.support.metric_table import MetricTable, Row
 from trainer.callback import Callback, saver_of
-from trainer.files.layout import is_dumb, pair_lines, size_of
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.files.layout import is_dumb, size_of
+from trainer.trainer import Trainer
 
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
+_DRAWN = 0.2  # seconds between two drawings of the bars
+_NUMBER = 9  # characters of a value such as 1.234e-05
 _log = logging.getLogger(__name__)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
+    monitor_interval: ClassVar[int] = 0
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        """Erase what is left of a longer text; tqdm's spaces would wrap on a narrower terminal."""
+        return lambda text: print(f"\r{text}\x1b[K", end="", file=file, flush=True)
 
 
 class Progress(Callback):
@@ -29,8 +37,8 @@ class Progress(Callback):
     `best` column marks the best value so far of what `callbacks.checkpoint` monitors. Without bars,
     an epoch is a line, with train/epoch_loss, the mean over its samples, and the validation at its
     end; a validation within it has a line of its own, and the progress of the epoch is logged at
-    most every `every_seconds`. Lines have at most 100 characters. Only logged values are shown, so
-    that nothing is read from the device for them.
+    most every `every_seconds`. Only logged values are shown: nothing is read from the device for
+    them.
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
@@ -39,232 +47,227 @@ class Progress(Callback):
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._shown = False
-        self._bars: Bars | None = None
-        self._table = MetricTable("", None, marks_best=False)
+        self._bars: list[_Bar] = []  # of the run, of the epoch
+        self._consoles: list[logging.Handler] = []
         self._best: float | None = None  # of the monitored metric, so far
+        self._widths: dict[str, int] = {}  # of the columns of the table
+        self._header: list[str] = []
+        self._rows = 0  # lines below the header
         self._loss: dict[str, float] = {}  # of the last log line
         self._closing: dict[str, float] = {}  # of the epoch that ends here
-        self._begun = self._told = 0.0  # time: the epoch's start, the last line
-        self._position = 0  # in the epoch, when this process started it
+        self._doing = ""  # beside training, such as a validation
+        self._due = 0.0  # time of the next drawing or line
         self._started, self._first_step = 0.0, 0  # of the run, in this process
-        self._looked = 0.0  # time of the last word from an evaluation
-        self._consoles: list[logging.Handler] = []
+        self._begun, self._position = 0.0, 0  # of the epoch, in this process
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Choose between bars and lines."""
         self._started, self._first_step = time.monotonic(), trainer.state.global_step
         self._shown = trainer.is_main
         self._loss = {k: v for k, v in trainer.metrics.items() if k == _LOSS}
-        if self._shown and _takes_bars(self._wants_bar):
-            self._begin_bars(trainer)
-
-    def _begin_bars(self, trainer: Trainer) -> None:
-        saver, last = saver_of(trainer.callbacks), trainer.options.max_epochs
-        monitored = saver is not None and saver.monitor is not None
-        found = saver.best_result() if saver is not None else None
-        self._best = found[1] if found else None
-        self._table = MetricTable(f"{last}/{last}" if last else "", trainer.total_steps, monitored)
-        self._bars = Bars(lambda: self._of_run(trainer))
-        self._consoles = _console_handlers()
-        for handler in self._consoles:
-            handler.addFilter(self._make_room)
+        # In a notebook each drawing would be a line of its own.
+        moves = not is_dumb() and "ipykernel" not in sys.modules
+        wanted = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
+        if self._shown and wanted and moves:
+            saver = saver_of(trainer.callbacks)
+            found = saver.best_result() if saver is not None else None
+            self._best = found[1] if found else None
+            options: dict[str, Any] = {"leave": False, "bar_format": " "}
+            self._bars = [_Bar(position=place, **options) for place in (0, 1)]
+            streams = (sys.stderr, sys.stdout)
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                    self._consoles.append(handler)
+                    handler.addFilter(self._make_room)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Start the bar of an epoch."""
-        self._begun = self._told = time.monotonic()
+        self._begun, self._position = time.monotonic(), trainer.state.position
+        self._due = self._begun + self._every_seconds
         self._closing = {}
-        self._position = trainer.state.position
-        if self._bars is not None:
-            label = f"epoch {_numbered(trainer, trainer.state.epoch + 1)}"
-            self._bars.loss = _text(self._loss)
-            self._bars.begin(label, trainer.state.position, trainer.steps_per_epoch)
+        self._draw(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Advance the bars."""
-        if self._bars is not None:
-            self._bars.advance()
+        if self._bars and time.monotonic() >= self._due:
+            self._draw(trainer)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show the logged values."""
         self._loss |= {k: v for k, v in scalars.items() if k == _LOSS}
         self._closing |= {k: v for k, v in scalars.items() if k == _EPOCH_LOSS}
-        if self._bars is not None:
-            self._bars.loss = _text(self._loss)
-        elif self._shown and trainer.state.position and _LOSS in scalars:
-            self._tell(trainer)
+        state, now = trainer.state, time.monotonic()
+        within = self._shown and not self._bars and state.position and _LOSS in scalars
+        if within and now >= self._due:
+            self._due = now + self._every_seconds
+            where = f"epoch {_numbered(trainer, state.epoch + 1)}, {state.position}"
+            rate = (state.position - self._position) / (now - self._begun)
+            left = ", ".join([f"{rate:.3g} steps/s", *self._left(trainer, now)])
+            _say(f"{where}/{trainer.steps_per_epoch or '?'}: {_text(self._loss)} ({left})")
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Show that the run validates."""
-        self._looked = time.monotonic()
-        if self._bars is not None:
-            self._bars.doing = "validating"
-            self._bars.show()
+        self._doing = "validating"
+        self._due = time.monotonic() + self._every_seconds
+        self._draw(trainer)
 
     def on_evaluation_batch(
         self, trainer: Trainer, stage: str, done: int, batches: int | None
     ) -> None:
         """Show how far a validation or test is."""
         now = time.monotonic()
-        every = self._every_seconds if self._bars is None else SECONDS
-        if not self._shown or done == batches or now - self._looked < every:
+        if not self._shown or done == batches or now < self._due:
             return
-        self._looked = now
-        where = f"{stage} {done}/{batches or '?'}"
-        if self._bars is not None:
-            self._bars.doing = where
-            self._bars.show()
-        else:
-            _say([f"epoch {_numbered(trainer, trainer.state.epoch)}: {where} batches"])
+        self._due = now + self._every_seconds
+        self._doing = f"{stage} {done}/{batches or '?'}"
+        if not self._bars:
+            _say(f"epoch {_numbered(trainer, trainer.state.epoch)}: {self._doing} batches")
+        self._draw(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Show the metrics: with the line of the epoch that ends here, or in one of their own."""
-        values = {key: metrics[key] for key in sorted(metrics)}
-        if self._bars is not None:
-            self._bars.doing = ""
+        self._doing = ""
         if not trainer.state.position or trainer.done:
-            self._closing |= values
+            self._closing |= metrics
         elif self._shown:
-            self._show(trainer, trainer.state.epoch + 1, values)
+            self._show(trainer, trainer.state.epoch + 1, metrics)
 
     def on_boundary(self, trainer: Trainer) -> None:
         """Show an epoch, after its validation."""
-        if not trainer.state.position:
-            self._close(trainer, trainer.state.epoch)
+        if self._shown and not trainer.state.position:
+            self._show(trainer, trainer.state.epoch, self._closing, closes=True)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Show an incomplete epoch, after `max_steps` or a signal."""
         if trainer.state.position:
             # Of an epoch that a signal ends no mean was logged; on all processes, as it adds up.
             self._closing = trainer.updater.epoch_means(ended=False) | self._closing
-            self._close(trainer, trainer.state.epoch + 1)
+            if self._shown:
+                self._show(trainer, trainer.state.epoch + 1, self._closing, closes=True)
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the bars and the log filters."""
-        if self._bars is not None:
-            self._bars.close()
-            self._bars = None
+        for bar in reversed(self._bars):
+            bar.close()
         for handler in self._consoles:
             handler.removeFilter(self._make_room)
-        self._consoles = []
-
-    def _close(self, trainer: Trainer, epoch: int) -> None:
-        if self._bars is not None:
-            self._bars.end()
-        if self._shown:
-            seconds = time.monotonic() - self._begun
-            self._show(trainer, epoch, _closing(self._closing), seconds)
+        self._bars, self._consoles = [], []
 
     def _show(
-        self,
-        trainer: Trainer,
-        epoch: int,
-        values: Mapping[str, float],
-        seconds: float | None = None,
+        self, trainer: Trainer, epoch: int, values: Mapping[str, float], closes: bool = False
     ) -> None:
         """Log values as a line; below bars the terminal has them as a row instead."""
+        shown = {k: values[k] for k in sorted(values) if k == _EPOCH_LOSS or k.startswith("val/")}
         number, step = _numbered(trainer, epoch), trainer.state.global_step
-        took = "" if seconds is None else f"({seconds:.1f} s)"
-        if self._bars is None:
-            _say(pair_lines(f"epoch {number}, step {step}", values, took))
+        took = f"{time.monotonic() - self._begun:.1f} s" if closes else ""
+        _say(f"epoch {number}, step {step}: {_text(shown)}{f' ({took})' if took else ''}")
+        if not self._bars:
             return
-        _to_files(pair_lines(f"epoch {number}, step {step}", values, took))
-        best = self._is_best(trainer, values)
-        took = "" if seconds is None else _duration(seconds)
-        row = Row(number, step, values, took, best)
-        self._bars.clear()
-        print(*self._table.lines(row, *size_of(sys.stderr)), sep="\n", file=sys.stderr)
-        self._bars.show()
-
-    def _is_best(self, trainer: Trainer, values: Mapping[str, float]) -> bool:
         saver = saver_of(trainer.callbacks)
-        value = None if saver is None or saver.monitor is None else values.get(saver.monitor)
-        if saver is None or value is None or not saver.improves(value, self._best):
-            return False
-        self._best = value
-        return True
+        value = None if saver is None or saver.monitor is None else shown.get(saver.monitor)
+        best = saver is not None and value is not None and saver.improves(value, self._best)
+        self._best = value if best else self._best
+        cells = {"epoch": number, "step": str(step), "best": "*" if best else ""}
+        if saver is None or saver.monitor is None:
+            del cells["best"]
+        cells |= dict.fromkeys(self._metrics(), "") | {k: f"{v:.4g}" for k, v in shown.items()}
+        width, height = size_of(sys.stderr)
+        self._make_room(None)
+        print(*self._table({**cells, "time": took}, width, height), sep="\n", file=sys.stderr)
+        self._draw(trainer)
 
-    def _tell(self, trainer: Trainer) -> None:
-        now, state = time.monotonic(), trainer.state
-        if now - self._told < self._every_seconds:
+    def _metrics(self) -> list[str]:
+        return [name for name in self._widths if "/" in name]
+
+    def _table(self, cells: Mapping[str, str], width: int, height: int) -> list[str]:
+        """Return a row, below the names of its columns where these change, or every screenful.
+
+        Columns that do not fit the width go on in further lines of both.
+        """
+        for name, text in cells.items():
+            least = max(len(name), len(text), _NUMBER if "/" in name else 0)
+            self._widths[name] = max(self._widths.get(name, 0), least)
+        rows: list[list[str]] = [[]]
+        for name in cells:
+            if sum(self._widths[n] + 2 for n in rows[-1]) + self._widths[name] > width:
+                rows.append([])
+            rows[-1].append(name)
+        header, row = (
+            ["  ".join(given[n].rjust(self._widths[n]) for n in names).rstrip() for names in rows]
+            for given in ({name: name for name in cells}, cells)
+        )
+        if header != self._header or self._rows + len(row) > height - len(header) - 3:
+            self._header, self._rows = header, 0
+        lines = row if self._rows else [*header, *row]
+        self._rows += len(row)
+        return lines
+
+    def _draw(self, trainer: Trainer) -> None:
+        """Draw the bar of the run and that of its epoch."""
+        if not self._bars:
             return
-        self._told = now
-        rate = (state.position - self._position) / (now - self._begun)
-        left = self._left(trainer, now)
-        where = f"epoch {_numbered(trainer, state.epoch + 1)}, "
-        where += f"{state.position}/{trainer.steps_per_epoch or '?'}"
-        tail = f"({rate:.3g} steps/s{'' if left is None else f', {in_short(left)} left'})"
-        _say(pair_lines(where, self._loss, tail))
-
-    def _of_run(self, trainer: Trainer) -> View:
-        """Return what the bar of the run shows."""
-        now, steps = time.monotonic(), trainer.state.global_step
-        total, limit = trainer.total_steps, trainer.options.max_time
-        shares = [steps / total] if total else []
+        now, state = time.monotonic(), trainer.state
+        self._due = now + _DRAWN
+        total, limit = trainer.total_steps, trainer.options.seconds
+        shares = [state.global_step / total] if total else []
         shares += [(now - self._started) / limit] if limit else []
-        left = self._left(trainer, now)
-        items = [f"{steps}/{total} updates" if total else f"{steps} updates"]
-        items += [] if left is None else [f"{in_short(left)} left"]
-        return View(min(1.0, max(shares)) if shares else None, "run", items)
+        updates = f"{state.global_step}{f'/{total}' if total else ''} updates"
+        items = [updates, *self._left(trainer, now)]
+        width = size_of(sys.stderr).columns - 1  # a full line would move the cursor to the next
+        self._bars[0].display(bar_line(max(shares) if shares else None, "run", items, width))
+        length, done = trainer.steps_per_epoch, state.position
+        head = f"epoch {_numbered(trainer, state.epoch + 1)}"
+        if not done and state.updates and self._doing:  # the epoch has been counted already
+            head, done = f"epoch {_numbered(trainer, state.epoch)}", length or 0
+        rate = (state.position - self._position) / max(now - self._begun, 1e-9)
+        count = f"{done}/{length}" if length else f"{done} updates"
+        items = [count, self._doing, f"{rate:.3g} updates/s" if rate > 0 else "", _text(self._loss)]
+        self._bars[1].display(bar_line(done / length if length else None, head, items, width))
 
-    def _left(self, trainer: Trainer, now: float) -> float | None:
-        """Return the seconds that are left of the run, validations included; None if unknown."""
+    def _left(self, trainer: Trainer, now: float) -> list[str]:
+        """Return how long the rest of the run takes, validations included, where it is known."""
         seconds, total = now - self._started, trainer.total_steps
         steps = trainer.state.global_step - self._first_step
-        limit = trainer.options.max_time
+        limit = trainer.options.seconds
         left = [] if limit is None else [max(0.0, limit - seconds)]
         if total and steps > 0:
             left.append((total - trainer.state.global_step) * seconds / steps)
-        return min(left, default=None)
+        return [f"{tqdm.format_interval(min(left))} left"] if left else []
 
-    def _make_room(self, record: logging.LogRecord) -> bool:
-        """Clear the bars before a log record is written; rows of the table stand for our own."""
-        if record.name == _log.name:
-            return self._bars is None
-        if self._bars is not None:
-            self._bars.clear()
+    def _make_room(self, record: logging.LogRecord | None) -> bool:
+        """Clear the bars before a line is written; rows of the table stand for our own lines."""
+        if record is not None and record.name == _log.name:
+            return not self._bars
+        for bar in reversed(self._bars):
+            bar.clear()
         return True
 
 
-def _console_handlers() -> list[logging.Handler]:
-    """Return the handlers that write log lines to the terminal."""
-    streams = (sys.stderr, sys.stdout)
-    handlers = logging.getLogger().handlers
-    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
+def bar_line(share: float | None, head: str, items: Sequence[str], width: int) -> str:
+    """Return a bar with as many of the items beside it as fit whole; without a share no bar."""
+    start = head if share is None else f"{head} {min(share, 1.0):4.0%}"
+    room, shown = width - len(start) - (2 if share is None else len("||") + 9), ""
+    for item in filter(None, items):
+        longer = f"{shown}, {item}" if shown else item
+        if len(longer) > room:
+            break
+        shown = longer
+    if share is None:
+        return f"{start}  {shown}"
+    form = f"{start}|\0| {shown}".replace("{", "{{").replace("}", "}}").replace("\0", "{bar}")
+    return str(tqdm.format_meter(min(share, 1.0), 1.0, 0.0, ncols=width, bar_format=form))
 
 
-def _takes_bars(wanted: bool | None) -> bool:
-    """Return whether stderr shows bars: in a notebook, each drawing would be a line of its own."""
-    if wanted is False or is_dumb() or "ipykernel" in sys.modules:
-        return False
-    return wanted or sys.stderr.isatty()
-
-
-def _say(lines: Sequence[str]) -> None:
-    """Log lines, or print them if logging has no handlers."""
-    _to_files(lines)
+def _say(line: str) -> None:
+    """Log a line, or print it if logging has no handlers; the bars' filter keeps it from them."""
+    _log.info("%s", line)
     if not logging.getLogger().handlers:
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
-
-
-def _to_files(lines: Sequence[str]) -> None:
-    """Log lines; the filter of the bars keeps them from the terminal."""
-    for line in lines:
-        _log.info("%s", line)
-
-
-def _closing(values: Mapping[str, float]) -> dict[str, float]:
-    """Return what the line of an epoch shows: its loss, then its validation."""
-    shown = [key for key in sorted(values) if key == _EPOCH_LOSS or key.startswith("val/")]
-    return {key: values[key] for key in shown}
+        print(line, file=sys.stderr, flush=True)
 
 
 def _numbered(trainer: Trainer, epoch: int) -> str:
     last = trainer.options.max_epochs
     return f"{epoch}/{last}" if last is not None else str(epoch)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else in_short(seconds)
 
 
 def _text(values: Mapping[str, float]) -> str:

@@ -1,15 +1,10 @@
 """Log the speed of the training, with a hint if it waits for data."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 

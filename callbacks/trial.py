@@ -21,7 +21,6 @@ from trainer.state import PRUNED
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_NO_PRUNER: Mapping[str, Any] = {"name": None, "options": {}}
 _log = logging.getLogger(__name__)
 
 
@@ -35,13 +34,10 @@ class Trial(Callback):
     """
 
     def __init__(self, storage: str, study: str, number: int) -> None:
-        self._storage_name = storage
-        self._study_name = study
-        self._number = number
+        self._place, self._name, self._number = storage, study, number
         self._metric = ""
-        self._study: Any = None
-        self._storage: Any = None
-        self._trial_id: Any = None
+        self._trial: Any = None
+        self._pruned_at: int | None = None  # step
         self._reported_at = -1  # step
 
     def setup(self, trainer: Trainer) -> None:
@@ -51,8 +47,7 @@ class Trial(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat the end that was decided on when the checkpoint was saved."""
-        at = self._trial().user_attrs.get(PRUNED_AT) if trainer.is_main else None
-        at = trainer.group.broadcast(at)
+        at = trainer.group.broadcast(self._pruned_at)
         if at is not None and trainer.state.global_step >= at:
             trainer.state.request_stop(PRUNED)
 
@@ -75,57 +70,42 @@ class Trial(Callback):
             trainer.state.request_stop(PRUNED)
 
     def _ends_here(self, trainer: Trainer) -> bool:
-        """Report, and return what the pruner decides; on the main process."""
         if (value := trainer.metrics.get(self._metric)) is None:
             _log.warning("warning: %s is not logged: the search learns nothing", self._metric)
             return False
-        state, by_step = trainer.state, trainer.options.validate_every_n_steps
+        at = trainer.state.global_step
+        step = at if trainer.options.validate_every_n_steps else trainer.state.epoch
         try:
-            with study_errors(self._storage_name):
-                return self._report(state.global_step if by_step else state.epoch, value, trainer)
+            with study_errors(self._place):
+                (seen,) = self._trial.study.get_trials(deepcopy=False)[self._number :][:1]
+                if seen.state.is_finished() or step < (seen.last_step or 0):
+                    return False  # repeated after a resume: decided then
+                if step not in seen.intermediate_values:
+                    self._trial.report(value, step)
+                if trainer.done or not self._trial.should_prune():
+                    return False
+                self._trial.set_user_attr(PRUNED_AT, at)
         except RunError as error:
             _log.warning("warning: %s: this validation is not reported to it", error)
             return False
-
-    def _report(self, step: int, value: float, trainer: Trainer) -> bool:
-        trial = self._trial()
-        if trial.state.is_finished() or step < (trial.last_step or 0):
-            return False  # repeated after a resume: decided then
-        if step not in trial.intermediate_values:
-            self._storage.set_trial_intermediate_value(self._trial_id, step, value)
-        if trainer.done or not self._study.pruner.prune(self._study, self._trial()):
-            return False
-        at = trainer.state.global_step
-        self._storage.set_trial_user_attr(self._trial_id, PRUNED_AT, at)
         _log.info("pruned: %s %.6g at step %d is behind the other jobs", self._metric, value, at)
         return True
 
     def _open(self) -> None:
         optuna = import_optuna()
-        self._storage = open_storage(self._storage_name, must_exist=True)
-        with study_errors(self._storage_name):
+        storage = open_storage(self._place, must_exist=True)
+        with study_errors(self._place):
+            sampler = optuna.samplers.RandomSampler(seed=0)  # it is asked for nothing
             try:
-                study_id = self._storage.get_study_id_from_name(self._study_name)
-                find = self._storage.get_trial_id_from_study_id_trial_number
-                self._trial_id = find(study_id, self._number)
-            except KeyError as error:
+                study = optuna.load_study(study_name=self._name, storage=storage, sampler=sampler)
+                found = study.get_trials(deepcopy=False)[self._number]
+                (self._metric,) = study.metric_names
+            except (LookupError, TypeError) as error:
                 raise CheckpointError(
-                    f"{self._storage_name} has no trial {self._number} of {self._study_name!r}: "
-                    "go on with the job by itself, without sweep.trial"
+                    f"{self._place} has no trial {self._number} of {self._name!r}, or does not say "
+                    "which metric is its value: go on with the job by itself, without sweep.trial"
                 ) from error
-            attributes = self._storage.get_study_user_attrs(study_id)
-            self._study = optuna.load_study(
-                study_name=self._study_name,
-                storage=self._storage,
-                sampler=optuna.samplers.RandomSampler(seed=0),  # it asks for nothing
-                pruner=build_pruner(**attributes.get(PRUNER, _NO_PRUNER)),
-            )
-            if not (metrics := self._study.metric_names):
-                raise CheckpointError(
-                    f"the study {self._study_name!r} does not say which metric is its value: "
-                    "study.set_metric_names(['val/accuracy'])"
-                )
-            self._metric = metrics[0]
-
-    def _trial(self) -> Any:
-        return self._storage.get_trial(self._trial_id)
+            node = study.user_attrs.get(PRUNER) or {"name": None, "options": {}}
+            study.pruner = build_pruner(**node)
+            self._trial = optuna.trial.Trial(study, found._trial_id)
+            self._pruned_at = found.user_attrs.get(PRUNED_AT)

@@ -1,25 +1,17 @@
 """Fine-tuning in stages: unfreeze parameters after a number of epochs or steps."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, nn
 
 from callbacks.support.errors import CallbackError
-from callbacks.support.freezing import set_trainable
 from trainer.callback import Callback
-from trainer.state import TrainState
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-_KEYS = {"pattern", "epoch", "step"}
 
 
 class Unfreeze(Callback):
@@ -40,7 +32,7 @@ class Unfreeze(Callback):
     def __init__(self, stages: Mapping[str, Mapping[str, Any] | None]) -> None:
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
-            unknown = stage.keys() - _KEYS
+            unknown = stage.keys() - {"pattern", "epoch", "step"}
             if unknown or "pattern" not in stage or {"epoch", "step"} <= stage.keys():
                 raise CallbackError(
                     f"stages.{name}={dict(stage)}: give pattern, and at most one of epoch and step"
@@ -57,60 +49,64 @@ class Unfreeze(Callback):
                     self._members[name].append(parameter)
                     break
         for name, members in self._members.items():
+            key = f"callbacks.{self.name}.stages.{name}"
             if not members:
                 raise CallbackError(
-                    f"callbacks.{self.name}.stages.{name}.pattern={self._stages[name]['pattern']}: "
-                    "matches no parameter, or only those of earlier stages"
+                    f"{key}.pattern={self._stages[name]['pattern']}: matches no parameter, or only "
+                    "those of earlier stages"
                 )
             if not all(member.requires_grad for member in members):
                 raise CallbackError(
-                    f"callbacks.{self.name}.stages.{name}: the model was built with some of these "
-                    "parameters frozen, so that no optimizer has them"
+                    f"{key}: the model was built with some of these parameters frozen, so that no "
+                    "optimizer has them"
                 )
+            set_trainable(trainer.model, members, trains=False)
         self._frozen = set(self._stages)
-        self._set(trainer.model, self._frozen, trains=False)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Unfreeze the stages that have begun in a resumed run."""
-        self._follow(trainer)
         self._settle_norms(trainer.model)
-
-    def on_update_end(self, trainer: Trainer) -> None:
-        """Unfreeze the stages that begin at this step."""
-        if self._frozen:
-            self._follow(trainer)
+        self.on_update_end(trainer)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Unfreeze the stages that begin with this epoch."""
-        self._follow(trainer)
+        self.on_update_end(trainer)
 
-    def _follow(self, trainer: Trainer) -> None:
-        begun = {name for name in self._frozen if started(self._stages[name], trainer.state)}
-        if not begun:
-            return
-        self._frozen -= begun
-        self._set(trainer.model, begun, trains=True)
-        self._settle_norms(trainer.model)
-        _log.info(
-            "epoch %d, step %d: %s trains from here on",
-            trainer.state.epoch,
-            trainer.state.global_step,
-            ", ".join(sorted(begun)),
-        )
-
-    def _set(self, model: nn.Module, stages: set[str], trains: bool) -> None:
-        set_trainable(model, [p for name in stages for p in self._members[name]], trains)
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Unfreeze the stages that begin at this step."""
+        state = trainer.state
+        for name in sorted(self._frozen):
+            stage = self._stages[name]
+            now = state.global_step if "step" in stage else state.epoch
+            begins = stage.get("step", stage.get("epoch"))
+            if begins is not None and now >= begins:
+                self._frozen.remove(name)
+                set_trainable(trainer.model, self._members[name], trains=True)
+                self._settle_norms(trainer.model)
+                message = "epoch %d, step %d: %s trains from here on"
+                _log.info(message, state.epoch, state.global_step, name)
 
     def _settle_norms(self, model: nn.Module) -> None:
-        members = {id(p) for ps in self._members.values() for p in ps}
+        members = {id(p) for parameters in self._members.values() for p in parameters}
         for module in model.modules():
             own = list(module.parameters(recurse=False))
-            if isinstance(module, _NormBase) and any(id(p) in members for p in own):
+            if hasattr(module, "track_running_stats") and any(id(p) in members for p in own):
                 module.train(any(p.requires_grad for p in own))
 
 
-def started(stage: Mapping[str, Any], state: TrainState) -> bool:
-    """Return whether a stage has begun."""
-    if "step" in stage:
-        return bool(state.global_step >= stage["step"])
-    return "epoch" in stage and bool(state.epoch >= stage["epoch"])
+def set_trainable(model: nn.Module, parameters: Iterable[Tensor], trains: bool) -> None:
+    """Let parameters of a model train or not, and drop their gradients.
+
+    They are entered into their modules again: torch 2.11's compiler checks `requires_grad` only
+    where a module's parameters were replaced, and would go on without a parameter's gradient.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    for module in model.modules():
+        for name, parameter in list(
+            module.named_parameters("", recurse=False, remove_duplicate=False)
+        ):
+            if id(parameter) in chosen:
+                parameter.requires_grad_(trains)
+                parameter.grad = None
+                setattr(module, name, None)
+                setattr(module, name, parameter)

@@ -68,8 +68,10 @@ def raise_problems(found: Iterable[Problem], kind: type[ConfigError] = ConfigErr
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a misspelt one was most likely meant for."""
+    known = {known.lower(): known for known in names}
     # The cost grows with the product of the lengths, and nobody mistypes a thousand letters.
-    return next(iter(get_close_matches(name[:100], list(names), n=1, cutoff=cutoff)), None)
+    near = get_close_matches(name[:100].lower(), list(known), n=1, cutoff=cutoff)
+    return known[near[0]] if near else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str | None:

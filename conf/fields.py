@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +68,8 @@ def rule_of(declared: "dataclasses.Field[Any]") -> Rule:
 
 
 def declared(schema: type) -> Mapping[str, "dataclasses.Field[Any]"]:
-    """Return the keys that a schema declares, in order; `extra` gathers the undeclared ones."""
-    return {f.name: f for f in dataclasses.fields(schema) if f.name != "extra"}
+    """Return the keys that a schema declares, in order; not what else its objects hold."""
+    return {f.name: f for f in dataclasses.fields(schema) if "rule" in f.metadata}
 
 
 def is_open(schema: type) -> bool:
@@ -82,6 +84,18 @@ def default_of(declared_field: "dataclasses.Field[Any]") -> Any:
     if declared_field.default is dataclasses.MISSING:
         return REQUIRED
     return declared_field.default
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a union takes; of any other type itself."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def dataclass_in(annotation: Any) -> type | None:
+    """Return the section that a type stands for, if it stands for one."""
+    found = (m for m in members(annotation) if dataclasses.is_dataclass(m))
+    return next((m for m in found if isinstance(m, type)), None)
 
 
 def plain_name(value: str) -> str | None:

@@ -1,123 +1,160 @@
-"""Bound what the interpolations of a configuration can do before they are resolved.
+"""What `${...}` may do, looked at before anything is resolved; and the names that stay open.
 
 Resolving `a: ${b}${b}`, `b: ${c}${c}` and so on takes time exponential in the length of the
 chain, and a loop only ends when Python's stack does. Both are found here in linear time.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import Problem, nearest
-from conf.reserved import RESERVED
 
+RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
 RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.dict.keys", "oc.dict.values", "now")
-_BY_KEY = ("oc.select", "oc.dict.keys", "oc.dict.values")
 _RESOLVER = re.compile(r"\s*([\w.]+)\s*:")
 
 
-def interpolation_problems(raw: dict[str, Any]) -> list[Problem]:
-    """List loops, dead ends and explosions among the interpolations of unresolved containers."""
-    tracer = _Tracer(raw)
-    size = tracer.size(raw, "")
-    if size > MAX_SIZE and not tracer.problems:
-        message = f"its interpolations write out to more than {MAX_SIZE} characters"
-        tracer.problems.append(Problem(tracer.largest(), message))
-    return tracer.problems
+def fill(node: Any, values: Mapping[str, int]) -> Any:
+    """Return a copy of plain containers with `${total_steps}` and its like replaced.
+
+    A text that is nothing but the interpolation becomes the number itself; inside a longer one it
+    is replaced by its digits. A name that `values` lacks stays as it is.
+    """
+    if isinstance(node, dict):
+        return {key: fill(value, values) for key, value in node.items()}
+    if isinstance(node, list):
+        return [fill(value, values) for value in node]
+    for name, value in values.items() if isinstance(node, str) else ():
+        if node == f"${{{name}}}":
+            return value
+        node = node.replace(f"${{{name}}}", str(value))
+    return node
 
 
-def references(raw: dict[str, Any]) -> set[str]:
-    """Return the keys that the interpolations of unresolved containers refer to."""
-    tracer = _Tracer(raw)
-    return {
-        target
-        for key, text in texts(raw, "")
-        for body in _bodies(text)
-        if (target := tracer.target(body, key)) is not None
-    }
+def join(key: str, name: object) -> str:
+    """Return the key of what a section or list at `key` has under a name or number."""
+    return f"{key}.{name}" if key else str(name)
 
 
-def taken_from(raw: dict[str, Any]) -> dict[str, str]:
-    """Return for each key that is nothing but an interpolation the key whose value it takes."""
-    tracer = _Tracer(raw)
-    found = {}
-    for key, text in texts(raw, ""):
-        bodies = list(_bodies(text))
-        if len(bodies) == 1 and text == f"${{{bodies[0]}}}" and not _RESOLVER.match(bodies[0]):
-            found[key] = tracer.target(bodies[0], key)
-    return {key: target for key, target in found.items() if target is not None}
+def children(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of each entry of a section or list; nothing of a value."""
+    if isinstance(node, dict | list):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield join(key, name), child
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of everything that is no section and no list."""
+    if isinstance(node, dict | list):
+        for here, child in children(node, key):
+            yield from leaves(child, here)
+    else:
+        yield key, node
 
 
 @dataclass(slots=True)
-class _Tracer:
+class Interpolations:
+    """What the interpolations of unresolved containers refer to, and what is wrong with them."""
+
     root: dict[str, Any]
     problems: list[Problem] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
-    path: list[str] = field(default_factory=list)  # of the keys that are being followed
+    read: set[str] = field(default_factory=set)  # the keys that are referred to
+    taken: dict[str, str] = field(default_factory=dict)  # `${...}` and nothing else: from where
+    environment: set[str] = field(default_factory=set)  # keys to which `oc.env` contributes
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _path: list[str] = field(default_factory=list)  # of the keys that are being followed
 
-    def size(self, node: Any, key: str) -> int:
+    def __post_init__(self) -> None:
+        """Follow all of them: loops, dead ends and explosions are problems."""
+        if self._size(self.root, "") > MAX_SIZE and not self.problems:
+            key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
+            message = f"its interpolations write out to more than {MAX_SIZE} characters"
+            self.problems.append(Problem(key, message))
+
+    def from_environment(self, key: str) -> bool:
+        """Return whether an environment variable contributes to the text at a key."""
+        at = self.source(key)
+        while at and not isinstance(_select(self.root, at)[1], str):
+            at = at.rpartition(".")[0]
+        return at in self.environment
+
+    def source(self, key: str) -> str:
+        """Return the key that holds the value which `key`, or a section above it, takes over."""
+        seen = {key}
+        while True:
+            above = key
+            while above and above not in self.taken:
+                above = above.rpartition(".")[0]
+            key = self.taken[above] + key.removeprefix(above) if above else key
+            if not above or key in seen:
+                return key
+            seen.add(key)
+
+    def _size(self, node: Any, key: str) -> int:
         """Return how large a node is once it is resolved; capped, and each node is visited once."""
-        if key in self.sizes:
-            return self.sizes[key]
-        if key and key in self.path:
-            loop = " -> ".join([*self.path[self.path.index(key) :], key])
+        if key in self._sizes:
+            return self._sizes[key]
+        if key and key in self._path:
+            loop = " -> ".join([*self._path[self._path.index(key) :], key])
             self.problems.append(Problem(key, f"its interpolation leads back to itself: {loop}"))
             return 0
-        if len(self.path) > MAX_CHAIN:
+        if len(self._path) > MAX_CHAIN:
             self.problems.append(Problem(key, "the interpolations that lead here are too many"))
             return 0
-        self.path.append(key)
-        total = 1 + sum(self._parts(node, key))
-        self.path.pop()
-        self.sizes[key] = min(total, MAX_SIZE + 1)
-        return self.sizes[key]
+        self._path.append(key)
+        size = 1
+        for here, child in children(node, key):
+            size += self._size(child, here)
+            self._inherit(key, here)
+        if isinstance(node, str):
+            size += len(node) + sum(self._follow(body, key, node) for body in _bodies(node))
+        self._path.pop()
+        self._sizes[key] = min(size, MAX_SIZE + 1)
+        return self._sizes[key]
 
-    def _parts(self, node: Any, key: str) -> Iterator[int]:
-        if isinstance(node, dict):
-            for name, child in node.items():
-                yield self.size(child, f"{key}.{name}" if key else str(name))
-        elif isinstance(node, list):
-            for index, child in enumerate(node):
-                yield self.size(child, f"{key}.{index}")
-        elif isinstance(node, str):
-            yield len(node)
-            for body in _bodies(node):
-                yield self._follow(body, key)
-
-    def _follow(self, body: str, key: str) -> int:
-        target = self.target(body, key)
-        if target is None:
-            return 0
-        found, node = _select(self.root, target)
-        if not found:
-            self._dead_end(body, target, key)
-            return 0
-        return self.size(node, target)
-
-    def target(self, body: str, key: str) -> str | None:
-        """Return the key that an interpolation refers to; None if it refers to none."""
+    def _follow(self, body: str, key: str, text: str) -> int:
+        """Return the size of what an interpolation within the text of a key refers to."""
         resolver = _RESOLVER.match(body)
-        if resolver is None:
-            return None if body in RESERVED else self._absolute(body, key)
-        name = resolver[1]
-        if name not in RESOLVERS:
+        name = resolver[1] if resolver else None
+        if name == "oc.env":
+            self.environment.add(key)
+        if name is not None and name not in RESOLVERS:
             message = f"${{{name}:...}} is not available: there are {', '.join(RESOLVERS)}"
             self.problems.append(Problem(key, message))
         elif name == "oc.decode" and "\\" in body:
             self.problems.append(Problem(key, "oc.decode takes no escaped interpolations"))
-        elif name in _BY_KEY:
-            argument = body[resolver.end() :].split(",")[0].strip()
-            target = self._absolute(argument, key)
-            # oc.select has a default for what does not exist.
-            return target if target is not None and _select(self.root, target)[0] else None
-        return None
+        if body in RESERVED or (
+            name and name not in ("oc.select", "oc.dict.keys", "oc.dict.values")
+        ):
+            return 0
+        reference = body[resolver.end() :].split(",")[0] if resolver else body
+        if (target := self._absolute(reference.strip(), key)) is None:
+            return 0
+        found, node = _select(self.root, target)
+        if not found:
+            if not resolver:  # oc.select has a default for what does not exist
+                near = nearest(target, [here for here, _ in sections(self.root)])
+                hint = f"did you mean ${{{near}}}?" if near else None
+                self.problems.append(Problem(key, f"${{{body}}} refers to nothing", hint))
+            return 0
+        self.read.add(target)
+        if text == f"${{{body}}}" and not resolver and "${" not in body:
+            self.taken[key] = target
+        size = self._size(node, target)
+        self._inherit(key, target)
+        return size
+
+    def _inherit(self, key: str, other: str) -> None:
+        if other in self.environment:
+            self.environment.add(key)
 
     def _absolute(self, reference: str, key: str) -> str | None:
         """Resolve a relative reference; one that is itself computed counts as all of its parent."""
-        static, computed, _ = reference.strip().partition("${")
+        static, computed, _ = reference.partition("${")
         static = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", static)
         if computed:
             static = static.rpartition(".")[0]
@@ -128,16 +165,7 @@ class _Tracer:
             return static
         rest = static.lstrip(".")
         parents = key.split(".")[: -(len(static) - len(rest))]
-        return ".".join([*parents, rest]) if rest else ".".join(parents) or None
-
-    def _dead_end(self, body: str, target: str, key: str) -> None:
-        near = nearest(target, _keys(self.root, ""))
-        hint = f"did you mean ${{{near}}}?" if near else None
-        self.problems.append(Problem(key, f"${{{body}}} refers to nothing", hint=hint))
-
-    def largest(self) -> str:
-        """Return the key of the first leaf that alone is too large."""
-        return next((k for k, size in self.sizes.items() if size > MAX_SIZE), "")
+        return ".".join([*parents, *([rest] if rest else [])]) or None
 
 
 def _bodies(text: str) -> Iterator[str]:
@@ -151,38 +179,21 @@ def _bodies(text: str) -> Iterator[str]:
                 break
 
 
-def texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of each leaf that is a text."""
-    if isinstance(node, str):
-        yield key, node
-    elif isinstance(node, dict | list):
-        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from texts(child, f"{key}.{name}" if key else str(name))
-
-
 def _select(root: Any, key: str) -> tuple[bool, Any]:
+    """Find the node at a key; what goes through a node that is an interpolation ends there."""
     node = root
     for name in key.split("."):
-        if isinstance(node, dict):
-            found = next((k for k in node if str(k) == name), None)
-            if found is None:
-                return _through(node, key)
-            node = node[found]
-        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            return _through(node, key)
+        if isinstance(node, str) and "${" in node:
+            return True, node
+        entries = dict(children(node))
+        if name not in entries:
+            return False, None
+        node = entries[name]
     return True, node
 
 
-def _through(node: Any, key: str) -> tuple[bool, Any]:
-    """Let a reference pass that goes through a node which is an interpolation itself."""
-    return (True, node) if isinstance(node, str) and "${" in node else (False, None)
-
-
-def _keys(node: Any, key: str) -> Iterator[str]:
-    if key:
-        yield key
-    if isinstance(node, dict):
-        for name, child in node.items():
-            yield from _keys(child, f"{key}.{name}" if key else str(name))
+def sections(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key at any depth, and its value."""
+    for here, child in children(node, key):
+        yield here, child
+        yield from sections(child, here)

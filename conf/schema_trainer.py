@@ -1,13 +1,18 @@
 # ruff: noqa: RUF009 -- `option` returns a dataclasses.field, which is what belongs there
-"""The keys of `trainer`: how long, how often, in which numbers."""
+"""The keys that the trainer takes as they are: of the loop (`trainer`) and of devices (`strategy`).
 
+Neither imports torch: the dataclasses are built while a configuration is checked.
+"""
+
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from conf.compile_options import compile_problems
 from conf.errors import Problem
-from conf.fields import duration, option, share
+from conf.fields import default_of, duration, option, rule_of, share
+
+_GROUP = ("ddp", "fsdp")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,10 +22,37 @@ class GradientNoiseConfig:
     eta: float = option(0.01, "variance at the first step", above=0)
     gamma: float = option(0.55, "how fast it decays", at_least=0)
 
+    def std(self, update: int) -> float:
+        """Return the standard deviation at an update, counted from 0."""
+        return math.sqrt(self.eta / (1 + update) ** self.gamma)
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileWords:
+    """Arguments of torch.compile: none of them names a program, a file or an address."""
+
+    mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = option(None, "a set of options")
+    dynamic: bool | None = option(False, "one kernel for all shapes")
+    fullgraph: bool = option(False, "no breaks of the graph")
+    backend: str = option("inductor", "its registered name")
+    # A text could be the program to compile with (`cpp.cxx`).
+    options: dict[str, bool | int | float] | None = option(None, "numbers, true and false by name")
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Name the options that ask other machines, or that a mode sets."""
+        for name in self.options or ():
+            if "remote" in name:  # what a remote cache answers is unpickled
+                message = "is kept from configurations: it asks other machines"
+                yield Problem(f"options.{name}", message)
+        if self.mode is not None and self.options:
+            yield Problem("options", "excludes mode: a mode is a set of options")
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """The loop. A step is an optimizer update, whatever it was accumulated from."""
+    """The loop, as the trainer takes it. A step is an update, whatever it was accumulated from."""
 
     max_epochs: int | None = option(10, "passes over the training set", at_least=1)
     max_steps: int | None = option(None, "updates; whichever limit comes first ends", at_least=1)
@@ -59,6 +91,7 @@ class TrainerConfig:
         False,
         "torch.compile, or its mode, dynamic, fullgraph, backend and (numeric) options;"
         " `dynamic: false` if not given",
+        words=CompileWords,
     )
     channels_last: bool = option(False, "memory format of images: faster convolutions")
     tf32: bool = option(False, "TensorFloat32 for float32 products, as in precision=tf32")
@@ -84,16 +117,117 @@ class TrainerConfig:
         None, "train and validate on these few batches, unshuffled", at_least=0, check=share
     )
 
+    seed: int = 0  # no key of its own: the configuration's `seed`, of what evaluations draw
+
+    @property
+    def seconds(self) -> float | None:
+        """`max_time` in seconds."""
+        if not isinstance(self.max_time, str):
+            return self.max_time
+        hours, minutes, seconds = map(float, self.max_time.split(":"))
+        return 3600 * hours + 60 * minutes + seconds
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validations before the very end."""
+        return not (self.validate_every_n_epochs is None and self.validate_every_n_steps is None)
+
     def conflicts(self) -> Iterator[Problem]:
         """Name what cannot be meant."""
         if self.max_epochs is None and self.max_steps is None and self.max_time is None:
             yield Problem(
                 "max_epochs", "null, as are max_steps and max_time: nothing would end the run"
             )
-        if isinstance(self.compile, dict):
-            yield from compile_problems(self.compile)
         for key in ("limit_train_batches", "overfit_batches"):
             if getattr(self, key) == 0:
                 yield Problem(key, "0 leaves nothing to train on; null = no limit")
         if self.clip_grad_per_group and self.clip_grad_norm is None:
             yield Problem("clip_grad_per_group", "has no effect without clip_grad_norm")
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyConfig:
+    """One device, several under one process (dp), or one process each (ddp, fsdp)."""
+
+    name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "set by the group's choice")
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "kind of device")
+    devices: int | list[int] | Literal["auto"] = option(
+        "auto", "how many, or their numbers; under torchrun the world decides", at_least=1
+    )
+    backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto", "how processes talk: nccl on GPUs, gloo on CPUs", strategies=_GROUP
+    )
+    timeout: float = option(
+        1800.0, "seconds after which a silent process has failed", above=0, strategies=_GROUP
+    )
+    max_restarts: int = option(
+        0, "restarts from the last checkpoint when a process dies", at_least=0, strategies=_GROUP
+    )
+    device_ids: list[int] | None = option(None, "GPUs; null = all", strategies=("dp",))
+    output_device: int | None = option(
+        None, "GPU that gathers; null = the first", at_least=0, strategies=("dp",)
+    )
+    dim: int = option(0, "dimension along which a batch is split", strategies=("dp",))
+    find_unused_parameters: bool | None = option(
+        None,
+        "for models that do not use every parameter each time; null = where the task (a GAN) or a "
+        "callback (unfreeze) has it so",
+        strategies=("ddp",),
+    )
+    static_graph: bool = option(False, "the same parameters each time", strategies=("ddp",))
+    gradient_as_bucket_view: bool = option(
+        True, "saves a copy of the gradients", strategies=("ddp",)
+    )
+    bucket_cap_mb: float | None = option(
+        None, "size of what is exchanged at once; null = torch's", above=0, strategies=("ddp",)
+    )
+    broadcast_buffers: bool = option(
+        True, "rank 0's buffers (BatchNorm's statistics) for all", strategies=("ddp",)
+    )
+    sync_batchnorm: bool = option(
+        False, "BatchNorm's statistics over all processes", strategies=_GROUP
+    )
+    comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = option(
+        None, "compress gradients on their way", strategies=("ddp",)
+    )
+    comm_hook_options: dict[str, Any] = option({}, "of powersgd's state", strategies=("ddp",))
+    wrap_modules: list[str] | None = option(
+        None, "classes of modules that are sharded as units; null = the whole", strategies=("fsdp",)
+    )
+    mixed_precision: Literal["bf16", "fp16"] | None = option(
+        None,
+        "format of sharded parameters in use; null = as trainer.precision",
+        strategies=("fsdp",),
+    )
+    reshard_after_forward: bool = option(
+        True, "free gathered parameters until backward", strategies=("fsdp",)
+    )
+    sharded_checkpoint: bool = option(
+        False, "each process writes its own part of a checkpoint", strategies=("fsdp",)
+    )
+    cpu_offload: bool = option(False, "keep shards in host memory", strategies=("fsdp",))
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Name what the chosen strategy would pass over in silence."""
+        if isinstance(self.devices, list) and (not self.devices or min(self.devices) < 0):
+            yield Problem("devices", "expected a list of device numbers")
+        for name in ("devices", "device_ids"):
+            numbers = getattr(self, name)
+            if isinstance(numbers, list) and len(set(numbers)) < len(numbers):
+                yield Problem(name, f"names a device twice: {numbers}")
+        count = len(self.devices) if isinstance(self.devices, list) else self.devices
+        if self.name == "single" and count not in (0, 1, "auto"):
+            yield Problem(
+                "devices", f"{count} devices need strategy=ddp, fsdp or dp: single has one"
+            )
+        if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
+            yield Problem(
+                "backend", f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
+            )
+        for declared in fields(self):
+            users = rule_of(declared).strategies
+            changed = getattr(self, declared.name) != default_of(declared)
+            if users and self.name not in users and changed:
+                choices = " or ".join(f"strategy={user}" for user in users)
+                message = f"has no effect with strategy={self.name}, only with {choices}"
+                yield Problem(declared.name, message)

@@ -1,25 +1,27 @@
-"""Read a YAML file for its mistakes: syntax, duplicate keys, and words that YAML reads otherwise.
+"""YAML files: read with the lines of their keys, their mistakes named, and written.
 
-Hydra reads the values; this pass runs before it, because a file may be hostile (aliases that
-multiply, nesting without end) and because it alone knows the lines.
+A file may come from anyone: what would make reading it dangerous (aliases that multiply, tags,
+nesting without end) is found before its values are made.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import yaml
 
 from conf.errors import ConfigError, Problem
+from conf.interpolation import RESERVED, join
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
 MAX_NODES = 50_000  # after aliases are written out
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX = "tag:yaml.org,2002:"
-_TAGS = ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value")
+_TAGS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "value")
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 # What YAML 1.1 makes of a bare word, where a person is likely to have meant something else.
 _TRAPS = (
     (re.compile(r"(?i)yes|no|on|off"), "is read as {}: write true or false, or quote the word"),
@@ -27,30 +29,50 @@ _TRAPS = (
     (re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"), "is read in base 60: quote it"),
     (re.compile(r"[-+]?[0-9.]+_[0-9_.]*(e[-+]?[0-9]+)?"), "has an underscore: write the number"),
 )
-
 # A word that looks like a key, in a text that goes on over several lines without quotes.
 _KEY = re.compile(r"\s([A-Za-z_][\w.]*:\S+)")
 
 
+class _Loader(_BASE):  # type: ignore[misc]
+    """YAML as OmegaConf reads it: 1e-3 is a number, a date is text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [
+            *(pair for pair in known if not pair[0].endswith(":timestamp")),
+            *([(f"{_PREFIX}float", _FLOAT)] if first in "-+.0123456789" else []),
+        ]
+        for first, known in _BASE.yaml_implicit_resolvers.items()
+    }
+
+
 @dataclass(slots=True)
 class Document:
-    """What a file's text says about its keys: their lines, and what is wrong."""
+    """What a file holds: its values, the lines of their keys, and what is wrong."""
 
+    values: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     package: str | None = None  # what `# @package` among its first comments says
-    readable: bool = True  # False: its values must not be read
+    readable: bool = True  # False: it has no values
+
+
+class _UnreadableError(Exception):
+    """What makes a file dangerous or impossible to read, and its line."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 def examine(path: Path, name: str) -> Document:
-    """Examine one file; `name` is how messages call it."""
+    """Read one file; `name` is how messages call it."""
     try:
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark first
     except UnicodeDecodeError as error:
         return _unreadable(f"not a UTF-8 text (byte {error.start})", name)
     except OSError as error:
         return _unreadable(f"cannot be read: {error.strerror}", name)
-    return examine_text(text, name)
+    return _examined(text, name)
 
 
 def plain_values(text: str, name: str) -> Any:
@@ -58,148 +80,109 @@ def plain_values(text: str, name: str) -> Any:
 
     Raises ConfigError where it is hostile or broken: aliases that multiply, tags, endless nesting.
     """
-    document = examine_text(text, name)
+    document = _examined(text, name)
     if not document.readable:
         raise ConfigError(document.problems)
-    return yaml.load(text, Loader=_LOADER)
-
-
-def examine_text(text: str, name: str) -> Document:
-    """Examine the text of a file; `name` is how messages call it."""
-    if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:
-        return _unreadable(f"longer than {MAX_BYTES} bytes", name)
-    try:
-        _limit_depth(text)
-        root = yaml.compose(text, Loader=_LOADER)
-        document = _walk(root, name) if root is not None else Document()
-        document.package = _package(text)
-        return document
-    except _TooMuchError as error:
-        return _unreadable(str(error), name)
-    except yaml.YAMLError as error:
-        return _unreadable(*_syntax(error, text, name))
-    except (RecursionError, ValueError) as error:
-        return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
-
-
-def _package(text: str) -> str | None:
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            break
-        if found := re.fullmatch(r"#\s*@package\s+(\S+)\s*", line):
-            return found[1]
-    return None
-
-
-class _TooMuchError(Exception):
-    pass
+    return document.values
 
 
 def _unreadable(message: str, where: str) -> Document:
     return Document(problems=[Problem("", message, file=where)], readable=False)
 
 
-def _syntax(error: yaml.YAMLError, text: str, name: str) -> tuple[str, str]:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
-    if mark is not None and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
-        what = "a tab, which YAML does not take as indentation: use spaces"
-    context = getattr(error, "context", None)
-    message = f"YAML syntax: {what}" + (f" ({context})" if context else "")
-    return message, f"{name}:{mark.line + 1}" if mark else name
+def _examined(text: str, name: str) -> Document:
+    try:
+        if len(text.encode()) > MAX_BYTES:
+            return _unreadable(f"longer than {MAX_BYTES} bytes", name)
+        document = _document(text, name)
+        if document.readable:
+            document.values = yaml.load(text, Loader=_Loader) or {}
+        head = re.match(r"(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)\s*$", text, re.MULTILINE)
+        document.package = head[1] if head else None
+        return document
+    except _UnreadableError as error:
+        return _unreadable(str(error), f"{name}:{error.line}" if error.line else name)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
+        if mark is not None and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+            what = "a tab, which YAML does not take as indentation: use spaces"
+        context = getattr(error, "context", None)
+        message = f"YAML syntax: {what}" + (f" ({context})" if context else "")
+        return _unreadable(message, f"{name}:{mark.line + 1}" if mark else name)
+    except (RecursionError, ValueError) as error:
+        return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
 
 
-def _limit_depth(text: str) -> None:
-    """Count nesting by events, which need no recursion; composing a deep file would."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise _TooMuchError(f"nested deeper than {MAX_DEPTH} levels")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-
-
-def _walk(root: yaml.Node, name: str) -> Document:
+def _document(text: str, name: str) -> Document:
+    """Note the lines of all keys, and what is wrong with them; make no values."""
+    depth = 0  # counted by events, which need no recursion: composing a deep file would
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _UnreadableError(f"nested deeper than {MAX_DEPTH} levels")
+    root, document = yaml.compose(text, Loader=_Loader), Document()
+    if root is None:
+        return document
     if not isinstance(root, yaml.MappingNode):
-        return _unreadable("expected keys and values (`key: value`)", f"{name}:1")
+        raise _UnreadableError("expected keys and values (`key: value`)", 1)
     if _size(root, {}, set()) > MAX_NODES:
-        raise _TooMuchError(f"its aliases write out to more than {MAX_NODES} values")
-    document = Document()
+        raise _UnreadableError(f"its aliases write out to more than {MAX_NODES} values")
     for key, node, problem, readable in _entries(root, ""):
         line = node.start_mark.line + 1
-        if problem is not None:
+        if problem is None:
+            document.lines.setdefault(key, line)
+        else:
             document.problems.append(Problem(key, problem, file=f"{name}:{line}"))
             document.readable &= readable
-        else:
-            document.lines.setdefault(key, line)
     return document
 
 
 def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
     """Count the nodes below, an alias as often as it is used."""
-    if id(node) in known:
-        return known[id(node)]
     if id(node) in open_:
-        raise _TooMuchError("an alias contains itself")
-    open_.add(id(node))
-    children = (
-        [c for pair in node.value for c in pair]
-        if isinstance(node, yaml.MappingNode)
-        else (node.value if isinstance(node, yaml.SequenceNode) else [])
-    )
-    size = 1 + sum(_size(child, known, open_) for child in children)
-    open_.discard(id(node))
-    known[id(node)] = min(size, MAX_NODES + 1)
+        raise _UnreadableError("an alias contains itself")
+    if id(node) not in known:
+        open_.add(id(node))
+        entries = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [c for entry in entries for c in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = min(1 + sum(_size(c, known, open_) for c in inner), MAX_NODES + 1)
+        open_.discard(id(node))
     return known[id(node)]
 
 
-class _Entry(NamedTuple):
-    """A key, the node that holds its line, what is wrong there, and whether it can be read."""
-
-    key: str
-    node: yaml.Node
-    problem: str | None = None
-    readable: bool = True
+# A key, the node that holds its line, what is wrong there, and whether it can be read.
+_Entry = tuple[str, yaml.Node, str | None, bool]
 
 
 def _entries(node: yaml.Node, key: str) -> Iterator[_Entry]:
     if node.tag.removeprefix(_PREFIX) not in _TAGS:
-        yield _Entry(key, node, f"tag {node.tag!r} is not allowed", readable=False)
-    elif isinstance(node, yaml.MappingNode):
-        yield from _mapping(node, key)
+        yield key, node, f"tag {node.tag!r} is not allowed", False
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            here = f"{key}.{index}"
-            yield _Entry(here, child)
-            yield from _entries(child, here)
+            yield join(key, index), child, None, True
+            yield from _entries(child, join(key, index))
     elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)) is not None:
-        yield _Entry(key, node, trap)
-
-
-def _mapping(node: yaml.MappingNode, key: str) -> Iterator[_Entry]:
+        yield key, node, trap, True
     seen: set[str] = set()
-    for name, child in node.value:
-        here = f"{key}.{name.value}" if key else str(name.value)
+    for name, child in node.value if isinstance(node, yaml.MappingNode) else ():
+        here = join(key, name.value)
         if not isinstance(name, yaml.ScalarNode):
-            yield _Entry(key, name, "a key must be a word", readable=False)
+            yield key, name, "a key must be a word", False
             continue
         if (trap := _trap(name)) is not None:
-            yield _Entry(here, name, f"the key {trap}")
+            yield here, name, f"the key {trap}", True
         if name.tag == f"{_PREFIX}null":
-            yield _Entry(here, name, "a key is null: write a word, or quote it", readable=False)
+            yield here, name, "a key is null: write a word, or quote it", False
         if name.value in seen:
-            yield _Entry(here, name, "repeated key", readable=False)
-        if ":" in name.value and not name.style and _is_empty(child):
-            yield _Entry(here, name, f"a blank is missing after the colon of {name.value!r}")
+            yield here, name, "repeated key", False
+        empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
+        if ":" in name.value and not name.style and empty:
+            yield here, name, f"a blank is missing after the colon of {name.value!r}", True
         seen.add(name.value)
-        yield _Entry(here, name)
+        yield here, name, None, True
         yield from _entries(child, here)
-
-
-def _is_empty(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and not node.style and not node.value
 
 
 def _trap(node: yaml.ScalarNode) -> str | None:
@@ -212,3 +195,57 @@ def _trap(node: yaml.ScalarNode) -> str | None:
             truth = str(node.value.lower() in ("yes", "on")).lower()
             return f"{node.value} {message.format(truth)}"
     return None
+
+
+# Words that OmegaConf, or our own reading of YAML, take for something else than text.
+_NOT_TEXT = re.compile(
+    r"[-+]?(\d[\d_]*)?\.?[\d_]*([eE][-+]?\d+)?|(?i:yes|no|on|off|y|n)|[-+]?\d[\d_]*(:[0-5]?\d)+.*"
+    r"|\?\?\?"
+)
+
+
+def _text(dumper: Any, value: str) -> yaml.Node:
+    style = "'" if _NOT_TEXT.fullmatch(value) else None
+    if not value.isprintable():
+        style = '"'  # the only one in which YAML can escape characters
+    node: yaml.Node = dumper.represent_scalar(f"{_PREFIX}str", value, style=style)
+    return node
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_representers: ClassVar = {**yaml.SafeDumper.yaml_representers, str: _text}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write everything out: nobody wants to read an anchor."""
+        return True
+
+
+def dump(config: dict[str, Any]) -> str:
+    """Return plain containers as YAML that `--config-name` reads back to the very same values."""
+    text: str = yaml.dump(
+        _escaped(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+    )
+    return text
+
+
+def _escaped(node: Any) -> Any:
+    """Protect `${` in text that is final, so that it is not resolved again.
+
+    The reserved names stay open: they are filled in after the configuration was read.
+    """
+    if isinstance(node, dict):
+        return {key: _escaped(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_escaped(value) for value in node]
+    if not isinstance(node, str):
+        return node
+    # Backslashes right before an interpolation are halved when it is read: double them.
+    return re.sub(
+        rf"(\\*)\$\{{(?!({'|'.join(RESERVED)})\}})", lambda found: f"{found[1] * 2}\\${{", node
+    )
+
+
+def word(value: object) -> str:
+    """Return a single value as a command line writes it: `null`, `true`, `0.1`."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -100,6 +100,15 @@ def to_device(
     return map_tensors(moved, batch)
 
 
+def sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy rows of numbers to a device, from pinned memory so that the host does not wait."""
+    if device.type == rows.device.type:
+        return rows
+    if device.type != "cuda":
+        return rows.to(device)
+    return rows.contiguous().pin_memory().to(device, non_blocking=True)
+
+
 def least_of(tensor: Tensor) -> int | None:
     """Return the least of integers (int64) if the host knows it; else None.
 

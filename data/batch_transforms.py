@@ -1,35 +1,36 @@
 """Random transforms of image batches (n, C, H, W) with separate draws for each image.
 
 `draw(draws, height, width)` returns one value (or row) for each image, on the CPU. Calling the
-transform applies them, without waiting for the device. The result for an image is bit-equal in any
-batch. The distributions are those of torchvision's transforms of the same names. Draws are new in
-each epoch, unless a transform says `lasting = True`.
+transform applies them, without waiting for the device. All is computed element by element, so that
+the result for an image is bit-equal in any batch: sums and matrix products may round differently in
+a batch of another size. The distributions are those of torchvision's transforms of the same names.
+Draws are new in each epoch, unless a transform says `lasting = True`.
 """
 
-import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, constant_pad_nd
+from torch.nn.functional import grid_sample
 from torchvision.transforms.v2 import functional as F
 
-from data.augment.boxes import TRIES, Sides, boxes, fill_in_place, filled, first
-from data.augment.colour import jittered
 from data.errors import DataError
-from data.images import flip_in_place, flipped, sampled, windows
 from data.keys import Draws
 from data.transforms import Constants
 
 Values = tuple[Tensor, ...]
+
+_TRIES = 10  # boxes that torchvision draws at most
+_FINE = 2**24  # steps in which the brightness of floating images is averaged
 
 
 class RandomHorizontalFlip:
     """Mirror each image with probability p; with `masks`, its target (n, ..., H, W) as well."""
 
     axis = -1
-    overwrites = False
 
     def __init__(self, p: float = 0.5, masks: bool = False) -> None:
         self.p = p
@@ -39,21 +40,17 @@ class RandomHorizontalFlip:
         """Decide for each image."""
         return (draws.uniform() < self.p,)
 
-    def overwriting(self) -> "RandomHorizontalFlip":
-        """Return this transform for images that nobody else holds: on a CPU they are changed."""
-        other = copy.copy(self)
-        other.overwrites = True
-        return other
-
     def __call__(self, images: Tensor, flip: Tensor) -> Tensor:
-        if self.overwrites and images.device.type == "cpu":
-            flip_in_place(images, flip, self.axis)
-            return images
-        return flipped(images, flip, self.axis)
+        turned, which = images.flip(self.axis), flip.view(-1, *[1] * (images.ndim - 1))
+        if images.element_size() > 1 or images.shape[-1] % 8 or not images.is_contiguous():
+            return torch.where(which, turned, images)
+        # `where` takes as long for an element of 1 byte as of 8.
+        chosen = torch.where(which, turned.view(torch.int64), images.view(torch.int64))
+        return chosen.view(images.dtype)
 
     def on_masks(self, masks: Tensor, flip: Tensor) -> Tensor:
         """Mirror targets."""
-        return flipped(masks, flip, self.axis)
+        return self(masks, flip)
 
 
 class AlternatingFlip(RandomHorizontalFlip):
@@ -127,7 +124,17 @@ class RandomCrop:
             images = constant_pad_nd(images, [self.padding] * 4, fill)
         elif self.padding:
             images = F.pad(images, [self.padding], padding_mode=self.padding_mode)
-        return windows(images, top, left, self.size)
+        images = images.contiguous()
+        samples, channels, height, width = images.shape
+        tall, wide = self.size
+        # Whole rows are copied: where each begins in memory.
+        planes = torch.arange(channels, device=images.device) * (height * width)
+        within_plane = torch.arange(tall, device=images.device) * width
+        each = torch.arange(samples, device=images.device) * (channels * height * width)
+        corners = each + top * width + left
+        starts = corners[:, None] + (planes[:, None] + within_plane).view(-1)
+        every = images.view(-1).as_strided((images.numel() - wide + 1, wide), (1, 1))
+        return every.index_select(0, starts.view(-1)).view(samples, channels, tall, wide)
 
 
 class RandomErasing:
@@ -136,7 +143,7 @@ class RandomErasing:
     value: a number, or one for each channel, on the scale of the images at this point.
     """
 
-    overwrites = False
+    in_place = False  # set for images that nobody else holds: on a CPU they are changed
 
     def __init__(
         self,
@@ -148,40 +155,40 @@ class RandomErasing:
         self.p = p
         self.scale = scale
         self.ratio = ratio
-        self.value = value if isinstance(value, int | float) else Constants(value, (-1, 1, 1))
+        self.value = Constants([value] if isinstance(value, int | float) else value, (-1, 1, 1))
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); height 0 where nothing is erased."""
-        erased = draws.later(2 * TRIES) < self.p
         rows = np.zeros((4, len(draws)), np.int64)
-        rows[:, erased.numpy()] = self._drawn(draws.of(erased, 2 * TRIES + 3), height, width)
-        return tuple(torch.from_numpy(rows))
-
-    def _drawn(self, draws: Draws, height: int, width: int) -> tuple[Sides, ...]:
-        """Draw boxes of images that are erased: most are not, and need none."""
-        tall, wide = boxes(draws, height * width, self.scale, self.ratio)
-        which, found = first((tall < height) & (wide < width))
-        tall, wide = tall[which] * found, wide[which]
-        draws.uniform()  # which decided that they are
+        erased = draws.ahead(2 * _TRIES) < self.p  # most are not: no boxes are drawn for them
+        draws = draws.of(erased)
+        tall, wide = _boxes(draws, height * width, self.scale, self.ratio)
+        tall, wide, found = _first((tall < height) & (wide < width), tall, wide)
+        draws.uniform()  # which was looked at ahead
         free = np.maximum(height - tall + 1, 1), np.maximum(width - wide + 1, 1)
         top, left = (draws.integers(torch.from_numpy(room)).numpy() for room in free)
-        return top, left, tall, wide
-
-    def overwriting(self) -> "RandomErasing":
-        """Return this transform for images that nobody else holds: on a CPU they are changed."""
-        other = copy.copy(self)
-        other.overwrites = True
-        return other
+        rows[:, erased.numpy()] = top, left, tall * found, wide
+        return tuple(torch.from_numpy(rows))
 
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
     ) -> Tensor:
-        sides = (top, left, tall, wide)
-        if images.device.type != "cpu" or images.dtype not in (torch.uint8, torch.float32):
-            return filled(images, self.value, sides)
-        result = images if self.overwrites else images.clone()
-        fill_in_place(result, self.value, sides)
-        return result
+        value = self.value.beside(images, images.dtype)
+        if images.device.type == "cpu" and images.dtype in (torch.uint8, torch.float32):
+            result = images if self.in_place else images.clone()
+            boxes = zip(*(side.tolist() for side in (top, left, tall, wide)), strict=True)
+            written = value.numpy()
+            for image, (i, j, h, w) in zip(result.numpy(), boxes, strict=True):
+                if h:
+                    image[:, i : i + h, j : j + w] = written
+            return result
+        rows, columns = (  # slices by tensors would wait for a device
+            _within(first, length, side)
+            for first, length, side in zip(
+                (top, left), (tall, wide), images.shape[-2:], strict=True
+            )
+        )
+        return torch.where((rows[:, :, None] & columns[:, None])[:, None], value, images)
 
 
 class RandomResizedCrop:
@@ -199,27 +206,22 @@ class RandomResizedCrop:
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle where ten do not fit."""
-        wides, talls = boxes(draws, height * width, self.scale, self.ratio)
+        wides, talls = _boxes(draws, height * width, self.scale, self.ratio)
         fits = (wides > 0) & (wides <= width) & (talls > 0) & (talls <= height)
-        which, some = first(fits)
-        found = torch.from_numpy(some)
-        middle_tall, middle_wide = self._middle(height, width)
-        tall = torch.where(found, torch.from_numpy(talls[which]), middle_tall)
-        wide = torch.where(found, torch.from_numpy(wides[which]), middle_wide)
-        top = torch.where(
-            found, draws.integers((height - tall + 1).clamp(min=1)), (height - middle_tall) // 2
-        )
-        left = torch.where(
-            found, draws.integers((width - wide + 1).clamp(min=1)), (width - middle_wide) // 2
-        )
-        return top, left, tall, wide
-
-    def _middle(self, height: int, width: int) -> tuple[int, int]:
+        drawn_tall, drawn_wide, found = _first(fits, talls, wides)
+        middle_tall, middle_wide = height, width
         if width / height < min(self.ratio):
-            return round(width / min(self.ratio)), width
-        if width / height > max(self.ratio):
-            return height, round(height * max(self.ratio))
-        return height, width
+            middle_tall = round(width / min(self.ratio))
+        elif width / height > max(self.ratio):
+            middle_wide = round(height * max(self.ratio))
+        tall = torch.from_numpy(np.where(found, drawn_tall, middle_tall))
+        wide = torch.from_numpy(np.where(found, drawn_wide, middle_wide))
+        some = torch.from_numpy(found)
+        top = draws.integers((height - tall + 1).clamp(min=1))
+        left = draws.integers((width - wide + 1).clamp(min=1))
+        top = torch.where(some, top, (height - middle_tall) // 2)
+        left = torch.where(some, left, (width - middle_wide) // 2)
+        return top, left, tall, wide
 
     def __call__(
         self, images: Tensor, top: Tensor, left: Tensor, tall: Tensor, wide: Tensor
@@ -228,7 +230,7 @@ class RandomResizedCrop:
         zero = torch.zeros_like(top, dtype=torch.float32)
         x = wide / width, zero, (2 * left + wide) / width - 1
         y = zero, tall / height, (2 * top + tall) / height - 1
-        return sampled(images, x, y, self.size, "bilinear", "border")
+        return _sampled(images, x, y, self.size, "bilinear", "border")
 
 
 class RandomAffine:
@@ -265,7 +267,7 @@ class RandomAffine:
         # From output to input pixels about the middle, then in units of half the image's sides.
         x_of = cos, sin * (height / width), -(cos * x + sin * y) * (2 / width)
         y_of = -sin * (width / height), cos, (sin * x - cos * y) * (2 / height)
-        return sampled(images, x_of, y_of, (height, width), self.interpolation, "zeros")
+        return _sampled(images, x_of, y_of, (height, width), self.interpolation, "zeros")
 
 
 class ColorJitter:
@@ -285,8 +287,70 @@ class ColorJitter:
         return torch.stack(factors, 1), draws.order(3)
 
     def __call__(self, images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-        return jittered(images, factors, order)
+        whole = not images.is_floating_point()
+        result = images.to(torch.float32) if whole else images
+        for turn in order.unbind(1):
+            factor = factors.gather(1, turn[:, None])[:, :, None, None]
+            towards = _at_factor_0(result, turn.view(-1, 1, 1, 1), whole)
+            result = result * factor + towards * (1 - factor)
+            result = result.clamp(0, 255 if whole else 1)
+            result = result.floor() if whole else result
+        return result.to(images.dtype)
+
+
+def _at_factor_0(images: Tensor, turn: Tensor, whole: bool) -> Tensor:
+    """Black for brightness (turn 0), the mean grey for contrast (1), each pixel's for saturation.
+
+    The mean of an image is an exact sum of multiples of 1 / unit.
+    """
+    grey = images
+    if images.shape[1] == 3:
+        grey = images[:, :1] * 0.2989 + images[:, 1:2] * 0.587 + images[:, 2:] * 0.114
+        grey = grey.floor() if whole else grey
+    unit = 1 if whole else _FINE
+    summed = (grey * unit).round_().to(torch.int64).sum((-3, -2, -1), keepdim=True)
+    mean = summed.to(grey.dtype) / (unit * grey[0].numel())
+    return torch.where(turn == 0, 0.0, torch.where(turn == 1, mean, grey))
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
+
+
+def _within(first: Tensor, length: Tensor, side: int) -> Tensor:
+    positions = torch.arange(side, device=first.device)
+    return (positions >= first[:, None]) & (positions < (first + length)[:, None])
+
+
+def _boxes(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]) -> Any:
+    """Draw ten boxes for each image (10, n), in numpy: its calls take half as long as torch's."""
+    areas = (draws.uniform(scale[0], scale[1], each=_TRIES) * area).numpy().T
+    # numpy's exponential has other last bits.
+    ratios = draws.uniform(math.log(ratio[0]), math.log(ratio[1]), each=_TRIES).exp().numpy().T
+    sides = np.sqrt(areas * ratios), np.sqrt(areas / ratios)
+    return [np.rint(side).astype(np.int64) for side in sides]
+
+
+def _first(fits: Any, *sides: Any) -> tuple[Any, ...]:
+    """Return the sides of each image's first box that fits, and whether one does (n)."""
+    which = fits.argmax(0), np.arange(fits.shape[1])
+    return *(side[which] for side in sides), fits.any(0)
+
+
+def _sampled(
+    images: Tensor, x: Values, y: Values, size: tuple[int, int], mode: str, outside: str
+) -> Tensor:
+    """Sample images at affine coordinates; integer images are rounded.
+
+    x, y: (a, b, c), each (n,): the output pixel at (u, v) is read at a u + b v + c. Coordinates run
+    from -1 to 1 over the image. mode, outside: `mode` and `padding_mode` of `grid_sample`.
+    """
+    values = images if images.is_floating_point() else images.to(torch.float32)
+    v, u = (torch.linspace(1 / side - 1, 1 - 1 / side, side, device=images.device) for side in size)
+    read_at = []
+    for function in (x, y):
+        a, b, c = (number[:, None, None] for number in function)
+        read_at.append((a * u) + (b * v[:, None] + c))
+    grid = torch.stack(read_at, -1).to(values.dtype)
+    read = grid_sample(values, grid, mode, outside, align_corners=False)
+    return read if images.is_floating_point() else read.round_().to(images.dtype)

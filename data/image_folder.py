@@ -5,13 +5,13 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.decode import CHANNELS, Decode, open_image, read_image
+from data.decode import CHANNELS, open_image, read_image
 from data.errors import DataError
 from data.images import Transform
 from data.sources import Split
@@ -19,22 +19,6 @@ from data.splits import rows_of_train
 from data.transforms import acts_on_batches
 
 logger = logging.getLogger(__name__)
-
-
-class _Cache(Protocol):
-    """What keeps decoded images: `data.loading.cache.ImageCache`."""
-
-    def fill(self, files: "ImageFolder", interrupted: Callable[[], bool]) -> None:
-        """Decode all images, once."""
-
-    def image(self, index: int) -> Tensor | None:
-        """Return an image; None if it is not held."""
-
-    def batch(self, indices: Sequence[int]) -> Tensor | None:
-        """Return images of one size; None if they are not, or one is not held."""
-
-    def whole(self) -> Tensor | None:
-        """Return all images; None if they are not of one size, or one is not held."""
 
 
 class ImageFolder:
@@ -60,8 +44,8 @@ class ImageFolder:
         self.classes = classes
         self.channels = channels
         self.transform = transform
-        self.cache: _Cache | None = None
-        self.decode: Decode = "full"  # else JPEG files in part, if the first transform allows it
+        self.cache: Any = None  # a `data.loading.cache.ImageCache`
+        self.scaled = False  # whether large JPEG files go to the first transform undecoded
 
     def __len__(self) -> int:
         return len(self.names)
@@ -101,9 +85,8 @@ class ImageFolder:
         return image if self.transform is None else self.transform(image)
 
     def _read(self, path: str) -> Any:
-        if self.decode == "full" or not getattr(self.transform, "takes_files", False):
-            return read_image(path, self.channels)
-        return open_image(path, self.channels, self.decode)
+        by_part = self.scaled and getattr(self.transform, "takes_files", False)
+        return (open_image if by_part else read_image)(path, self.channels)
 
     def _batch(self, indices: Sequence[int]) -> Any:
         whole = self.transform is None or acts_on_batches(self.transform)

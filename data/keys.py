@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,13 +14,6 @@ Words = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GAMMA, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-# Version of the random numbers of batched transforms, saved in checkpoints: a run cannot resume
-# with another version.
-DRAWS_VERSION = 2
-
-# Version of the orders that are computed by position, saved in checkpoints.
-ORDER_VERSION = 2
 
 _AHEAD = 4  # numbers of each sample computed at once, which takes as long as one
 _ROUNDS = 8
@@ -100,18 +93,13 @@ class Draws:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def of(self, which: Tensor, ahead: int = 0) -> "Draws":
-        """Return the draws of those samples that `which` (n,) says, from their first number on.
+    def of(self, which: Tensor) -> "Draws":
+        """Return the draws of those samples that `which` (n,) says, from their first number on."""
+        return Draws(self._keys[which.numpy()], self.epoch)
 
-        ahead: how many numbers of each are computed at once.
-        """
-        draws = Draws(self._keys[which.numpy()], self.epoch)
-        draws._ready, draws._drawn = counted(draws._keys, 0, ahead), ahead
-        return draws
-
-    def later(self, skipped: int) -> Tensor:
-        """Return what `uniform` gives after so many more numbers, without drawing it."""
-        words = counted(self._keys, self._drawn - len(self._ready) + skipped, 1)[0]
+    def ahead(self, number: int) -> Tensor:
+        """Return what `uniform` gives as number `number` of each sample, without drawing it."""
+        words = counted(self._keys, number, 1)[0]
         return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
     def uniform(self, low: float = 0.0, high: float = 1.0, each: int | None = None) -> Tensor:
@@ -150,14 +138,15 @@ class Draws:
 class Permutation:
     """A keyed bijection of [0, n), evaluated at given positions.
 
-    A network maps a domain of at least n numbers to itself; what falls outside of [0, n) is mapped
-    again. The version says which network: a run keeps that which it began with.
+    A Feistel network maps a x b numbers to themselves, a and b the next to the root of n; what
+    falls outside of [0, n), less than one number in sqrt(n), is mapped again.
     """
 
-    def __init__(self, samples: int, *identity: int, version: int = ORDER_VERSION) -> None:
+    def __init__(self, samples: int, *identity: int) -> None:
         self.samples = samples
-        keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
-        self._network = _NETWORKS[version](samples, keys)
+        rows = math.isqrt(max(samples - 1, 0)) + 1
+        self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
+        self._keys = [np.uint64(key(*identity, number)) for number in range(_ROUNDS)]
         self._begin = 0
         self._block = np.empty(0, dtype=np.int64)  # the samples from position `_begin` on
 
@@ -176,26 +165,14 @@ class Permutation:
 
     def __call__(self, positions: Words) -> npt.NDArray[np.int64]:
         """Return the samples at any positions."""
-        found = self._network(positions)
+        found = self._mapped(positions)
         outside = np.flatnonzero(found >= self.samples)
         while len(outside):
-            found[outside] = self._network(found[outside])
+            found[outside] = self._mapped(found[outside])
             outside = outside[found[outside] >= self.samples]
         return found.astype(np.int64)
 
-
-class _Rectangle:
-    """A Feistel network over a x b numbers, a and b the next to the root of `samples`.
-
-    Less than one number in `sqrt(samples)` falls outside, whatever the size.
-    """
-
-    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
-        rows = math.isqrt(max(samples - 1, 0)) + 1
-        self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
-        self._keys = keys
-
-    def __call__(self, words: Words) -> Words:
+    def _mapped(self, words: Words) -> Words:
         left = words // self._columns
         right, most = words - left * self._columns, (self._rows, self._columns)
         for turn, round_key in enumerate(self._keys):
@@ -204,28 +181,6 @@ class _Rectangle:
             left = left + ((scrambled(right ^ round_key) >> _HALF) * side >> _HALF)
             left, right = right, np.minimum(left, left - side)  # modulo: a negative wraps around
         return left * self._columns + right
-
-
-class _Square:
-    """A Feistel network over the next power of 4, of which up to 3 in 4 numbers fall outside."""
-
-    def __init__(self, samples: int, keys: list[np.uint64]) -> None:
-        half = max(1, -(-max(samples - 1, 1).bit_length() // 2))
-        self._shift = np.uint64(half)
-        self._mask = np.uint64((1 << half) - 1)
-        self._keys = keys
-
-    def __call__(self, words: Words) -> Words:
-        left, right = words >> self._shift, words & self._mask
-        for round_key in self._keys:
-            left, right = right, left ^ (scrambled(right ^ round_key) & self._mask)
-        return (left << self._shift) | right
-
-
-_NETWORKS: dict[int, Callable[[int, list[np.uint64]], Callable[[Words], Words]]] = {
-    1: _Square,
-    ORDER_VERSION: _Rectangle,
-}
 
 
 def random_state(seed: int, *parts: int) -> np.random.RandomState:

@@ -7,26 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.keys import ORDER, ORDER_VERSION, Permutation, random_state
+from data.keys import ORDER, Permutation, random_state
 from data.splits import cut
 from data.updates import Indices, Order
-
-
-class Permuted:
-    """All samples in a new random order each epoch, without holding the order in memory."""
-
-    def __init__(self, samples: int, seed: int) -> None:
-        self.samples = samples
-        self.seed = seed
-        self.version = ORDER_VERSION
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __call__(self, epoch: int) -> Permutation:
-        """Return the epoch's permutation, to be sliced."""
-        return Permutation(self.samples, self.seed, ORDER, epoch, version=self.version)
-
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.
 HUGE = 100_000_000
@@ -62,16 +45,19 @@ class Shuffled:
         return shuffled.astype(np.int64, copy=False)
 
 
-def shuffled(samples: int, seed: int, huge: int = HUGE) -> Order:
-    """Return a random order; from `huge` samples on, one that takes no memory."""
-    return Permuted(samples, seed) if samples >= huge else Shuffled(samples, seed)
-
-
-class LowMemory(Permuted):
-    """The random order of huge sets (`data.orders`), for a set of any size."""
+class LowMemory:
+    """All samples in a new random order each epoch, which takes no memory, for sets of any size."""
 
     def __init__(self, dataset: Sized, seed: int) -> None:
-        super().__init__(len(dataset), seed)
+        self.samples = len(dataset)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __call__(self, epoch: int) -> Permutation:
+        """Return the epoch's permutation, to be sliced."""
+        return Permutation(self.samples, self.seed, ORDER, epoch)
 
 
 class FirstOf:
@@ -104,7 +90,14 @@ class Weighted:
         replacement: bool = True,
     ) -> None:
         self.seed = seed
-        self.weights = _checked(weights, len(dataset))
+        self.weights = np.asarray(weights, dtype=np.float64)
+        if self.weights.shape != (len(dataset),):
+            raise DataError(
+                f"loader.sampler.weights: {len(weights)} weights for {len(dataset)} samples"
+            )
+        allowed = np.isfinite(self.weights).all() and self.weights.min() >= 0
+        if not allowed or self.weights.sum() <= 0:
+            raise DataError("loader.sampler.weights: they must be finite, none negative, not all 0")
         self.num_samples = len(dataset) if num_samples is None else num_samples
         self.replacement = replacement
         if not replacement and self.num_samples > np.count_nonzero(self.weights):
@@ -163,10 +156,16 @@ class Subset:
     ) -> None:
         if (indices is None) == (size is None):
             raise DataError("loader.sampler: a subset takes either indices or size")
-        if indices is not None:
-            self.indices = _existing(indices, len(dataset))
-        elif size is not None:
+        if size is not None:
             self.indices = _part(dataset, size, subset_seed)
+        else:
+            self.indices = np.asarray(indices, dtype=np.int64)
+            low, high = (min(self.indices, default=0), max(self.indices, default=0))
+            if low < 0 or high >= len(dataset):
+                raise DataError(
+                    f"loader.sampler.indices go from {low} to {high}, "
+                    f"but the {len(dataset)} samples count from 0"
+                )
         self.seed = seed
         self.shuffle = shuffle
 
@@ -191,25 +190,6 @@ def targets_of(dataset: Any) -> npt.NDArray[Any]:
     return np.asarray(targets)
 
 
-def _checked(weights: Sequence[float], samples: int) -> npt.NDArray[np.float64]:
-    array = np.asarray(weights, dtype=np.float64)
-    if array.shape != (samples,):
-        raise DataError(f"loader.sampler.weights: {len(weights)} weights for {samples} samples")
-    if not np.isfinite(array).all() or array.min() < 0 or array.sum() <= 0:
-        raise DataError("loader.sampler.weights: they must be finite, none negative, not all 0")
-    return array
-
-
-def _existing(indices: Sequence[int], samples: int) -> Indices:
-    array = np.asarray(indices, dtype=np.int64)
-    if len(array) and not (array.min() >= 0 and array.max() < samples):
-        raise DataError(
-            f"loader.sampler.indices go from {array.min()} to {array.max()}, "
-            f"but the {samples} samples count from 0"
-        )
-    return array
-
-
 def _part(dataset: Any, size: int | float, seed: int) -> Indices:
     samples = len(dataset)
     wanted = size if isinstance(size, int) else round(size * samples)
@@ -220,9 +200,6 @@ def _part(dataset: Any, size: int | float, seed: int) -> Indices:
     if targets is None or np.ndim(targets) != 1:
         targets = np.zeros(samples, dtype=np.int64)
     chosen = cut(targets, samples - wanted, seed)[0]
-    return chosen if len(chosen) == wanted else _trimmed(chosen, wanted, seed)
-
-
-def _trimmed(chosen: Indices, wanted: int, seed: int) -> Indices:
-    kept = random_state(seed, ORDER).permutation(len(chosen))[:wanted]
-    return np.sort(chosen[kept])
+    if len(chosen) == wanted:
+        return chosen
+    return np.sort(chosen[random_state(seed, ORDER).permutation(len(chosen))[:wanted]])

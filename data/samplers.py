@@ -10,16 +10,16 @@ from torch.utils.data import DistributedSampler
 
 from data.errors import DataError
 from data.keys import ORDER, key, preserved_rng, random_state, seed_rng
-from data.orders import Permuted, Sequential, Shuffled, shuffled, targets_of
+from data.orders import HUGE, LowMemory, Sequential, Shuffled, targets_of
 from data.streams import Stream
 from data.updates import Indices, Order, OrderedUpdates, Updates
 
 
-def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
+def default_order(dataset: Any, seed: int, shuffle: bool = True, huge: int = HUGE) -> Order:
     """Return the order of a data set without a sampler; a stream has its own order."""
-    if shuffle and not isinstance(dataset, Stream):
-        return shuffled(len(dataset), seed)
-    return Sequential(len(dataset))
+    if not shuffle or isinstance(dataset, Stream):
+        return Sequential(len(dataset))
+    return LowMemory(dataset, seed) if len(dataset) >= huge else Shuffled(len(dataset), seed)
 
 
 def as_order(sampler: Any, seed: int) -> Order:
@@ -44,17 +44,12 @@ def as_updates(batch_sampler: Any, seed: int) -> Updates:
 
 
 def own_samples(updates: Updates) -> Indices | None:
-    """Return the samples that may replace a broken one: those that can be drawn.
-
-    Of a sampler these are the samples of its epoch 0. None means the whole data set.
-    """
-    if not isinstance(updates, OrderedUpdates):
-        drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
-        return np.unique(np.concatenate(drawn))
-    order = updates.order
-    if isinstance(order, Sequential | Shuffled | Permuted):
+    """Return the samples that may replace a broken one: those of epoch 0; None: all there are."""
+    everything = (Sequential, Shuffled, LowMemory)
+    if isinstance(updates, OrderedUpdates) and isinstance(updates.order, everything):
         return None
-    return np.unique(np.asarray(order(0)[: len(order)]))
+    drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
+    return np.unique(np.concatenate(drawn))
 
 
 class SamplerOrder:
@@ -63,22 +58,15 @@ class SamplerOrder:
     def __init__(self, sampler: Iterable[int], seed: int) -> None:
         self.sampler = sampler
         self.seed = seed
-        _refuse_distributed(sampler)
-        self._length = len(self._read(0))
-        _check_repeatable(sampler, self.seed)
+        self._length = len(_read("loader.sampler", sampler, seed, 0))
 
     def __len__(self) -> int:
         return self._length
 
     def __call__(self, epoch: int) -> Indices:
         """Read the sampler; its length must not change."""
-        indices = self._read(epoch)
-        _check_length("loader.sampler", len(indices), self._length, epoch)
-        return indices
-
-    def _read(self, epoch: int) -> Indices:
-        with _keyed(self.sampler, self.seed, epoch):
-            return np.fromiter((int(index) for index in self.sampler), dtype=np.int64)
+        indices = _read("loader.sampler", self.sampler, self.seed, epoch, self._length)
+        return np.array(indices, np.int64)
 
 
 class GivenBatches:
@@ -88,9 +76,9 @@ class GivenBatches:
         self.batches = batches
         self.seed = seed
         self._epoch = 0
-        _refuse_distributed(batches)
-        self._lists = self._read(0)
-        _check_repeatable(batches, seed)
+        self._lists = _read("loader.batch_sampler", batches, seed, 0)
+        if not self._lists or not all(self._lists):
+            raise DataError("loader.batch_sampler gives no batches, or empty ones")
 
     def __len__(self) -> int:
         return len(self._lists)
@@ -98,17 +86,10 @@ class GivenBatches:
     def samples(self, epoch: int, update: int) -> Indices:
         """Return one update's samples; the batch sampler is read once an epoch."""
         if epoch != self._epoch:
-            lists = self._read(epoch)
-            _check_length("loader.batch_sampler", len(lists), len(self), epoch)
-            self._epoch, self._lists = epoch, lists
-        return self._lists[update]
-
-    def _read(self, epoch: int) -> list[Indices]:
-        with _keyed(self.batches, self.seed, epoch):
-            lists = [np.array([int(index) for index in batch], np.int64) for batch in self.batches]
-        if not lists or not all(len(indices) for indices in lists):
-            raise DataError("loader.batch_sampler gives no batches, or empty ones")
-        return lists
+            name = "loader.batch_sampler"
+            self._lists = _read(name, self.batches, self.seed, epoch, len(self))
+            self._epoch = epoch
+        return np.array(self._lists[update], np.int64)
 
 
 class PerClass:
@@ -144,6 +125,40 @@ class PerClass:
         return np.concatenate(drawn).astype(np.int64)
 
 
+def _read(
+    name: str, sampler: Iterable[Any], seed: int, epoch: int, length: int | None = None
+) -> list[Any]:
+    """Return what a sampler yields in an epoch as numbers, or lists of them.
+
+    Without the `length` of epoch 0, it is read for the first time: it is asked to repeat itself.
+    """
+    if length is None:
+        if any(isinstance(p, DistributedSampler) and p.num_replicas > 1 for p in _nested(sampler)):
+            raise DataError(
+                "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
+                "out over the devices anyway; use a sampler of all samples"
+            )
+        first, _, again = (_read(name, sampler, seed, number, -1) for number in (0, 1, 0))
+        if first != again:
+            raise DataError(
+                f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch "
+                "is read again, so a resume could not be exact: draw from torch's, random's or "
+                "numpy's global functions, from an attribute `generator`, or by `set_epoch`"
+            )
+        return first
+    with _keyed(sampler, seed, epoch):
+        read = [
+            item if isinstance(item, int) else np.asarray(item).astype(np.int64).tolist()
+            for item in sampler
+        ]
+    if length not in (-1, len(read)):
+        raise DataError(
+            f"{name} gives {len(read)} in epoch {epoch}, but {length} in epoch 0: the number must "
+            "not change, for the schedule and a resume count on it"
+        )
+    return read
+
+
 @contextmanager
 def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     """Seed a sampler, and those within it, for an epoch; restore the global generators after."""
@@ -162,37 +177,3 @@ def _nested(sampler: Any) -> Iterator[Any]:
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
-
-
-def _plain(sampler: Iterable[Any]) -> list[Any]:
-    return [item if isinstance(item, int) else np.asarray(item).tolist() for item in sampler]
-
-
-def _check_repeatable(sampler: Iterable[Any], seed: int) -> None:
-    readings = []
-    for epoch in (0, 1, 0):
-        with _keyed(sampler, seed, epoch):
-            readings.append(_plain(sampler))
-    if readings[0] != readings[2]:
-        raise DataError(
-            f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch is "
-            "read again, so a resume could not be exact: draw from torch's, random's or numpy's "
-            "global functions, from an attribute `generator`, or by `set_epoch`"
-        )
-
-
-def _refuse_distributed(sampler: Any) -> None:
-    for part in _nested(sampler):
-        if isinstance(part, DistributedSampler) and part.num_replicas > 1:
-            raise DataError(
-                "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
-                "out over the devices anyway; use a sampler of all samples"
-            )
-
-
-def _check_length(name: str, length: int, expected: int, epoch: int) -> None:
-    if length != expected:
-        raise DataError(
-            f"{name} gives {length} in epoch {epoch}, but {expected} in epoch 0: the number must "
-            "not change, for the schedule and a resume count on it"
-        )

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker as torch_worker
 
 from data.errors import DataError
 from data.images import Transform
@@ -74,8 +73,6 @@ class Stream:
                 return item
 
     def _start(self, position: int) -> None:
-        # In a worker, sources that shard themselves among workers would lose samples.
-        torch_worker._worker_info = None
         if callable(tell := getattr(self.source, "set_epoch", None)):
             tell(self._epoch)
         jump = getattr(self.source, "iter_from", None)

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from data.decode import as_tensor
 from data.errors import DataError, reason
+from data.keys import Draws
 
 # torchvision's transforms whose result for a batch is bit-equal to that for each image.
 _PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
@@ -46,6 +50,7 @@ class Constants:
 class Pipeline:
     """Apply named steps in order; null steps are dropped; errors name the step.
 
+    Pictures of Pillow's become tensors before the first step of ours, or at the end.
     key: where the configuration holds the steps.
     deferred: further steps that the loader applies to whole batches.
     """
@@ -64,22 +69,30 @@ class Pipeline:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the first step takes a `data.decode.JpegFile` as well as a decoded image."""
+        """Whether the first step takes a `data.decode.LargeJpeg` as well as a decoded image."""
         first = next(iter(self.steps.values()), None)
         return bool(getattr(first, "takes_files", False))
 
     def __call__(self, sample: Any) -> Any:
         for name, step in self.steps.items():
             try:
-                sample = step(sample)
+                if isinstance(sample, Image.Image) and type(step).__module__.startswith("data."):
+                    sample = as_tensor(sample)
+                sample = on_single(step, sample) if hasattr(step, "draw") else step(sample)
             except (DataError, MemoryError):
                 raise
             except Exception as error:
                 raise DataError(f"{self.key}.{name} failed: {reason(error)}") from error
-        return sample
+        return as_tensor(sample) if isinstance(sample, Image.Image) else sample
 
     def __repr__(self) -> str:
         return f"Pipeline({self.steps!r})"
+
+
+def on_single(step: Any, image: Tensor) -> Any:
+    """Apply a transform of batches to one image; its draws are those of the sample's generator."""
+    own = torch.randint(2**62, (1,)).numpy().astype(np.uint64)
+    return step(image[None], *step.draw(Draws(own), *image.shape[-2:]))[0]
 
 
 class ToFloat:

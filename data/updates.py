@@ -60,16 +60,6 @@ class OrderedUpdates:
         full, rest = divmod(len(self.order), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    @property
-    def version(self) -> int | None:
-        """The version of an order that is computed by position; None for other orders."""
-        return getattr(self.order, "version", None)
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.order.version = version  # type: ignore[attr-defined]
-        self._view = None
-
     def samples(self, epoch: int, update: int) -> Indices:
         """Return the sample indices of one update; the epoch's order is computed once."""
         if self._view is None or self._epoch != epoch:
@@ -96,7 +86,13 @@ class UpdateSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.updates = _updates(order, batch_size, drop_last)
+        if callable(order):
+            if batch_size is None:
+                raise DataError(
+                    "loader.batch_size is needed unless loader.batch_sampler makes the batches"
+                )
+            order = OrderedUpdates(order, batch_size, drop_last)
+        self.updates: Updates = order
         self.batch_size = batch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.rank = rank
@@ -110,34 +106,19 @@ class UpdateSampler:
         indices = self.updates.samples(epoch, update).tolist()
         total = len(indices)
         parts = self.gradient_accumulation_steps * self.world_size
+        size, extra = divmod(total, parts)
         micro_batches = -(-min(total, parts) // self.world_size)
-        return [
-            _piece(indices, m * self.world_size + self.rank, parts, m, micro_batches, epoch, update)
-            for m in range(micro_batches)
-        ]
+        pieces = []
+        for m in range(micro_batches):
+            number = m * self.world_size + self.rank
+            first = number * size + min(number, extra)
+            own = tuple(indices[first : first + size + (number < extra)])
+            place = (first, total) if own else (0, total)
+            some = own or (indices[0],)
+            pieces.append(Piece(some, len(own), *place, m, micro_batches, epoch, update))
+        return pieces
 
     def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield this rank's pieces of updates `start` to `stop` of an epoch."""
         for update in range(start, stop):
             yield from self.pieces(epoch, update)
-
-
-def _updates(order: Order | Updates, batch_size: int | None, drop_last: bool) -> Updates:
-    if not callable(order):
-        return order
-    if batch_size is None:
-        raise DataError("loader.batch_size is needed unless loader.batch_sampler makes the batches")
-    return OrderedUpdates(order, batch_size, drop_last)
-
-
-def _piece(
-    indices: list[int], number: int, parts: int, m: int, count: int, epoch: int, update: int
-) -> Piece:
-    total = len(indices)
-    size, extra = divmod(total, parts)
-    first = number * size + min(number, extra)
-    last = first + size + (number < extra)
-    own = tuple(indices[first:last])
-    if own:
-        return Piece(own, len(own), first, total, m, count, epoch, update)
-    return Piece((indices[0],), 0, 0, total, m, count, epoch, update)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command, log_to_stderr
-from scripts.cli.first_line import greet
+from scripts.cli.output import greet
 
 
 def main() -> None:
@@ -37,14 +37,14 @@ def convert(source: Path, target: Path) -> int:
 
     Raises CheckpointError, StorageError.
     """
+    from trainer.checkpoints.archive import write_archive
     from trainer.checkpoints.reader import read_whole
-    from trainer.checkpoints.writer import write_checkpoint
     from trainer.errors import CheckpointError
     from trainer.files.log_format import on_one_line
 
     if target.exists():  # in a run's folder it would be a file that the index does not know
         raise CheckpointError(f"{target} exists: choose another name")
-    write_checkpoint(target, read_whole(source))
+    write_archive(target, read_whole(source))
     print(f"written to {on_one_line(target)}")
     return 0
 

@@ -1,30 +1,38 @@
 """`regimen demo run=RUN_DIR`: a page on this machine that shows what a trained model answers."""
 
+import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from conf.errors import Problem, raise_problems
+from conf.errors import ConfigError, Problem, raise_problems
 from scripts.cli.arguments import parse_or_help
-from scripts.cli.console import importing, log_to_stderr
-from scripts.cli.first_line import asked_device, greet
+from scripts.cli.console import exit_code, importing, log_to_stderr
 from scripts.cli.keys import Take, one_of, only_keys, whole
+from scripts.cli.output import asked_device, greet
+from scripts.cli.signals import StoppedEarlyError
 
 _HELP = """\
-Show a trained model: a page where one drops a picture, draws a digit, or types a row of a table or
-a prompt, and a JSON address.
+Show a trained model: a page (of gradio) where one drops a picture, or types a row of a table, a
+prompt or numbers, and the answer stands beside it. The page names its own JSON address.
 
   regimen demo run=RUN_DIR [key=value ...]
 
   port           8000; 0 takes one that is free
-  host           127.0.0.1. Any other than this machine's own, such as 0.0.0.0, asks for the token
-                 that is printed with the address
+  host           127.0.0.1. Any other than this machine's own, such as 0.0.0.0, asks for the name
+                 and the password that are printed with the address
   checkpoint     best (default), last, or a path
   top_k          5; how many of the likeliest classes are shown
   device         auto (default), cpu, cuda, mps
-
-  curl --data-binary @picture.png http://127.0.0.1:8000/predict
-  curl --data-binary '{"prompt": "The "}' http://127.0.0.1:8000/predict
 """
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_MOST = "20mb"  # of an upload
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -43,22 +51,149 @@ def demo(argv: Sequence[str]) -> int:
     }
     required = {"run": "regimen demo run=RUN_DIR"}
     values, problems = only_keys("demo", arguments.overrides, keys, required)
-    raise_problems([*problems, *_missing_packages()])
+    if importlib.util.find_spec("gradio") is None:
+        problems.append(Problem("", "demo needs gradio", "pip install -e '.[demo]'"))
+    raise_problems(problems)
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # gradio's own, read when it is imported
     with importing():
-        from scripts.serving.server import serve
         from trainer.inference.run import load_run
 
+    for name in ("httpx", "httpx2"):  # a line for each request of gradio to itself
+        logging.getLogger(name).setLevel(logging.WARNING)
+
     run = load_run(values["run"], values.get("device", "auto"), arguments.allow_targets)
-    return serve(
-        run,
-        values.get("checkpoint", "best"),
-        values.get("top_k", 5),
-        values.get("host", "127.0.0.1"),
-        values.get("port", 8000),
+    page = page_of(run, values.get("checkpoint", "best"), values.get("top_k", 5))
+    host = values.get("host", "127.0.0.1")
+    port = _free_port(host, values.get("port", 8000))
+    names = [*_LOCAL, host] if host in _LOCAL else ["*"]
+    login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
+    starlette: Any = importlib.import_module("starlette.middleware")
+    hosts = importlib.import_module("starlette.middleware.trustedhost").TrustedHostMiddleware
+    page.launch(
+        server_name=host,
+        server_port=port,
+        auth=login,
+        share=False,
+        ssr_mode=False,
+        max_file_size=_MOST,
+        # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
+        app_kwargs={"middleware": [starlette.Middleware(hosts, allowed_hosts=names)]},
+        prevent_thread_lock=True,
+        quiet=True,
+    )
+    print(f"http://{host}:{port}/" + (f" (name {login[0]}, password {login[1]})" if login else ""))
+    print("Ctrl-C ends it", flush=True)
+    try:
+        threading.Event().wait()
+    except (StoppedEarlyError, KeyboardInterrupt) as error:
+        return exit_code(error)
+    finally:
+        page.close(verbose=False)
+    return 0
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return the port, or one that is free for 0. Raises ConfigError where it is in use."""
+    try:
+        with socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        key = "host" if isinstance(error, socket.gaierror) else "port"
+        hint = "port=0 takes one that is free"
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise ConfigError(Problem(key, message, hint)) from error
+
+
+def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
+    """Return gradio's page for a run: what it is asked, its answer, and what it is."""
+    gradio: Any = importlib.import_module("gradio")
+
+    from trainer.export.artefact import provenance
+
+    facts, origin = run.facts, provenance(run, checkpoint)
+
+    def answer(*given: Any) -> Any:
+        try:
+            return _answer(run, given, checkpoint, top_k)
+        except Exception as error:
+            raise gradio.Error(str(error), print_exception=False) from error
+
+    average = "" if origin["average"] is None else f", average {origin['average']}"
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in origin["results"].items())
+    about = [
+        f"{facts.model['_target_']}, {origin['checkpoint']}, step {origin['step']}{average}",
+        figures or "no metrics at this step",
+        f"data: {(run.config.data.train or {}).get('_target_', 'not named')}",
+        f"classes: {', '.join(facts.classes or ()) or 'not named'}",
+    ]
+    kinds = {
+        "classes": gradio.Label,
+        "labels": gradio.Label,
+        "mask": gradio.Image,
+        "text": gradio.Textbox,
+    }
+    return gradio.Interface(
+        answer,
+        _inputs(facts.inputs, facts.outputs["kind"]),
+        kinds.get(facts.outputs["kind"], gradio.JSON)(label="answer"),
+        title=origin["name"],
+        article="\n\n".join(about),
+        api_name="predict",
+        flagging_mode="never",
     )
 
 
-def _missing_packages() -> Iterator[Problem]:
-    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
-        hint = "install the extra: pip install -e '.[demo]'"
-        yield Problem("", "demo needs starlette and uvicorn", hint)
+def _inputs(form: Any, answered: str) -> list[Any]:
+    """Return what a page asks for."""
+    gradio: Any = importlib.import_module("gradio")
+
+    if answered == "text":
+        tokens = gradio.Slider(1, 1000, 200, step=1, label="max_new_tokens")
+        return [gradio.Textbox(label="prompt"), tokens]
+    if form["kind"] == "picture":
+        picture = gradio.Image(label="picture", type="filepath")
+        # Handed on as it is: Pillow opens the formats that we list, no other.
+        picture.preprocess = lambda payload: payload and payload.path
+        return [picture]
+    if form["kind"] != "table":
+        return [gradio.JSON([0.0], label="the numbers of a sample, in lists")]
+    return [
+        gradio.Dropdown(list(column["categories"]), label=column["name"])
+        if column["categories"]
+        else gradio.Number(column["mean"], label=column["name"])
+        for column in form["features"]
+    ]
+
+
+def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
+    """Return a run's answer for the values of a page, as gradio shows it."""
+    import torch
+
+    from data.formats.columns import Columns
+    from data.formats.table import rows_as_described
+    from scripts.prediction.work import mask_picture
+    from trainer.assembly.data import build_pipeline
+
+    form, answered = run.facts.inputs, run.facts.outputs["kind"]
+    if answered == "text":
+        text = run.generate(given[0], max_new_tokens=int(given[1]), checkpoint=checkpoint)[0]
+        return given[0] + text
+    sample = given[0]
+    if form["kind"] == "table":
+        names = [column["name"] for column in form["features"]]
+        cells = {n: [None if v is None else str(v)] for n, v in zip(names, given, strict=True)}
+        columns, transform = Columns(Path("the form"), cells, 1), build_pipeline(run.config, "eval")
+        sample = rows_as_described(columns, form["features"], form["missing"], transform)[0]
+    elif form["kind"] != "picture":
+        sample = torch.tensor(sample, dtype=torch.float32)
+    (row,) = run.predict([sample], top_k=top_k, checkpoint=checkpoint)
+    if answered == "mask":
+        return mask_picture(torch.tensor(row["prediction"])).convert("RGB")
+    if answered == "labels":
+        return dict(zip(row["prediction"], row["probability"], strict=True))
+    if answered == "classes":
+        names = [value for key, value in row.items() if "probability" not in key]
+        return dict(zip(names, (row[key] for key in row if "probability" in key), strict=True))
+    return row

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ Test a run's checkpoint again, on one device, and write evaluation.json into its
   evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
   evaluate run=RUN_DIR artefact=FILE [split=test|val] [allow_code=true]
 
+  split        test (default), or val where the data have no test split
   artefact     a file that regimen export or quantize wrote, tested with the same metrics
   allow_code   true: load it even if its format runs code (torch_export, torchscript, aoti)
 
@@ -34,13 +35,14 @@ def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
     from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.first_line import asked_device, greet
     from scripts.cli.keys import of_run
+    from scripts.cli.output import asked_device, greet
 
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
     greet(asked_device(arguments.overrides))
     from conf.check import parse  # after the first line: these import Hydra
+    from conf.errors import one_line
     from scripts.composition.compose import compose
 
     log_to_stderr(verbose=True)
@@ -48,32 +50,31 @@ def evaluate(argv: Sequence[str]) -> int:
     run_dir = Path(own["run"])
     composed = compose(of_run(arguments, own["run"], overrides))
     with importing():
-        from trainer.build.check import check_targets
+        from trainer.assembly.check import check_targets
+        from trainer.files.atomic import write_text
         from trainer.targets.allow_list import allow
 
-        measure = _measure_of(own)
+        if "artefact" in own:
+            from trainer.export.evaluation import evaluate_artefact
+        else:
+            from trainer.inference.run import evaluate_run
 
     with composed.locating():
         allow(arguments.allow_targets)
         config = parse(composed.config)
         check_targets(config)
-        metrics = measure(config)
-    _show(run_dir, own, metrics)
+        split, allowed = own.get("split"), own.get("allow_code", False)
+        if "artefact" in own:
+            split, metrics = evaluate_artefact(config, Path(own["artefact"]), split, allowed)
+        else:
+            split, metrics = evaluate_run(config, run_dir, own["checkpoint"], split)
+    tested = "artefact" if "artefact" in own else "checkpoint"
+    result: dict[str, Any] = {tested: own[tested], "split": split, **metrics}
+    for name, value in metrics.items():  # first: the directory may be another's, read-only
+        print(f"{one_line(name):<20} {value:.4f}")
+    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
     return 0
-
-
-def _measure_of(own: dict[str, Any]) -> Callable[[Any], dict[str, float]]:
-    """Return what tests a checkpoint, or an exported file."""
-    if "artefact" not in own:
-        from trainer.inference.evaluation import evaluate_run
-
-        return lambda config: evaluate_run(
-            config, Path(own["run"]), own["checkpoint"], own["split"]
-        )
-    from trainer.export.evaluation import evaluate_artefact
-
-    path, allowed = Path(own["artefact"]), own.get("allow_code", False)
-    return lambda config: evaluate_artefact(config, path, own["split"], allowed)
 
 
 def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -105,19 +106,7 @@ def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         message = "an exported file is tested, or a checkpoint: leave one of both out"
         problems.append(Problem("artefact", message))
     raise_problems(problems)
-    return {"checkpoint": "best", "split": "test", **own}, others
-
-
-def _show(run_dir: Path, own: dict[str, Any], metrics: dict[str, float]) -> None:
-    from conf.errors import one_line
-    from trainer.files.atomic import write_text
-
-    tested = "artefact" if "artefact" in own else "checkpoint"
-    result: dict[str, Any] = {tested: own[tested], "split": own["split"], **metrics}
-    for name, value in metrics.items():  # first: the directory may be another's, read-only
-        print(f"{one_line(name):<20} {value:.4f}")
-    write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
+    return {"checkpoint": "best", **own}, others
 
 
 if __name__ == "__main__":

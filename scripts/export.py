@@ -7,8 +7,8 @@ from pathlib import Path
 from conf.errors import raise_problems
 from scripts.cli.arguments import parse_or_help
 from scripts.cli.console import importing, log_to_stderr
-from scripts.cli.first_line import greet
 from scripts.cli.keys import Take, one_of, only_keys, true_or_false
+from scripts.cli.output import greet
 
 _HELP = """\
 Write a trained model as a file that other programs load; it is verified before it has its name.
@@ -42,16 +42,13 @@ def export(argv: Sequence[str]) -> int:
     values, problems = only_keys("export", arguments.overrides, keys, required)
     raise_problems(problems)
     with importing():
-        from trainer.export.artefact import WEIGHTS, export_run
-        from trainer.export.lines import how_to_load
+        from trainer.export.artefact import export_run
         from trainer.inference.run import load_run
 
     run = load_run(values.pop("run"), "cpu", arguments.allow_targets)
-    name = values.pop("format")
-    made = export_run(run, name, **values)
+    made = export_run(run, values.pop("format"), **values)
     if made.remark:
         print(f"note: {made.remark}", file=sys.stderr)
-    if name == WEIGHTS:
-        print(*how_to_load(made.folder), sep="\n")
+    print(*made.lines, sep="\n")
     print(f"written to {made.file} (largest difference to the model: {made.difference:.2g})")
     return 0

@@ -6,8 +6,8 @@ from pathlib import Path
 from conf.errors import raise_problems
 from scripts.cli.arguments import parse_or_help
 from scripts.cli.console import importing, log_to_stderr
-from scripts.cli.first_line import greet
 from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
+from scripts.cli.output import greet
 
 _HELP = """\
 Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU. It is compared with
@@ -20,7 +20,8 @@ the model before it has its name; what it gains and loses is printed.
                  convolutions
   samples        512; training samples that the ranges of static are taken from. A run that was
                  trained with callbacks=[default,qat] has its own
-  max_drop       0.01; more accuracy lost on the test data is an error, and nothing is written
+  max_drop       0.01; more accuracy lost is an error, and nothing is written
+  split          where it is measured: test (default), or val where the data have no test split
   out            a folder; default: RUN_DIR/exports/quantized. It holds the model, export.json and
                  card.md
   preprocessing  outside (default): floats in, logits out. inside: bytes in, probabilities out
@@ -40,6 +41,7 @@ def quantize(argv: Sequence[str]) -> int:
         "method": one_of("auto", "static", "dynamic"),
         "samples": whole(),
         "max_drop": _drop,
+        "split": one_of("test", "val"),
         "out": Path,
         "preprocessing": one_of("outside", "inside"),
         "checkpoint": str,

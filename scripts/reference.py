@@ -4,10 +4,10 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from conf.check import dataclass_in, spelled
-from conf.fields import REQUIRED, declared, default_of, rule_of
+from conf.check import spelled
+from conf.fields import REQUIRED, dataclass_in, declared, default_of, is_open, rule_of
 from conf.schema import Config
-from conf.yaml_dump import word
+from conf.yaml_file import word
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 START, END = "<!-- keys: python -m scripts.reference -->", "<!-- end of keys -->"
@@ -49,7 +49,7 @@ def _row(key: str, annotation: object, one: "dataclasses.Field[object]") -> str:
     section = dataclass_in(annotation) is not None
     takes = "see below" if section else spelled(annotation, rule)
     named = annotation == dict[str, dict[str, typing.Any] | None]
-    if rule.node or rule.words:
+    if rule.node or (rule.words and is_open(rule.words)):
         takes = takes.replace("a section of keys", "named nodes" if named else "a node")
     only = f" ({', '.join(rule.strategies)} only)" if rule.strategies else ""
     cells = (f"`{key}`", _default(default), takes, rule.doc + only)

@@ -18,17 +18,9 @@ COMMANDS = {
     ),
     "demo": ("scripts.demo:demo", "a page that shows what a trained model answers"),
     "ls": ("scripts.ls:ls", "the groups of configs, their choices, what each is for"),
-    "cp": ("scripts.cp:cp", "copy a config, to change the copy"),
+    "cp": ("scripts.new:cp", "copy a config, to change the copy"),
     "new": ("scripts.new:new", "a small project of your own that trains at once"),
-    "runs": ("scripts.list_runs:runs", "a table of runs; also `runs diff A B`, `runs clean`"),
-    "report": (
-        "scripts.sweeps.report.__main__:report",
-        "what a sweep found: table, pictures, a page",
-    ),
-    "tensorboard": (
-        "scripts.serving.tensorboard:tensorboard",
-        "curves and pictures of runs, by their names",
-    ),
+    "runs": ("scripts.list_runs:runs", "a table of runs; also `runs diff A B`"),
     "doctor": ("scripts.doctor:doctor", "whether this machine can train, and what would cure it"),
     "schema": (
         "scripts.schema:schema",
@@ -36,7 +28,6 @@ COMMANDS = {
     ),
     "completion": ("scripts.completion:completion", "what TAB completes, for bash, zsh and fish"),
     "convert": ("scripts.convert:command", "put a sharded checkpoint together into one file"),
-    "benchmark": ("scripts.benchmark:benchmark", "measure what a step, a start, a save costs"),
 }
 
 
@@ -45,7 +36,7 @@ def main() -> None:
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("--help", "-h", "help"):
-        from scripts.cli.outlets import outlive_readers
+        from scripts.cli.output import outlive_readers
 
         outlive_readers()
         print(_help(), flush=True)

@@ -1,23 +1,48 @@
 """`regimen schema [GROUP]`: the JSON schema of a configuration, or of the files of a group.
 
-For a folder of your own: `regimen schema experiment > schema.json`, and in each file the line
-`# yaml-language-server: $schema=PATH_TO/schema.json`, by which editors complete and check keys.
+`regimen schema --write conf/editor` writes all of them into a folder. A YAML file names its own
+by the line `# yaml-language-server: $schema=../editor/experiment.json`, by which editors complete
+and check keys.
 """
 
-import argparse
+import dataclasses
+import inspect
+import json
+import math
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-from scripts.catalog.json_schema import (
-    CONF,
-    FOLDER,
-    schema_files,
-    schema_of,
-    schema_text,
-    with_line,
+import yaml
+
+from conf.errors import ConfigError, Problem, did_you_mean
+from conf.fields import (
+    REQUIRED,
+    Rule,
+    dataclass_in,
+    declared,
+    default_of,
+    is_open,
+    members,
+    rule_of,
 )
+from conf.interpolation import children
+from conf.schema import OWN_KEYS, Config
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import Command
+from scripts.composition.folders import CONF
+from scripts.ls import groups_in
+from trainer.targets.allow_list import locate
+from trainer.targets.signatures import SPECIAL
+
+Schema = dict[str, Any]
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_OPEN = r"\$\{|^\?\?\?$"  # an interpolation, or ???
+# Arguments in other packages change with the installed version.
+_OURS = ("models.", "data.", "trainer.", "callbacks.")
 
 
 def main() -> None:
@@ -30,28 +55,177 @@ def schema(argv: Sequence[str]) -> int:
     """Print the schema that a command line asks for. Raises ConfigError."""
     parser = command_parser("regimen schema", __doc__)
     parser.add_argument("group", nargs="?", help="optimizer, task/loss, experiment, ...")
-    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write all schemas into a folder")
     if (arguments := parse_command(parser, argv)) is None:
         return 0
-    if arguments.write:
-        write()
-    else:
+    if (folder := arguments.write) is None:
         print(schema_text(arguments.group), end="")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in schema_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
     return 0
 
 
-def write() -> None:
-    """Refresh the schemas in conf/editor, and the line in each shipped file that names one."""
-    FOLDER.mkdir(exist_ok=True)
-    files = schema_files()
-    for stale in set(FOLDER.glob("*.json")) - set(files):
-        stale.unlink()
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
-    for path in CONF.rglob("*.yaml"):
-        path.write_text(
-            with_line(path.read_text(encoding="utf-8"), schema_of(path)), encoding="utf-8"
-        )
+def schema_files() -> dict[str, str]:
+    """Return the schema of the whole configuration and of each group's files, by file name."""
+    groups: list[str | None] = [None, *groups_in([CONF])]
+    names = [f"{(group or 'configuration').replace('/', '.')}.json" for group in groups]
+    return dict(zip(names, map(schema_text, groups), strict=True))
+
+
+def schema_text(group: str | None) -> str:
+    """Return the schema of a group's files as JSON; None is the whole configuration.
+
+    A file is a piece of a configuration: no key is required in it, and each value may be an
+    interpolation. A node whose `_target_` is one of ours takes the target's arguments only.
+    Raises ConfigError if there is no such group.
+    """
+    groups = groups_in([CONF])
+    parts = (group or "configuration").strip("/").split("/")
+    if group is not None and "/".join(parts) not in groups:
+        hint = did_you_mean(group, groups) or f"groups: {', '.join(groups)}"
+        raise ConfigError(Problem("", f"there is no group {group!r}", hint))
+    # The files of a group that no section is named after hold keys of the root.
+    body = _inside(parts) if parts[0] in declared(Config) else _section(Config, "")
+    if group is None:
+        required = [name for name, one in declared(Config).items() if default_of(one) is REQUIRED]
+        body["required"] = required
+    elif "properties" in body:
+        body["properties"] = {"defaults": _defaults(groups), **body["properties"]}
+    found = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "/".join(parts), **body}
+    used = [top for top in declared(Config) if f'"#/definitions/{top}"' in json.dumps(found)]
+    if used:
+        found["definitions"] = {top: _any_node(top) for top in sorted(used)}
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _defaults(groups: dict[str, dict[str, Path]]) -> Schema:
+    names: Schema = {group: {"type": ["string", "null", "array"]} for group in groups}
+    for group, files in groups.items():
+        choice: Schema = {"type": "string", "enum": list(files)}
+        several: Schema = {"type": "array", "items": choice}
+        names[f"override /{group}"] = {"anyOf": [choice, several, {"type": "null"}]}
+    entry = {"type": ["string", "object"], "properties": names}
+    return {"type": "array", "description": "the choices it is composed of", "items": entry}
+
+
+def _inside(parts: list[str]) -> Schema:
+    """Return what stands at a key, from the section that declares it."""
+    section: type = Config
+    for index, name in enumerate(parts):
+        if name not in declared(section):
+            break
+        one, hint = declared(section)[name], typing.get_type_hints(section)[name]
+        inner = dataclass_in(hint)
+        if index + 1 == len(parts):
+            return _section(inner, parts[0]) if inner else _value(hint, one, parts[0])
+        if (words := inner or rule_of(one).words) is None:
+            break
+        section = words
+    return {"allOf": [_reference(parts[0])]}
+
+
+def _section(section: type, top: str) -> Schema:
+    """Return the keys of a section; `top` is the key at the root that it belongs to."""
+    hints = typing.get_type_hints(section)
+    properties = {
+        name: {"description": rule_of(one).doc, **_value(hints[name], one, top or name)}
+        for name, one in declared(section).items()
+    }
+    rest = _reference(top) if is_open(section) else False
+    return {"type": "object", "properties": properties, "additionalProperties": rest}
+
+
+def _value(annotation: Any, one: "dataclasses.Field[Any]", top: str) -> Schema:
+    """Return what a key takes: one schema for all of its types, beside its named choices."""
+    choices: list[Any] = []
+    merged: Schema = {"type": []}
+    for member in members(annotation):
+        if typing.get_origin(member) is Literal:
+            choices += typing.get_args(member)
+        else:
+            kind = _type(member, rule_of(one), top)
+            merged = {**merged, **kind, "type": [*merged["type"], kind["type"]]}
+    if "string" not in merged["type"]:
+        merged = {**merged, "type": [*merged["type"], "string"], "pattern": _OPEN}
+    whole: Schema = {"anyOf": [{"enum": choices}, merged]} if choices else merged
+    default = default_of(one)
+    if default is REQUIRED or dataclasses.is_dataclass(default) or default == math.inf:
+        return whole
+    return {"default": default, **whole}
+
+
+def _type(annotation: Any, rule: Rule, top: str) -> Schema:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if dataclasses.is_dataclass(annotation):
+        return _section(typing.cast(type, annotation), top)
+    if origin is list:
+        return {"type": "array", "items": _item(args[0], top)}
+    if origin is dict and rule.words is not None:
+        return {**_section(rule.words, top), "allOf": [_reference(top)]}
+    if origin is dict and rule.node and args[1] is Any:
+        return {"type": "object", "allOf": [_reference(top)]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _item(args[1], top)}
+    limits = {"minimum": rule.at_least, "exclusiveMinimum": rule.above, "maximum": rule.at_most}
+    numbers = {word: limit for word, limit in limits.items() if limit is not None}
+    return {"type": _TYPES[annotation], **(numbers if annotation in (int, float) else {})}
+
+
+def _item(annotation: Any, top: str) -> Schema:
+    if annotation in _TYPES:
+        return {"type": sorted({_TYPES[annotation], "string"})}
+    return _reference(top)
+
+
+def _reference(top: str) -> Schema:
+    return {"$ref": f"#/definitions/{top}"}
+
+
+def _any_node(top: str) -> Schema:
+    """Return the schema of anything inside a section that the user extends, at any depth."""
+    rules, inner = _targets().get(top, {}), _reference(top)
+    target = {"description": "an import path", "type": "string", "examples": list(rules)}
+    node: Schema = {"properties": {"_target_": target}, "additionalProperties": inner}
+    own = [name for part in (top, "lr_scheduler") for name in OWN_KEYS.get(part, ())]
+    beside = dict.fromkeys((*SPECIAL, "defaults", *(own if top in OWN_KEYS else ())), True)
+    conditions = [
+        {
+            "if": {"properties": {"_target_": {"const": path}}, "required": ["_target_"]},
+            "then": {"properties": {**arguments, **beside}, "additionalProperties": False},
+        }
+        for path, arguments in rules.items()
+    ]
+    return {**node, "items": inner, **({"allOf": conditions} if conditions else {})}
+
+
+@cache
+def _targets() -> dict[str, dict[str, Schema]]:
+    """Return, by section, our targets in the shipped files, and their arguments."""
+    found: dict[str, dict[str, Schema]] = {}
+    for path in sorted(CONF.rglob("*.yaml")):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for top, target in _named(content, path.relative_to(CONF).parts[0]):
+            parameters = inspect.signature(locate(target)).parameters.values()
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                arguments = {p.name: _argument(p.annotation) for p in parameters}
+                found.setdefault(top, {})[target] = arguments
+    return found
+
+
+def _argument(annotation: Any) -> Any:
+    if typing.get_origin(annotation) is not Literal:
+        return True
+    return {"anyOf": [{"enum": typing.get_args(annotation)}, {"type": "string", "pattern": _OPEN}]}
+
+
+def _named(node: Any, top: str) -> Iterator[tuple[str, str]]:
+    """Yield the section and the path of each target; an experiment's first keys are sections."""
+    for key, child in children(node):
+        if key == "_target_" and str(child).startswith(_OURS):
+            yield top, child
+        yield from _named(child, key if top in ("experiment", "debug") else top)
 
 
 if __name__ == "__main__":

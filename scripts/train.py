@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.cli.shadow import refuse_shadows
@@ -24,8 +24,7 @@ def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
     from scripts.cli.arguments import parse_arguments
     from scripts.cli.console import importing, log_to_stderr, logger
-    from scripts.cli.first_line import asked_device, greet
-    from scripts.cli.job import is_job
+    from scripts.cli.output import asked_device, greet
 
     arguments = parse_arguments(argv)
     if not arguments.asks_for_text:
@@ -33,24 +32,26 @@ def train(argv: Sequence[str]) -> int:
     from scripts.cli.request import Request  # after the first line: these import Hydra
     from scripts.cli.shadow import clashes
     from scripts.composition.compose import compose
+    from scripts.composition.identity import refuse_untyped
     from scripts.help import answer
 
     if answer(arguments):
         return 0
     log_to_stderr(os.environ.get("RANK", "0") == "0")
     if arguments.multirun:
-        from scripts.sweeps.grid import sweep
+        from scripts.sweeps.grid import searches, sweep
 
+        if searches(arguments):
+            from scripts.sweeps.search import search
+
+            return search(arguments)
         return sweep(arguments)
     composed = compose(arguments)
-    for clash in clashes():
-        logger.warning("warning: %s", clash)
-    if (
-        (given := composed.config.get("sweep")) is not None
-        and not is_job()
-        and not given.get("trial")
-    ):
-        logger.warning("warning: sweep has no effect without -m: this is one run")
+    for doubt in (*clashes(), *_doubts(composed.config)):
+        logger.warning("warning: %s", doubt)
+    given = composed.config.get("sweep")
+    if given is not None and given.get("trial"):
+        refuse_untyped("sweep", {"trial": given["trial"]}, composed.overrides)
     request = Request(
         composed.config,
         composed.overrides,
@@ -62,6 +63,23 @@ def train(argv: Sequence[str]) -> int:
         start = _starter(composed.config)
     with composed.locating():
         return start(request)
+
+
+def _doubts(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was hardly meant by whoever started this process."""
+    from scripts.cli.output import is_job
+
+    if is_job():
+        return
+    sweep, tasks = config.get("sweep"), os.environ.get("SLURM_NTASKS", "")
+    if sweep is not None and not sweep.get("trial"):
+        yield "sweep has no effect without -m: this is one run"
+    first = os.environ.get("SLURM_PROCID", "0") == "0"
+    if tasks.isdigit() and int(tasks) > 1 and first and "RANK" not in os.environ:
+        yield (
+            f"SLURM_NTASKS={tasks} and no RANK: srun starts a run of its own for each task; for "
+            "one run of all start torchrun once a node: srun --ntasks-per-node=1 torchrun ..."
+        )
 
 
 def _starter(config: Mapping[str, Any]) -> Callable[["Request"], int]:

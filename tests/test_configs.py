@@ -7,7 +7,7 @@ import pytest
 
 from conf.check import parse
 from scripts.composition.compose import compose
-from trainer.build.check import check_targets
+from trainer.assembly.check import check_targets
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -22,11 +22,11 @@ GIVEN = {
     "data=tokens": ["data.root=book.txt"],
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "data=cifar10_folder": ["data.root=images"],
-    "experiment=cifar10_fast": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
+    "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
 }
 # Options that belong to a model of their own, and the experiment that has it.
-HOMES = {"optimizer=gan": "gan", "task=gan": "gan", "callbacks=whitening": "airbench94"}
+HOMES = {"optimizer=gan": "gan", "task=gan": "gan"}
 # Packages that an option needs and the project does not bring.
 EXTRA = {
     "callbacks=mlflow": "mlflow",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import did_you_mean
 from trainer.errors import ModelError
+from trainer.files.layout import pair_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from data.batch import MicroBatch
-    from trainer.media import Histogram, Image, PRCurve
+    from trainer.media import Media
     from trainer.trainer import Trainer
 
 
@@ -88,20 +90,11 @@ class Callback:
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Called with values logged at `trainer.log_point`: `step` and `epoch`."""
 
-    def on_image(self, trainer: Trainer, name: str, image: Image) -> None:
-        """Called with an image, uint8 [H, W, 3]; as the next four: on the main process only."""
+    def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
+        """Called, on the main process only, with an image, a histogram, a text or a PR curve.
 
-    def on_histogram(self, trainer: Trainer, name: str, histogram: Histogram) -> None:
-        """Called with a histogram, as of the weights of a layer."""
-
-    def on_text(self, trainer: Trainer, name: str, text: str) -> None:
-        """Called with a text in Markdown."""
-
-    def on_figure(self, trainer: Trainer, name: str, figure: Any) -> None:
-        """Called with a figure of matplotlib's, which the caller closes."""
-
-    def on_pr_curve(self, trainer: Trainer, name: str, curve: PRCurve) -> None:
-        """Called with precision and recall over thresholds."""
+        An image or a figure comes as uint8 [H, W, 3], a text as Markdown; see `trainer.media`.
+        """
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Called before a validation."""
@@ -202,7 +195,8 @@ class Hooks:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
         for callback in callbacks:
-            _check_hooks(callback)
+            check_hooks(callback)
+            _warn_of_near_misses(callback)
         others = ("setup", "teardown", "scalars")
         names = [n for n in vars(Callback) if n.startswith("on_") or n in others]
         self._listeners = {
@@ -229,23 +223,30 @@ class Hooks:
         return self._listeners[hook]
 
 
-def _check_hooks(callback: Callback) -> None:
-    """Raise ModelError for a hook with wrong parameters; warn of a method named nearly as one."""
-    cls = type(callback)
-    known = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in (n for n in dir(cls) if n.startswith("on_") and callable(getattr(cls, n))):
-        hook, base = getattr(cls, name), getattr(Callback, name, None)
-        if base is None:
-            if hint := did_you_mean(name, known):  # else a method of the user's own
-                message = "warning: %s is no hook and is never called; %s"
-                _log.warning(message, hook.__qualname__, hint)
-        elif hook is not base and name != "on_update_end":
+def check_hooks(callback: Callback) -> None:
+    """Raise ModelError for a hook with wrong parameters."""
+    for name in _HOOKS:
+        hook, base = getattr(type(callback), name), getattr(Callback, name)
+        if name == "on_update_end":
+            further_parameters(getattr(callback, name))
+        elif hook is not base:
             given = list(inspect.signature(base).parameters)[1:]
             try:
                 inspect.signature(getattr(callback, name)).bind(*given)
             except TypeError:
                 taken = ", ".join(["self", *given])
                 raise ModelError(f"{hook.__qualname__} must take ({taken})") from None
+
+
+_HOOKS = [n for n, hook in vars(Callback).items() if n[0] != "_" and inspect.isfunction(hook)]
+
+
+def _warn_of_near_misses(callback: Callback) -> None:
+    """Warn of methods named nearly as a hook, which are never called."""
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in _HOOKS and (hint := did_you_mean(name, _HOOKS)):
+            message = "warning: %s.%s is no hook and is never called; %s"
+            _log.warning(message, type(callback).__qualname__, name, hint)
 
 
 def further_parameters(hook: Any) -> list[str]:
@@ -292,3 +293,24 @@ def evaluated_average(callbacks: Mapping[str, Callback]) -> Average | None:
 def saver_of(callbacks: Mapping[str, Callback]) -> Saver | None:
     """Return the callback that writes checkpoints; the first if there are several."""
     return next((c for c in callbacks.values() if isinstance(c, Saver)), None)
+
+
+class EpochLines(Callback):
+    """Print the loss of each epoch and the metrics of each validation to stderr.
+
+    What a run from Python tells that was given no callbacks. `callbacks.progress.Progress` shows
+    more; `Trainer(..., callbacks={})` shows nothing.
+    """
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Print the mean loss of an epoch that ends."""
+        if (loss := scalars.get("train/epoch_loss")) is not None:
+            self.on_validation_end(trainer, {"train/epoch_loss": loss})
+
+    def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Print the metrics."""
+        if trainer.is_main:
+            state, last = trainer.state, trainer.options.max_epochs
+            where = f"epoch {state.epoch}" + (f"/{last}" if last is not None else "")
+            lines = pair_lines(f"{where}, step {state.global_step}", metrics)
+            print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from data.batch import MicroBatch
 from trainer import rng
 from trainer.errors import ModelError
-from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
-from trainer.task import Metric, StepOutput, as_output, unsound
-from trainer.update.batch import BatchSource, as_source
-from trainer.update.labels import Labels
-from trainer.update.misfit import MISFITS, misfit
-from trainer.update.parts import Parts
-from trainer.update.sums import Sums
-from trainer.update.waiting import Waiting
+from trainer.task import Metric, as_output, unsound
+from trainer.update.batch import BatchSource, Waiting, as_source
+from trainer.update.sums import Labels, Sums
+from trainer.user_code import MISFITS, misfit
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _UNFIT = "this batch of an evaluation does not fit (does transforms.eval do as transforms.train?)"
 Watcher = Callable[[Any, Any, Any], None]  # trainer, batch, the model's answer
@@ -31,15 +29,13 @@ class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came
 
 
 class Evaluator:
-    """Evaluate a model with a task's metrics."""
+    """Evaluate a trainer's model with the metrics of its task."""
 
-    def __init__(self, parts: Parts, waiting: Waiting) -> None:
-        wraps = parts.strategy.evaluates_wrapped
-        self._module = parts.wrapped if wraps else parts.compiled
-        check_metrics(parts.task.metrics(), parts.strategy)
-        self._parts = parts
-        self._waiting = waiting
-        self._labels = Labels()
+    def __init__(self, trainer: Trainer, waiting: Waiting) -> None:
+        check_metrics(trainer.task.metrics(), trainer.strategy)
+        wraps = trainer.strategy.evaluates_wrapped
+        self._module = trainer.wrapped if wraps else trainer.compiled
+        self._trainer, self._waiting, self._labels = trainer, waiting, Labels()
 
     @torch.no_grad()
     def run(
@@ -60,96 +56,85 @@ class Evaluator:
 
         Raises EvaluationAbandoned when a signal has requested a stop.
         """
-        sums, metrics = Sums(self._parts.strategy.device), self._parts.task.metrics()
+        trainer, group = self._trainer, self._trainer.group
+        sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
         for metric in metrics.values():
             metric.reset()
-        source = as_source(loader, 1)
+        source = as_source(loader, f"{stage}_loader")
         stream, batches = self._waiting.attend(source).epoch(0, 0, limit), _batches(source, limit)
         done = 0
         with self.prepared(weights, step):
             while (micro_batch := self._waiting.next(stream)) is not None:
                 self._add(micro_batch, sums, watchers)
                 done += 1
-                self._parts.hooks.emit("on_evaluation_batch", self._parts, stage, done, batches)
-                self._parts.strategy.group.agree(self._parts.state, at_once=False)
-                if self._parts.state.stop_code:
+                trainer.hooks.emit("on_evaluation_batch", trainer, stage, done, batches)
+                group.agree(trainer.state, at_once=False)
+                if trainer.state.stop_code:
                     break
-        if self._parts.state.stop_code:
+        if trainer.state.stop_code:
             raise EvaluationAbandoned
         # A process may have had no sample at all, but must take part in the reduction.
-        for names in self._parts.strategy.group.gather(sums.names):
+        for names in group.gather(sums.names):
             sums.take_part(names)
-        values = sums.means(self._parts.strategy.group.reduce)
-        self._labels.look(stage, sums, self._parts.strategy.group.is_main)
+        values = sums.means(group.reduce)
+        self._labels.look(stage, sums, group.is_main)
         for name, metric in metrics.items():
-            values |= named_values(name, merged(metric, self._parts.strategy).compute())
+            values |= named_values(name, merged(metric, trainer.strategy).compute())
         return {f"{stage}/{name}": value for name, value in values.items()}
 
     @contextmanager
     def prepared(self, weights: AbstractContextManager[Any], step: int) -> Iterator[None]:
-        """Bring the model into the state of an evaluation, without gradients."""
-        alone = self._own_generators(step), self._evaluating()
-        with torch.no_grad(), alone[0], alone[1], weights, self._alike():
-            yield
+        """Bring the model into the state of an evaluation, without gradients.
+
+        With random states of its own, the context `weights`, and the buffers of the main process on
+        all; each module's mode and the buffers of the task's modules are as before afterwards.
+        """
+        trainer, strategy = self._trainer, self._trainer.strategy
+        others = list(trainer.task.own_modules().values())
+        parts = [trainer.wrapped, *others]
+        modes = [(module, module.training) for part in parts for module in part.modules()]
+        seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.rank)
+        with torch.no_grad(), rng.keyed(strategy.device, seed):
+            for part in parts:
+                part.eval()
+            kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+            try:
+                with weights, strategy.evaluating(trainer.model):
+                    if strategy.group.world_size == 1:
+                        yield
+                        return
+                    kept = [(b, b.clone()) for module in others for b in module.buffers()]
+                    with strategy.evaluating(torch.nn.ModuleList(others)):
+                        yield
+            finally:
+                for buffer, value in kept:
+                    buffer.copy_(value)
+                for module, mode in modes:  # a frozen module stays in evaluation mode
+                    module.training = mode
 
     def _add(self, micro_batch: MicroBatch, sums: Sums, watchers: Sequence[Watcher]) -> None:
-        batch = self._parts.to_device(micro_batch.batch)
-        count = micro_batch.piece.count
-        with self._parts.precision.autocast():
-            if count:
-                output = self._evaluation_step(batch)
-                self._add_output(output, count, sums)
-                for watch in watchers:
-                    watch(self._parts, batch, output.output)
-            elif self._parts.strategy.evaluates_in_step:
-                # The other processes wait for this process's shards of the parameters.
-                self._parts.task.prediction_step(self._module, batch)
-
-    def _add_output(self, output: StepOutput, count: int, sums: Sums) -> None:
-        try:
-            sums.add_output(output, count)
-            sums.pack()
-        except MISFITS as error:
-            task = self._parts.task
-            raise unsound(output, task, "evaluation_step") or error from None
-
-    def _own_generators(self, step: int) -> AbstractContextManager[None]:
-        strategy = self._parts.strategy
-        seed = derived(self._parts.options.seed, "evaluation", step, strategy.group.rank)
-        return rng.keyed(strategy.device, seed)
-
-    @contextmanager
-    def _alike(self) -> Iterator[None]:
-        """Use the main process's buffers on all processes; restore those of the task after."""
-        strategy = self._parts.strategy
-        with strategy.evaluating(self._parts.model), ExitStack() as stack:
-            if strategy.group.world_size > 1:
-                for module in self._parts.task.own_modules().values():
-                    stack.enter_context(_kept(module))
-                    stack.enter_context(strategy.evaluating(module))
-            yield
-
-    def _evaluation_step(self, batch: Any) -> StepOutput:
-        try:
-            result = self._parts.task.evaluation_step(self._module, batch)
-            return as_output(result, self._parts.task, "evaluation_step")
-        except MISFITS as error:
-            updates = self._parts.state.updates
-            if (known := misfit(error, batch, updates, _UNFIT)) is not None:
-                raise known from error
-            raise
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        parts = [self._parts.wrapped, *self._parts.task.own_modules().values()]
-        modes = [(module, module.training) for part in parts for module in part.modules()]
-        for part in parts:
-            part.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:  # a frozen module stays in evaluation mode
-                module.training = mode
+        trainer, task, count = self._trainer, self._trainer.task, micro_batch.piece.count
+        batch = trainer.to_device(micro_batch.batch)
+        with trainer.precision.autocast():
+            if not count:
+                if trainer.strategy.evaluates_in_step:
+                    # The other processes wait for this process's shards of the parameters.
+                    task.prediction_step(self._module, batch)
+                return
+            try:
+                result = task.evaluation_step(self._module, batch)
+                output = as_output(result, task, "evaluation_step")
+            except MISFITS as error:
+                if known := misfit(error, batch, trainer.state.updates, _UNFIT):
+                    raise known from error
+                raise
+            try:
+                sums.add_output(output, count)
+                sums.pack()
+            except MISFITS as error:
+                raise unsound(output, task, "evaluation_step") or error from None
+            for watch in watchers:
+                watch(trainer, batch, output.output)
 
 
 def _batches(source: BatchSource, limit: int | None) -> int | None:
@@ -158,16 +143,6 @@ def _batches(source: BatchSource, limit: int | None) -> int | None:
     except TypeError:
         return limit
     return length if limit is None else min(limit, length)
-
-
-@contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in values:
-            buffer.copy_(value)
 
 
 def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
@@ -184,7 +159,7 @@ def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:
 
 
 def _meets(metric: Metric) -> bool:
-    """Return whether a metric is from torchmetrics, which synchronizes in `compute`."""
+    # A metric of torchmetrics synchronizes in `compute`.
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).mro())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import io
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 Image = NDArray[np.uint8]  # [height, width, 3], RGB
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
+class Histogram(NamedTuple):
     """How many of the finite values lie between two edges each."""
 
     edges: NDArray[np.float64]  # [bins + 1]
@@ -23,8 +22,7 @@ class Histogram:
     squares: float  # sum of their squares
 
 
-@dataclass(frozen=True, slots=True)
-class PRCurve:
+class PRCurve(NamedTuple):
     """Counts of a binary decision at rising thresholds; all arrays are [thresholds]."""
 
     thresholds: NDArray[np.float64]
@@ -35,23 +33,32 @@ class PRCurve:
 
     @property
     def precision(self) -> NDArray[np.float64]:
-        """Return the share of positive decisions that are right; 1 where there are none."""
+        """The share of positive decisions that are right; 1 where there are none."""
         found = self.true_positives + self.false_positives
         return np.where(found > 0, self.true_positives / np.maximum(found, 1), 1.0)
 
     @property
     def recall(self) -> NDArray[np.float64]:
-        """Return the share of positive samples that are found; 0 where there are none."""
+        """The share of positive samples that are found; 0 where there are none."""
         there = self.true_positives + self.false_negatives
         return self.true_positives / np.maximum(there, 1)
 
 
+Media = Image | Histogram | PRCurve | str  # a text is Markdown
+
+
 def as_image(image: Any) -> Image:
-    """Return an image as uint8 [height, width, 3].
+    """Return an image, or a figure of matplotlib's, as uint8 [height, width, 3].
 
     A tensor has the shape [C, H, W] or [H, W], anything else (numpy, PIL) [H, W, C] or [H, W], with
     C = 1, 3 or 4. Floating-point values are from 0 to 1, others from 0 to 255. Raises ValueError.
     """
+    if hasattr(image, "savefig"):
+        from PIL import Image as Pillow  # which a run without figures does not need
+
+        file = io.BytesIO()
+        image.savefig(file, format="png")
+        image = Pillow.open(file, formats=["PNG"]).convert("RGB")
     if isinstance(image, Tensor):
         image = (image.movedim(0, -1) if image.ndim == 3 else image).detach().cpu()
         image = (image.float() if image.is_floating_point() else image).numpy()

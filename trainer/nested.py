@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,16 @@ from data.batch import matching
 
 def first_tensor(batch: Any) -> Tensor | None:
     """Return the first tensor of a nested batch."""
+    return next(tensors_of(batch), None)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch."""
     if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, (list, tuple)):
-        children: Iterable[Any] = batch
-    else:
-        children = batch.values() if isinstance(batch, Mapping) else ()
-    for child in children:
-        if (found := first_tensor(child)) is not None:
-            return found
-    return None
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for child in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(child)
 
 
 def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,7 @@ def capture(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
     process computes on; None means the current one, if CUDA is in use. `weights_only` loads accept
     the result.
     """
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda(devices)],
-        "python": _capture_python(),
-        "numpy": capture_numpy(),
-    }
+    return _savable(_states(devices))
 
 
 def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None) -> list[str]:
@@ -34,7 +29,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None
     """
     torch.set_rng_state(state["torch"].cpu())
     _restore_python(state["python"])
-    restore_numpy(state["numpy"])
+    _restore_numpy(state["numpy"])
     here, saved = _cuda(devices), state["cuda"]
     for device, own in zip(here, saved, strict=False):
         torch.cuda.set_rng_state(own.cpu(), device)
@@ -42,29 +37,114 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None
     return [f"the random state of {lost} GPUs (this process has {len(here)})"] if lost > 0 else []
 
 
+class RandomStates:
+    """The random states that a run trains with, whatever is imported or drawn beside the training.
+
+    `seed` returns that of what is drawn beside it: so a callback draws the same numbers after a
+    resume, and others at another time.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], seed: Callable[[], int]) -> None:
+        self._devices, self._seed = devices, seed
+        self._kept: _States | None = None  # of the training, while something else may draw
+        self._aside = False
+
+    def keep(self) -> None:
+        """Take the present states for those of the training, until the next `aside` ends."""
+        self._kept = _states(self._devices)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let something else than the training import, draw and save; nested ones do nothing."""
+        if self._aside:
+            yield
+            return
+        if self._kept is None:
+            self.keep()
+        self._aside = True
+        try:
+            _seed_all(self._devices, self._seed())
+            yield
+        finally:
+            kept, self._kept, self._aside = self._kept, None, False
+            if kept is not None:
+                _put_back(kept, self._devices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `capture` would return if only the training went on."""
+        return _savable(self._kept or _states(self._devices))
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Let the training go on from a state; return what could not be restored, in words."""
+        lost = restore(state, self._devices)
+        if self._kept is not None:
+            self.keep()
+        return lost
+
+
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
     """Restore the generators afterwards: torch's (CPU and `device`), `random` and numpy's."""
-    python, numpy = random.getstate(), np.random.get_state()
+    before = _states([device])
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        _put_back(before, [device])
 
 
 @contextmanager
 def keyed(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the generators within the context, and restore those of the run afterwards."""
     with preserved(device):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        _seed_all([device], seed)
         yield
+
+
+# Of torch, `random` and numpy, and of the CUDA devices: as their libraries return them.
+_States = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
+
+
+def _states(devices: Sequence[torch.device] | None) -> _States:
+    cuda = [torch.cuda.get_rng_state(device) for device in _cuda(devices)]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
+
+
+def _put_back(states: _States, devices: Sequence[torch.device]) -> None:
+    ours, python, numpy, cuda = states
+    torch.set_rng_state(ours)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    for device, state in zip(_cuda(devices), cuda, strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _seed_all(devices: Sequence[torch.device], seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every device
+    for device in _cuda(devices):
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _savable(states: _States) -> dict[str, Any]:
+    ours, (version, internal, gauss_next), (name, keys, position, has_gauss, gauss), cuda = states
+    return {
+        "torch": ours,
+        "cuda": cuda,
+        "python": {
+            "version": version,
+            "internal": torch.tensor(internal, dtype=torch.int64),
+            "gauss_next": gauss_next,
+        },
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(gauss),
+        },
+    }
 
 
 def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
@@ -75,37 +155,14 @@ def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
     return [torch.device("cuda", torch.cuda.current_device())] if used else []
 
 
-def _capture_python() -> dict[str, Any]:
-    version, internal, gauss_next = random.getstate()
-    return {
-        "version": version,
-        "internal": torch.tensor(internal, dtype=torch.int64),
-        "gauss_next": gauss_next,
-    }
-
-
 def _restore_python(state: dict[str, Any]) -> None:
     random.setstate((state["version"], tuple(state["internal"].tolist()), state["gauss_next"]))
 
 
-def capture_numpy(generator: Any = np.random) -> dict[str, Any]:
-    """Return the state of numpy's generator, or of another `RandomState`."""
-    name, keys, position, has_gauss, cached_gaussian = generator.get_state(legacy=True)
-    return {
-        "name": str(name),
-        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "cached_gaussian": float(cached_gaussian),
-    }
-
-
-def restore_numpy(state: dict[str, Any], generator: Any = np.random) -> None:
-    """Restore numpy's generator, or another `RandomState`."""
+def _restore_numpy(state: dict[str, Any]) -> None:
     keys = state["keys"].numpy().astype(np.uint32)
-    generator.set_state(
-        (state["name"], keys, state["position"], state["has_gauss"], state["cached_gaussian"])
-    )
+    rest = (state[part] for part in ("position", "has_gauss", "cached_gaussian"))
+    np.random.set_state((state["name"], keys, *rest))
 
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

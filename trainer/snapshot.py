@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from data.batch import MicroBatch, map_tensors
-from trainer import rng
+from data.batch import MicroBatch
 from trainer.callback import Average, saver_of
-from trainer.checkpoints import loader_state
 from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.reader import compare_names
-from trainer.checkpoints.schema import taking_over
-from trainer.checkpoints.store import FORMAT_VERSION, CheckpointStore
+from trainer.checkpoints.background import on_host
+from trainer.checkpoints.reader import FORMAT_VERSION, check_payload, compare_names, taking_over
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.state import LogPoint
+from trainer.strategies.strategy import describe_device
 from trainer.update.sums import Sums
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-_OLD_ROLES = {"average": "ema", "saver": "checkpoint"}
 
 
 def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[str, Any]:
@@ -40,6 +37,7 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
         {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
     )
     average, saver = trainer.average, saver_of(trainer.callbacks)
+    gather, updater = strategy.group.gather, trainer.updater
     payload = {
         "model": strategy.to_save(dict(trainer.model.state_dict())),
         "optimizer": strategy.to_save(trainer.optimizers.state_dict()),
@@ -49,41 +47,22 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
         "callbacks": callbacks,
         "state": {
             "counters": trainer.state.state_dict(),
-            "sums": strategy.group.gather(on_host(trainer.updater.sums.state_dict())),
-            "epoch_sums": strategy.group.gather(on_host(trainer.updater.epoch_sums.state_dict())),
-            "loader": strategy.group.gather(loader_state.of(trainer.train_loader)),
-            "own": strategy.group.gather(on_host(strategy.own_state(trainer.model))),
-            "unsaved": strategy.group.gather(on_host(trainer.unsaved.state_dict())),
+            "sums": gather(on_host(updater.sums.state_dict())),
+            "epoch_sums": gather(on_host(updater.epoch_sums.state_dict())),
+            "loader": gather(_left_out(trainer.train_loader)),
+            "own": gather(on_host(strategy.own_state(trainer.model))),
+            "unsaved": gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
             "data": trainer.data_facts,
             "roles": {"average": average and average.name, "saver": saver and saver.name},
             "world_size": strategy.group.world_size,
-            "torch": str(torch.__version__),
+            "made_with": _circumstances(trainer),
         },
-        "rng": strategy.group.gather(rng.capture(strategy.computing)),
+        "rng": gather(trainer.random.state_dict()),
         "config": trainer.config_text,
         "format_version": FORMAT_VERSION,
     }
     return dict((on_main or on_host)(payload)) if trainer.is_main else payload
-
-
-def on_host(tree: Any) -> Any:
-    """Return `tree` with its tensors on the CPU; what was one tensor (tied weights) stays one.
-
-    Pickled on a GPU they would ask for that GPU wherever they are read.
-    """
-    copies: dict[tuple[Any, ...], Tensor] = {}
-
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.device.type in ("cpu", "meta") or hasattr(tensor, "device_mesh"):
-            return tensor
-        storage = tensor.untyped_storage()._cdata
-        place = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in copies:
-            copies[place] = tensor.detach().cpu()
-        return copies[place]
-
-    return map_tensors(moved, tree)
 
 
 def restore(
@@ -97,6 +76,7 @@ def restore(
     With `hyper_parameters` false those that the trainer was built with hold from here on. Unless it
     is the `same_run` nothing is taken over that tells of a run directory's files.
     """
+    check_payload(payload, None)
     trainer.setup()
     _warm_up(trainer)
     compare_names(payload, trainer.model.state_dict())
@@ -151,6 +131,11 @@ def _take_over(
 ) -> list[str]:
     notes: list[str] = []
     state, rank = payload["state"], trainer.group.rank
+    for key, now in _circumstances(trainer).items():
+        if (then := state["made_with"].get(key, now)) != now:
+            notes.append(
+                f"{key}: saved with {then}, goes on with {now}: the last digits may differ"
+            )
     parameters = dict(trainer.model.named_parameters())
     payload = checkpoint_shards.read(payload, parameters)
     trainer.strategy.load_model_state(trainer.model, payload["model"])
@@ -163,26 +148,41 @@ def _take_over(
     for name, callback in trainer.callbacks.items():
         if saved.get(name) and (same_run or not callback.of_run):
             callback.load_state_dict(saved[name])
-    if "unsaved" in state:  # an older checkpoint has none
-        same = state["world_size"] == trainer.group.world_size
-        notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
+    same = state["world_size"] == trainer.group.world_size
+    notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed, trainer.branched = True, not hyper_parameters
-    loader_state.load(trainer.train_loader, state.get("loader", []), rank, trainer.group.world_size)
-    if state["world_size"] == trainer.group.world_size:
-        for sums, saved_sums in _sums(trainer, state):
-            sums.load_state_dict(saved_sums[rank])
+    if hasattr(trainer.train_loader, "load_skipped_state"):
+        own = state["loader"][rank : rank + 1] if same else state["loader"] if rank == 0 else []
+        left_out = [entry for part in own for entry in part.get("skipped", [])]
+        trainer.train_loader.load_skipped_state(left_out)
+    pairs = {"sums": trainer.updater.sums, "epoch_sums": trainer.updater.epoch_sums}
+    for key, sums in pairs.items():
+        sums.load_state_dict(state[key][rank] if same else _merged(trainer, state[key]))
+    if same:
         trainer.strategy.load_own_state(trainer.model, state["own"][rank])
-        notes += rng.restore(payload["rng"][rank], trainer.strategy.computing)
+        notes += trainer.random.load_state_dict(payload["rng"][rank])
     else:
         notes.append(
             f"saved by {state['world_size']} processes, resumed by {trainer.group.world_size}: "
             "the samples of every update stay the same; dropout masks and the last digits do not"
         )
-        for sums, saved_sums in _sums(trainer, state):
-            _merge_sums(trainer, sums, saved_sums)
     return notes
+
+
+def _circumstances(trainer: Trainer) -> dict[str, Any]:
+    """Return what an exact resume depends on, beside the configuration."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": describe_device(trainer.strategy.device),
+    }
+
+
+def _left_out(loader: Any) -> dict[str, Any]:
+    """Return the samples that this process could not load; a plain loader loads all."""
+    return {"skipped": loader.skipped_state()} if hasattr(loader, "skipped_state") else {}
 
 
 def _warm_up(trainer: Trainer) -> None:
@@ -223,8 +223,8 @@ def _saved_callbacks(payload: Mapping[str, Any], average: str | None) -> dict[st
 
 
 def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
-    """Return how the callback with a role was called; older checkpoints knew it by its name."""
-    roles: Mapping[str, str | None] = payload.get("state", {}).get("roles", _OLD_ROLES)
+    """Return how the callback with a role was called."""
+    roles: Mapping[str, str | None] = payload.get("state", {}).get("roles", {})
     return roles.get(role)
 
 
@@ -238,19 +238,11 @@ def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
 
 
-def _sums(trainer: Trainer, state: Mapping[str, Any]) -> list[tuple[Sums, list[Mapping[str, Any]]]]:
-    """Return the trainer's sums, each with those that every process had saved."""
-    updater = trainer.updater
-    pairs = [(updater.sums, "sums"), (updater.epoch_sums, "epoch_sums")]
-    return [(sums, state[key]) for sums, key in pairs if key in state]  # an older one lacks a key
-
-
-def _merge_sums(trainer: Trainer, sums: Sums, states: list[Mapping[str, Any]]) -> None:
-    # One process takes over what all had summed; the others begin at zero.
-    merged = Sums(trainer.strategy.device)
+def _merged(trainer: Trainer, states: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return sums of which the main process takes over all, and the others none."""
+    merged, real = Sums(trainer.strategy.device), int(trainer.is_main)
     for state in states:
         for name, total in state["sums"].items():
-            real = int(trainer.is_main)
-            count = state["counts"][name]
-            merged.add(name, total.to(trainer.strategy.device), count * real, real)
-    sums.load_state_dict(merged.state_dict())
+            count = state["counts"][name] * real
+            merged.add(name, total.to(trainer.strategy.device), count, real)
+    return merged.state_dict()

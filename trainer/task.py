@@ -126,8 +126,6 @@ class Task:
     turns: Sequence[str] = ()
     # Names of the loss terms whose denominators depend on the data; `counts` returns these.
     count_names: Sequence[str] = ()
-    # Whether its loss gives gradients of 0 for a batch in which nothing counts, even from a NaN.
-    masks_uncounted: bool = False
     # Whether the loss of a sample depends on the other samples of its micro-batch, as that of
     # contrastive learning does: an update that is split is then another one. The plan and the log
     # say so.

@@ -4,33 +4,152 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from data.batch import MicroBatch
+from torch import nn
+from torch.optim import Optimizer
+
+from data.batch import MicroBatch, to_device
 from trainer import snapshot
-from trainer.base import TrainerBase
-from trainer.callback import saver_of
+from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
+from trainer.checkpoints.unsaved import Unsaved
+from trainer.distributed.group import Group
 from trainer.errors import SampleError
-from trainer.evaluation import EvaluationAbandoned, Watcher
-from trainer.pace import log_is_due, validation_is_due
-from trainer.state import MAX_TIME
-from trainer.task import coupling_remark
-from trainer.update.batch import updates
+from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
+from trainer.files.storage import storage_error
+from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.media import Media, PRCurve, as_image, histogram_of
+from trainer.optimizers.optimizers import Optimizers
+from trainer.options import TrainerOptions, count, horizon
+from trainer.rng import RandomStates, derived
+from trainer.state import MAX_TIME, LogPoint, Timer, TrainState
+from trainer.strategies.strategy import Strategy
+from trainer.task import Task, coupling_remark, named_modules
+from trainer.update.batch import BatchSource, Waiting, as_source, updates
+from trainer.update.precision import Precision
+from trainer.update.updater import Updater
 from trainer.user_code import account
 
 _log = logging.getLogger(__name__)
 
 
-class Trainer(TrainerBase):
+class Trainer:
     """Train a model: objects in, no config.
 
     `train_loader` and `val_loader` are `data.loading.loader.Loader`s, or any iterable of batches
     on one process; `optimizer` and `lr_scheduler` may be torch's own. Without `callbacks` each
     epoch prints a line. `run_dir` is where callbacks write: it is made where it is missing.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizers | Optimizer,
+        train_loader: Any,
+        val_loader: Any = None,
+        lr_scheduler: Any = None,
+        strategy: Strategy | None = None,
+        precision: Precision | str = "fp32",
+        callbacks: Mapping[str, Callback] | None = None,
+        options: TrainerOptions | None = None,
+        compiled: nn.Module | None = None,
+        run_dir: Path | str | None = None,
+        config_text: str = "",
+    ) -> None:
+        self.options = options or TrainerOptions(max_epochs=1)
+        self.strategy = strategy or Strategy()
+        device = self.strategy.device
+        if isinstance(precision, str):
+            precision = Precision(precision, device.type)
+        self.precision = precision
+        self.model = model if strategy else precision.convert(model).to(device)
+        self.task = task
+        task.to(device, precision.dtype)
+        self.strategy.check(named_modules(task))
+        self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
+        self.lr_schedule = LRSchedule.wrap(lr_scheduler)
+        self.callbacks = dict({"epoch_lines": EpochLines()} if callbacks is None else callbacks)
+        for name, callback in self.callbacks.items():
+            callback.name = name
+        self.average = evaluated_average(self.callbacks)
+        self.hooks = Hooks(self.callbacks.values())
+        self.compiled = self.model if compiled is None else compiled
+        # Whether updates may leave parameters without a gradient.
+        self.strategy.some_unused = bool(task.turns) or any(
+            callback.freezes for callback in self.callbacks.values()
+        )
+        self.wrapped = self.strategy.wrap(self.compiled)
+        steps = self.options.gradient_accumulation_steps
+        self.train_loader = as_source(train_loader, "train_loader", steps)
+        self.val_loader: BatchSource | None = None
+        if val_loader is not None:  # one of unknown length has no truth value
+            self.val_loader = as_source(val_loader, "val_loader")
+        self.lr_schedule.refuse_to_wait(val_loader is not None, self.options.validates)
+        self.run_dir = None if run_dir is None else self._made(Path(run_dir))
+        self.config_text = config_text  # kept in every checkpoint
+        self.data_facts: dict[str, Any] = {}  # of the data sets, as plain values; kept likewise
+        self.state = TrainState()
+        self.random = RandomStates(self.strategy.computing, self._seed_aside)
+        self.metrics: dict[str, float] = {}  # the last value of everything logged
+        self.timer = Timer()
+        self.resumed = self.branched = False  # branched: with other hyper-parameters than before
+        self._is_set_up = self._has_ended = False
+        self._log_point: LogPoint | None = None
+        self._deadline: float | None = None
+        self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
+        self.waiting.attend(self.train_loader)
+        self.updater = Updater(self)
+        self.unsaved = Unsaved(model, task)
+        self._evaluator = Evaluator(self, self.waiting)
+
+    def _made(self, run_dir: Path) -> Path:
+        # Made now: one that cannot be is found before anything is computed.
+        if self.is_main:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise storage_error(run_dir, error) from error
+        return run_dir
+
+    def _seed_aside(self) -> int:
+        return derived(self.options.seed, "aside", self.state.updates, self.group.rank)
+
+    @property
+    def group(self) -> Group:
+        """The processes of the run."""
+        return self.strategy.group
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.group.is_main
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Updates of an epoch; None for a stream of unknown length."""
+        limit = self.options.limit_train_batches
+        try:
+            length = len(self.train_loader)
+        except TypeError:
+            return limit if isinstance(limit, int) else None
+        return length if limit is None else count(limit, length)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run, if its horizon is not a time."""
+        return horizon(self.options.max_epochs, self.options.max_steps, self.steps_per_epoch)
+
+    @property
+    def done(self) -> bool:
+        """Whether the horizon is reached."""
+        epochs, steps = self.options.max_epochs, self.options.max_steps
+        return (epochs is not None and self.state.epoch >= epochs) or (
+            steps is not None and self.state.global_step >= steps
+        )
 
     @property
     def _ended(self) -> bool:
@@ -52,13 +171,12 @@ class Trainer(TrainerBase):
         `end`, after the test: on_run_end
         """
         try:
-            self._warn_unsaved()
-            if resume is not None:
-                snapshot.go_on(self, resume)
-            self._begin()
+            with self.random.aside():
+                self._begin(resume)
             while not self._ended:
                 length = self.steps_per_epoch
-                self.hooks.emit("on_epoch_start", self)
+                with self.random.aside():
+                    self.hooks.emit("on_epoch_start", self)
                 for micro_batches in self._epoch(length):
                     self.hooks.emit("on_update_start", self, micro_batches)
                     self.update(micro_batches)
@@ -69,7 +187,7 @@ class Trainer(TrainerBase):
                     if not self.state.stop_code:  # else a signal ended the wait for a batch
                         self._end_epoch()
             self.updater.confirm()
-            with self.timer.spending("start and end"):
+            with self.timer.spending("start and end"), self.random.aside():
                 self.hooks.emit("on_fit_end", self)
         except BaseException as error:
             if (said := account(error)) is not None:
@@ -89,32 +207,30 @@ class Trainer(TrainerBase):
             self._is_set_up = True
             self.hooks.emit("setup", self)
 
-    def _warn_unsaved(self) -> None:
+    def _begin(self, resume: Path | str | None) -> None:
         saver = saver_of(self.callbacks)
         if self.run_dir is None and saver is not None and self.is_main:
             _log.warning("callbacks.%s saves nothing: the Trainer was given no run_dir", saver.name)
-
-    def _begin(self) -> None:
+        if resume is not None:
+            snapshot.go_on(self, resume)
+        options = self.options
         self.timer.start()
         with self.timer.spending("start and end"):
-            self._before_updates()
+            self.setup()
+            split = options.gradient_accumulation_steps, self.strategy.devices
+            if self.is_main and (remark := coupling_remark(self.task, *split)):
+                _log.warning("%s", remark)
+            self.wrapped.train()
+            if options.seconds is not None:
+                self._deadline = time.monotonic() + options.seconds
+            if options.validate_at_start and self.val_loader is not None and not self.resumed:
+                self.evaluate(self.val_loader, "val", limit=options.validate_at_start)
+            self.hooks.emit("on_fit_start", self)
+            if self._validation_is_due():
+                self._boundary()  # a signal came while the run before this one validated
+            else:
+                self._agree()
         self.timer.reset()
-
-    def _before_updates(self) -> None:
-        self.setup()
-        pieces = self.options.gradient_accumulation_steps, self.strategy.devices
-        if self.is_main and (remark := coupling_remark(self.task, *pieces)):
-            _log.warning("%s", remark)
-        self.wrapped.train()
-        if self.options.max_time is not None:
-            self._deadline = time.monotonic() + self.options.max_time
-        if self.options.validate_at_start and self.val_loader is not None and not self.resumed:
-            self.evaluate(self.val_loader, "val", limit=self.options.validate_at_start)
-        self.hooks.emit("on_fit_start", self)
-        if self.val_loader is not None and validation_is_due(self.options, self.state):
-            self._boundary()  # a signal came while the run before this one validated
-        else:
-            self._agree()
 
     def _epoch(self, length: int | None) -> Iterator[list[MicroBatch]]:
         """Draw what is left of an epoch's updates, until a signal ends the wait for one."""
@@ -140,22 +256,10 @@ class Trainer(TrainerBase):
         """Yield the micro-batches of an epoch's updates `start` to `stop`, on the device."""
         return updates(self.train_loader.epoch(epoch, start, stop), self.to_device)
 
-    def _end_epoch(self) -> None:
-        self.updater.confirm()  # before anything counts or averages what the epoch ended with
-        self.state.epoch += 1
-        self.state.position = 0
-        self.lr_schedule.after_epoch()
-        self.hooks.emit("on_epoch_end", self)
-        self._boundary()
-
-    def _agree(self) -> None:
-        """Agree with the other processes on whether this update was the last."""
-        state = self.state
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            state.request_stop(MAX_TIME)
-        # Where all wait for each other anyway, all learn at once of one process's request.
-        meeting = self.done or not state.position or state.validated_at == state.global_step
-        self.group.agree(state, at_once=meeting, in_step=not meeting)
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to this process's device, in the run's number format."""
+        dtype, channels_last = self.precision.dtype, self.options.channels_last
+        return to_device(batch, self.strategy.device, dtype, channels_last)
 
     def update(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Apply one optimizer update, or skip it, and count; `trainer.update.updater` draws it."""
@@ -165,20 +269,55 @@ class Trainer(TrainerBase):
             self.optimizers.keep_rates()
             self.lr_schedule.after_update()
         else:
-            self.updater.count_skipped(1)
+            self.updater.count_skipped()
+
+    def _end_epoch(self) -> None:
+        self.updater.confirm()  # before anything counts or averages what the epoch ended with
+        self.state.epoch += 1
+        self.state.position = 0
+        self.lr_schedule.after_epoch()
+        with self.random.aside():
+            self.hooks.emit("on_epoch_end", self)
+            self._boundary()
 
     def _boundary(self) -> bool:
         """Do what is due between two updates; each part once, also across a resume.
 
         Returns whether the run ends here.
         """
-        if log_is_due(self.options, self.state, bool(self.updater.epoch_sums)):
-            self._log()
-        if self.val_loader is not None and validation_is_due(self.options, self.state):
-            self._validate()
-        self.hooks.emit("on_boundary", self)
+        logs, validates = self._log_is_due(), self._validation_is_due()
+        with self.random.aside() if logs or validates else nullcontext():
+            if logs:
+                self._log()
+            if validates:
+                self._validate()
+            self.hooks.emit("on_boundary", self)
         self._agree()
         return self._ended
+
+    def _log_is_due(self) -> bool:
+        state = self.state
+        if not state.position and self.updater.epoch_sums:
+            return True  # an epoch whose last update was skipped is logged as well
+        regular = state.global_step % self.options.log_every_n_steps == 0
+        return state.global_step > state.logged_at and (regular or not state.position or self.done)
+
+    def _validation_is_due(self) -> bool:
+        state, options = self.state, self.options
+        if self.val_loader is None or state.global_step <= state.validated_at:
+            return False
+        epochs, steps = options.validate_every_n_epochs, options.validate_every_n_steps
+        by_epoch = epochs and not state.position and not state.epoch % epochs
+        return bool(by_epoch or (steps and not state.global_step % steps) or self.done)
+
+    def _agree(self) -> None:
+        """Agree with the other processes on whether this update was the last."""
+        state = self.state
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            state.request_stop(MAX_TIME)
+        # Where all wait for each other anyway, all learn at once of one process's request.
+        meeting = self.done or not state.position or state.validated_at == state.global_step
+        self.group.agree(state, at_once=meeting, in_step=not meeting)
 
     def _log(self) -> None:
         self.updater.confirm()
@@ -199,8 +338,10 @@ class Trainer(TrainerBase):
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
             watchers = self.hooks.listeners("on_validation_batch")
-            limit = self.options.limit_val_batches
-            metrics = self.evaluate(self.val_loader, "val", limit, watchers=watchers)
+            limit, loader = self.options.limit_val_batches, self.val_loader
+            whole = len(loader) if isinstance(limit, float) and loader is not None else 0
+            batches = count(limit, whole) if isinstance(limit, float) else limit
+            metrics = self.evaluate(loader, "val", batches, watchers=watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
@@ -231,3 +372,64 @@ class Trainer(TrainerBase):
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""
         return nullcontext() if self.average is None else self.average.swap(self)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return each parameter group's learning rate: that of the next update."""
+        return self.optimizers.learning_rates()
+
+    @property
+    def log_point(self) -> LogPoint:
+        """Where the values that are logged now stand: mostly at the run's own step."""
+        return self._log_point or LogPoint(self.state.global_step, self.state.epoch)
+
+    def log(self, scalars: Mapping[str, float], at: LogPoint | None = None) -> None:
+        """Hand values to the callbacks, at the current step or that of the weights they are of."""
+        self.metrics |= scalars
+        self._log_point = at
+        try:
+            self.hooks.emit("on_log", self, scalars)
+        finally:
+            self._log_point = None
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Hand an image to the callbacks; `trainer.media.as_image` says what may be one.
+
+        This and the next four do nothing, and read nothing from the device, where no callback of
+        the run receives such things, and on other processes than the main one.
+        """
+        self._show(name, as_image, image)
+
+    def log_histogram(self, name: str, values: Any, bins: int = 64) -> None:
+        """Hand the histogram of a tensor to the callbacks."""
+        self._show(name, histogram_of, values, bins)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Hand a text, in Markdown, to the callbacks."""
+        self._show(name, str, text)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Hand a figure of matplotlib's to the callbacks, as an image; it stays open."""
+        self._show(name, as_image, figure)
+
+    def log_pr_curve(self, name: str, curve: PRCurve) -> None:
+        """Hand precision and recall over thresholds to the callbacks."""
+        self._show(name, PRCurve._make, curve)
+
+    def _show(self, name: str, convert: Callable[..., Media], *values: Any) -> None:
+        if self.is_main and self.hooks.listeners("on_media"):
+            self.hooks.emit("on_media", self, name, convert(*values))
+
+    def end(self, results: Results) -> None:
+        """Tell the callbacks how the run ended; once, after the test.
+
+        `train` does it; who calls `fit` himself may do it as well.
+        """
+        if not self._is_set_up or self._has_ended:
+            return
+        self._has_ended = True
+        for listener in self.hooks.listeners("on_run_end"):
+            try:
+                listener(self, results)
+            except Exception as error:  # what was trained stays trained
+                name = type(listener.__self__).__name__
+                _log.warning("%s.on_run_end failed: %s", name, error, exc_info=True)

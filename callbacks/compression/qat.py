@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from callbacks.compression.masks import Schedule, check_step
-from callbacks.model_summary import example
+from callbacks.compression.pruning import Schedule, check_step
 from callbacks.support.errors import CallbackError
 from conf.errors import Problem, problems_at, raise_problems
 from trainer.callback import Callback
 from trainer.distributed.group import Group
-from trainer.export.fake_quantization import LEARNT, Ranges, attach
-from trainer.export.places import LAYERS, find_places
+from trainer.export.fake_quantization import LAYERS, LEARNT, Ranges, attach
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -26,9 +24,9 @@ _KINDS = ", ".join(kind.__name__ for kind in LAYERS)
 
 
 class QuantizationAwareTraining(Callback):
-    """Round weights and activations to 8 bits in every forward pass; gradients pass unchanged.
+    """Round the weights and inputs of layers to 8 bits in every forward pass; gradients pass.
 
-    The weights themselves stay plain, and so do checkpoints. The ranges of the activations follow
+    The weights themselves stay plain, and so do checkpoints. The ranges of the inputs follow
     the smallest and the largest value of each update's whole batch, on all processes, as running
     averages with `momentum`; `regimen quantize` writes an integer network with these ranges.
 
@@ -56,7 +54,7 @@ class QuantizationAwareTraining(Callback):
             raise_problems([Problem("", f"the model has no layer to quantize: {_KINDS}")])
 
     def setup(self, trainer: Trainer) -> None:
-        """Find the places that are rounded, by a forward pass of two samples."""
+        """Find the layers that are rounded."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._start = Schedule.between(self._start_step, None, 1, trainer.total_steps).start
@@ -65,22 +63,11 @@ class QuantizationAwareTraining(Callback):
                 f"callbacks.{self.name} needs one whole model on each process, which "
                 f"strategy={trainer.strategy.name} does not have: use strategy=ddp"
             )
-        batch = example(trainer)
-
-        def forward(model: nn.Module) -> Any:
-            with trainer.precision.autocast():
-                return trainer.task.prediction_step(model, batch)
-
-        places = find_places(trainer.model, forward)
-        if not places.layers:
-            raise CallbackError(
-                f"callbacks.{self.name}: no layer ({_KINDS}) is called once in a forward pass"
-            )
-        self._ranges = Ranges(places, trainer.strategy.device)
+        self._ranges = Ranges(trainer.model, trainer.strategy.device)
 
     @property
     def ranges(self) -> Ranges:
-        """The ranges of the activations. RuntimeError before `setup`."""
+        """The ranges of the inputs. RuntimeError before `setup`."""
         if self._ranges is None:
             raise RuntimeError("the ranges are known after `setup`")
         return self._ranges
@@ -104,12 +91,8 @@ class QuantizationAwareTraining(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Log how many layers were trained, and the next command."""
-        count = len(self.ranges.places.layers)
-        _log.info(
-            "callbacks.%s: %d layers were trained for 8 bits; regimen quantize writes them",
-            self.name,
-            count,
-        )
+        text = "callbacks.%s: %d layers were trained for 8 bits; regimen quantize writes them"
+        _log.info(text, self.name, len(self.ranges.layers))
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the rounding from the model."""

@@ -1,23 +1,22 @@
 """The graph of a model, for TensorBoard's Graphs tab."""
 
-from __future__ import annotations
-
 import logging
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from torch.utils.tensorboard._pytorch_graph import graph
+from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+    EventFileLoader,
+)
+from torch.utils.tensorboard import SummaryWriter
 
 from callbacks.support.errors import CallbackError
 from callbacks.tensorboard import TensorBoard
-from data.batch import inputs_of
-from trainer import rng
+from data.batch import MicroBatch, inputs_of
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from data.batch import MicroBatch
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -33,14 +32,13 @@ class Graph(Callback):
 
     def __init__(self) -> None:
         self._inputs: Any = None
-        self._board: TensorBoard | None = None
+        self._boards: list[TensorBoard] = []
 
     def setup(self, trainer: Trainer) -> None:
         """Find the TensorBoard callback. Raises CallbackError if there is none."""
-        boards = [c for c in trainer.callbacks.values() if isinstance(c, TensorBoard)]
-        if not boards:
+        self._boards = [c for c in trainer.callbacks.values() if isinstance(c, TensorBoard)]
+        if not self._boards:
             raise CallbackError(f"callbacks.{self.name} needs callbacks.tensorboard")
-        self._board = boards[0]
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""
@@ -49,17 +47,19 @@ class Graph(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Trace the model at the first log line."""
-        if self._inputs is None or self._board is None:
+        if self._inputs is None:
             return
         inputs, self._inputs = self._inputs, None
         modes = [(module, module.training) for module in trainer.model.modules()]
-        with rng.preserved(trainer.strategy.device), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch's tracer warns about values that it treats as constants
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # torch's tracer warns about values that it treats as constants
+            warnings.simplefilter("ignore")
             try:
-                drawn, _ = graph(trainer.model, (inputs,))  # type: ignore[no-untyped-call]
-                self._board.write_graph(drawn.SerializeToString())
+                with SummaryWriter(folder) as writer:
+                    writer.add_graph(trainer.model, (inputs,))
+                (path,) = Path(folder).iterdir()
+                graphs = [event.graph_def for event in EventFileLoader(str(path)).Load()]
+                self._boards[0].write_graph(max(graphs, key=len))
             except Exception as error:
                 reason = " ".join(str(error).split())[:200]
                 _log.warning("callbacks.%s: the model cannot be traced: %s", self.name, reason)

@@ -1,18 +1,14 @@
 """Norms of gradients and updates of each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from callbacks.support.errors import CallbackError
+from callbacks.pictures.validation import check_least
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.trainer import Trainer
 
 Named = dict[str, Tensor]
 
@@ -28,39 +24,34 @@ class LayerStatistics(Callback):
     takes_shards = False
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if every_n_steps < 1:
-            raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
+        check_least(every_n_steps=every_n_steps)
         self._every = every_n_steps
         self._before: Named = {}
-        self._gradients: Named = {}  # squares of the norms
-        self._measured: dict[str, Tensor] = {}
+        self._gradients: Named = {}
+        self._measured: Named = {}
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Compute the norms of a turn's gradients, and copy the weights before its step."""
+        """Copy gradients and weights before the step; of each turn, where a task has turns."""
         if (trainer.state.global_step + 1) % self._every or not trainer.is_main:
             return
         for name, parameter in trainer.model.named_parameters():
             if parameter.grad is not None:
-                self._gradients[name] = parameter.grad.detach().float().square().sum()
+                self._gradients[name] = parameter.grad.detach().clone()
             if parameter.requires_grad and name not in self._before:
                 self._before[name] = parameter.detach().clone()
 
     def on_update_end(self, trainer: Trainer) -> None:
-        """Compute the norms of the changes."""
-        if not self._before:
-            return
-        before, self._before = self._before, {}
-        gradients, self._gradients = self._gradients, {}
-        if trainer.state.skipped_in_a_row:
+        """Compute the norms of the gradients and of the changes."""
+        before, gradients, self._before, self._gradients = self._before, self._gradients, {}, {}
+        if trainer.state.skipped_in_a_row or not before:
             return
         after = dict(trainer.model.named_parameters())
-        changes = {n: (after[n].detach() - old).float().square().sum() for n, old in before.items()}
-        sizes = {name: old.float().square().sum() for name, old in before.items()}
-        for layer, norm in _by_layer(gradients).items():
-            self._measured[f"grad_norm/{layer}"] = norm
-        largest = _by_layer(sizes)
-        for layer, change in _by_layer(changes).items():
-            self._measured[f"update_ratio/{layer}"] = change / largest[layer].clamp(min=1e-12)
+        change = _norms({name: after[name].detach() - old for name, old in before.items()})
+        size = _norms(before)
+        self._measured |= {f"grad_norm/{layer}": n for layer, n in _norms(gradients).items()}
+        self._measured |= {
+            f"update_ratio/{layer}": change[layer] / size[layer].clamp(min=1e-12) for layer in size
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is measured and not logged yet."""
@@ -72,17 +63,15 @@ class LayerStatistics(Callback):
 
     def scalars(self, trainer: Trainer) -> dict[str, float]:
         """Return the values since the last log line, in one transfer to the host."""
-        if not self._measured:
-            return {}
-        names, values = list(self._measured), torch.stack(list(self._measured.values()))
-        self._measured = {}
-        return dict(zip(names, values.tolist(), strict=True))
+        measured, self._measured = self._measured, {}
+        values = torch.stack(list(measured.values())).tolist() if measured else []
+        return dict(zip(measured, values, strict=True))
 
 
-def _by_layer(squares: Named) -> Named:
+def _norms(tensors: Named) -> Named:
     """Return the norm over the parameters of each layer: names without their last part."""
-    layers: Named = {}
-    for name, square in squares.items():
-        layer = name.rpartition(".")[0] or name
-        layers[layer] = layers[layer] + square if layer in layers else square
-    return {layer: square.sqrt() for layer, square in layers.items()}
+    squares: Named = {}
+    for name, tensor in tensors.items():
+        layer, square = name.rpartition(".")[0] or name, tensor.float().square().sum()
+        squares[layer] = squares[layer] + square if layer in squares else square
+    return {layer: square.sqrt() for layer, square in squares.items()}

@@ -1,30 +1,22 @@
 """Samples as the network gets them, and its predictions in a validation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from callbacks.support.drawing import BLACK, RIGHT, WRONG, is_picture, pixels, sheet
-from callbacks.support.watching import (
-    KeptSamples,
-    check_count,
-    check_every,
+from callbacks.pictures.drawing import BLACK, RIGHT, WRONG, is_picture, pixels, sheet
+from callbacks.pictures.validation import (
+    ValidationPicture,
+    check_least,
     class_names,
     is_due,
     labels_of,
 )
+from data.batch import MicroBatch
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from data.batch import MicroBatch
-    from trainer.trainer import Trainer
-
-Samples = Sequence[Tensor]  # images, labels and probabilities
-_PARTS = 8  # kept from so many batches before the worst of them are chosen, which costs
+from trainer.trainer import Trainer
 
 
 class TrainingSamples(Callback):
@@ -35,8 +27,9 @@ class TrainingSamples(Callback):
     """
 
     def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
-        self._count = check_count(count)
-        self._every = check_every(every_n_epochs, "every_n_epochs")
+        check_least(count=count, every_n_epochs=every_n_epochs)
+        self._count = count
+        self._every = every_n_epochs
         self._kept: tuple[Tensor, Any] | None = None
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
@@ -45,19 +38,23 @@ class TrainingSamples(Callback):
         if state.position or not trainer.is_main or not is_due(state.epoch + 1, self._every):
             return
         batch = micro_batches[0].batch
-        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-        inputs, target = parts[0], parts[1] if len(parts) > 1 else None
+        inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
         if is_picture(inputs):
-            is_label = isinstance(target, Tensor) and target.ndim == 1
-            labels = target[: self._count] if target is not None and is_label else None
-            self._kept = inputs[: self._count].clone(), labels
+            known = [t[: self._count] for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
+            self._kept = inputs[: self._count].clone(), known[0] if known else None
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
         if self._kept is None:
             return
         (images, labels), self._kept = self._kept, None
-        captions = [] if labels is None else _labels(trainer, labels)
+        captions: list[str] = []
+        if labels is not None and labels.is_floating_point():  # values to predict
+            captions = [f"{value:.4g}" for value in labels.tolist()]
+        elif labels is not None:
+            names = class_names(trainer, getattr(trainer.task, "num_classes", None) or 0)
+            known = dict(enumerate(names))
+            captions = [known.get(label, str(label)) for label in labels.tolist()]
         trainer.log_image("samples/train", sheet(pixels(images), captions))
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,95 +63,66 @@ class TrainingSamples(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the images that wait."""
-        if "kept" in state:
-            images, labels = state["kept"]
-            self._kept = images, labels
+        self._kept = tuple(state["kept"]) if "kept" in state else None
 
 
-class ValidationSamples(KeptSamples):
+class ValidationSamples(ValidationPicture):
     """Show the first images of the validation with label and prediction, as `samples/val`."""
 
-    def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task predicts a class of each sample."""
-        return trainer.is_main and trainer.task.output_kind == "classes"
+    kinds = ("classes",)
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
-        if self._kept is None and is_picture(batch[0]):
-            wanted = self._wanted
-            probabilities = trainer.task.interpret(output[:wanted])
-            self._kept = batch[0][:wanted].clone(), labels_of(batch[1])[:wanted], probabilities
+        if not self.kept and is_picture(batch[0]):
+            first = slice(self.wanted)
+            answers = trainer.task.interpret(output[first])
+            self.kept = [(batch[0][first].clone(), labels_of(batch[1])[first], answers)]
 
     def show(self, trainer: Trainer) -> None:
         """Log the images."""
-        if self._kept is not None:
-            trainer.log_image("samples/val", _judged(trainer, *self._kept))
+        trainer.log_image("samples/val", _judged(trainer, *self.kept[0]))
 
 
-class Misclassified(KeptSamples):
+class Misclassified(ValidationPicture):
     """Show the wrong predictions with the highest probability, as `samples/misclassified`."""
 
-    def fits(self, trainer: Trainer) -> bool:
-        """Return whether the task predicts a class of each sample."""
-        return trainer.task.output_kind == "classes"
-
-    def start(self, trainer: Trainer) -> None:
-        """Drop what was kept."""
-        self._kept = []
+    kinds = ("classes",)
+    on_main_only = False
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the worst images so far, without waiting for the device."""
-        if not is_picture(batch[0]):
-            return
-        samples = batch[0], labels_of(batch[1]), trainer.task.interpret(output)
-        self._kept.append(_worst([samples], self._wanted))
-        if len(self._kept) == _PARTS:
-            self._kept = [_worst(self._kept, self._wanted)]
+        if is_picture(batch[0]):
+            samples = batch[0], labels_of(batch[1]), trainer.task.interpret(output)
+            found = [torch.cat(parts) for parts in zip(*self.kept, samples, strict=True)]
+            self.kept = [self._worst(*found)]
 
     def show(self, trainer: Trainer) -> None:
         """Log the worst images of all processes."""
-        own = [part.cpu() for part in _worst(self._kept, self._wanted)] if self._kept else None
-        gathered = [kept for kept in trainer.group.gather(own) if kept is not None]
-        if not gathered or not trainer.is_main:
-            return
-        images, labels, probabilities = _worst(gathered, self._wanted)
-        if count := int((_wrongness(probabilities, labels) > 0).sum()):
-            picture = _judged(trainer, images[:count], labels[:count], probabilities[:count])
-            trainer.log_image("samples/misclassified", picture)
+        if (found := self.gathered(trainer)) is not None:
+            images, labels, answers = self._worst(*found)
+            if count := int((_wrongness(labels, answers) > 0).sum()):
+                picture = _judged(trainer, images[:count], labels[:count], answers[:count])
+                trainer.log_image("samples/misclassified", picture)
+
+    def _worst(self, images: Tensor, labels: Tensor, answers: Tensor) -> Sequence[Tensor]:
+        count = min(self.wanted, len(labels))
+        worst = _wrongness(labels, answers).topk(count).indices
+        return images[worst], labels[worst], answers[worst]
 
 
-def _worst(parts: Sequence[Samples], count: int) -> Samples:
-    """Return the samples that are the most surely wrong of all, in this order."""
-    images, labels, probabilities = (
-        torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
-    )
-    wrongness = _wrongness(probabilities, labels)
-    worst = wrongness.topk(min(count, len(labels))).indices
-    return images[worst], labels[worst], probabilities[worst]
-
-
-def _wrongness(probabilities: Tensor, labels: Tensor) -> Tensor:
+def _wrongness(labels: Tensor, answers: Tensor) -> Tensor:
     """Return the probability of each wrong prediction; 0 for correct ones and without a label."""
-    sure, predicted = probabilities.max(1)
+    sure, predicted = answers.max(1)
     return sure * ((predicted != labels) & (labels >= 0))
 
 
-def _judged(trainer: Trainer, images: Tensor, labels: Tensor, probabilities: Tensor) -> Any:
-    names = class_names(trainer, probabilities.shape[1])
-    sure, predicted = (part.tolist() for part in probabilities.max(1))
+def _judged(trainer: Trainer, images: Tensor, labels: Tensor, answers: Tensor) -> Any:
+    names = class_names(trainer, answers.shape[1])
+    sure, predicted = (part.tolist() for part in answers.max(1))
     captions, colors = [], []
     for label, answer, share in zip(labels.tolist(), predicted, sure, strict=True):
         known = 0 <= label < len(names)
         wrong = known and label != answer
-        truth = f"\nis {names[label]}" if wrong else ""
-        captions.append(f"{names[answer]} {share:.0%}{truth}")
+        captions.append(f"{names[answer]} {share:.0%}" + f"\nis {names[label]}" * wrong)
         colors.append(WRONG if wrong else RIGHT if known else BLACK)
     return sheet(pixels(images), captions, colors)
-
-
-def _labels(trainer: Trainer, labels: Tensor) -> list[str]:
-    if labels.is_floating_point():  # values to predict
-        return [f"{value:.3g}" for value in labels.tolist()]
-    count = getattr(trainer.task, "num_classes", None) or 0
-    names = class_names(trainer, count)
-    return [names[i] if 0 <= i < len(names) else str(i) for i in labels.tolist()]

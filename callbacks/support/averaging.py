@@ -1,26 +1,28 @@
 """A running average of a model's weights, which can be swapped into the model."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.update.copies import own_part
+from trainer.callback import Average
+from trainer.trainer import Trainer
+
+Rule = Callable[[Any, Any, int], None]  # torch's `multi_avg_fn`: averages, weights, their number
 
 
-class WeightAverage:
-    """Keep `average += weight * (model - average)` over a model's parameters.
+class RunningAverage(Average):
+    """Base class of callbacks that keep an average of a model's parameters.
 
     Floating-point buffers (BatchNorm's statistics) are averaged as well if `use_buffers`, and
     copied otherwise, as integer buffers always are. torch's `AveragedModel` computes the same, but
     reads its counter from the device at every update; here the host never waits.
     """
 
-    def __init__(self, use_buffers: bool = True) -> None:
+    def __init__(self, use_for_evaluation: bool = True, use_buffers: bool = True) -> None:
+        self.used_for_evaluation = use_for_evaluation
         self._use_buffers = use_buffers
         self._loaded: Mapping[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}  # the average, by name; empty before `begin`
@@ -32,24 +34,25 @@ class WeightAverage:
         """Start from a loaded average or from the model's weights; later calls do nothing."""
         if self._tensors:
             return
-        parameters = {id(p) for p in model.parameters()}
+        parameters = {id(parameter) for parameter in model.parameters()}
         averages: dict[int, Tensor] = {}  # tied weights have several names and one average
-        for name, tensor in _state(model).items():
-            if id(tensor) not in averages:
-                value = self._loaded.get(name, tensor.detach())
-                averages[id(tensor)] = average = _placed(value, tensor)
-                follow = id(tensor) in parameters or self._use_buffers
-                moves = follow and (tensor.is_floating_point() or tensor.is_complex())
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and id(tensor) not in averages:
+                average = _placed(self._loaded.get(name, tensor.detach()), tensor)
+                averages[id(tensor)] = average
+                follows = id(tensor) in parameters or self._use_buffers
+                moves = follows and (tensor.is_floating_point() or tensor.is_complex())
                 (self._averaged if moves else self._copied).append((average, tensor))
-            self._tensors[name] = averages[id(tensor)]
+            if isinstance(tensor, Tensor):
+                self._tensors[name] = averages[id(tensor)]
         self._loaded = {}
 
     @torch.no_grad()
-    def update(self, weight: float) -> None:
-        """Move the average towards the model's weights by a factor of `weight`."""
-        torch._foreach_lerp_(*_columns(self._averaged), weight)
-        if self._copied:
-            torch._foreach_copy_(*_columns(self._copied))
+    def update(self, rule: Rule, count: int = 0) -> None:
+        """Move the average towards the model's weights by one of torch's rules."""
+        averages, weights = zip(*self._averaged, strict=True)
+        rule([_own_part(t) for t in averages], [_own_part(t.detach()) for t in weights], count)
+        self.take_buffers()
 
     def take_buffers(self) -> None:
         """Copy the model's buffers that are not averaged."""
@@ -66,27 +69,38 @@ class WeightAverage:
             self.begin(model)
         pairs = self._averaged + self._copied
         kept = [model.detach().clone() for _, model in pairs]
-        _copy([(average, model) for average, model in pairs])
+        _copy(pairs)
         try:
             yield
         finally:
             _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the average as a state dict of the model, sharded as the model is."""
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Start from the model's weights, or continue a loaded average."""
+        self.begin(trainer.model)
+
+    def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Return the context in which the model has the average's weights, once there is one."""
+        used = self.used_for_evaluation and self.begun
+        return self.exchanged(trainer.model) if used else nullcontext()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's tensors themselves, sharded as the model is."""
         return dict(self._tensors or self._loaded)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load an average: into the current one, or to be used by `begin`."""
-        if self._tensors:
-            pairs = [(state[name], average) for name, average in self._tensors.items()]
-            _copy([(_placed(value, average), average) for value, average in pairs])
-        else:
-            self._loaded = dict(state)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average as a state dict of the model."""
+        return {"model": dict(self.tensors())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load an average, to be used by `begin`."""
+        self._loaded = dict(state["model"])
+        self._tensors, self._averaged, self._copied = {}, [], []
 
 
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [own_part(average) for average, _ in pairs], [own_part(model) for _, model in pairs]
+def _own_part(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:
@@ -98,13 +112,7 @@ def _placed(value: Tensor, like: Any) -> Tensor:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
 @torch.no_grad()
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the first of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)

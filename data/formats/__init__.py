@@ -1,1 +1,1 @@
-"""Data in others' formats: token files, tables, tar shards, Hugging Face data sets, JPEG boxes."""
+"""Data in others' formats: token files, tables, tar shards, Hugging Face data sets."""

@@ -58,6 +58,21 @@ class Feature:
         """The number of inputs of the column."""
         return 1 if self.categories is None else len(self.categories)
 
+    def encoded(self, columns: Columns, missing: str) -> Numbers:
+        """Return the inputs [rows, width] of all rows, see `encoded` below."""
+        if self.categories is None:
+            values = numbers(columns, self.name, missing, "data.features")
+            return np.nan_to_num((values - self.mean) / self.std)[:, None]
+        cells = columns.column(self.name, "data.features")
+        if missing == "error" and None in cells:
+            place = columns.place(cells.index(None), self.name)
+            raise DataError(
+                f"{place}: no value; data.missing=mean takes it as none of the categories"
+            )
+        known = np.array(self.categories, dtype=object)
+        found: Numbers = np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)
+        return found
+
 
 def read_columns(path: Path) -> Columns:
     """Read a whole file; the splits of a run share one reading. Raises DataError."""
@@ -88,12 +103,7 @@ def encoded(
     A missing number is the training mean with `missing="mean"`, a missing or unknown category is
     none of those known. Raises DataError, naming row and column.
     """
-    parts = [
-        _standardised(columns, feature, missing)[:, None]
-        if feature.categories is None
-        else _one_hot(columns, feature, missing)
-        for feature in features
-    ]
+    parts = [feature.encoded(columns, missing) for feature in features]
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
@@ -115,10 +125,27 @@ def numbers(columns: Columns, name: str, missing: str, key: str) -> Numbers:
 
 def in_order(values: set[str]) -> list[str]:
     """Return names sorted, as numbers if all of them are."""
-    as_numbers = {value: _number(value) for value in values}
-    if all(number is not None for number in as_numbers.values()):
-        return sorted(values, key=lambda value: (as_numbers[value], value))
-    return sorted(values)
+    try:
+        return sorted(values, key=lambda value: (float(value), value))
+    except ValueError:
+        return sorted(values)
+
+
+def class_names(found: set[str], num_classes: int | None, samples: int, source: str) -> list[str]:
+    """Return the names of the classes: numbers count from 0, names are sorted.
+
+    Numbers are below `num_classes`, or the number of samples: one label sizes no list of names.
+    """
+    if not all(name.isdecimal() for name in found):
+        return in_order(found)
+    highest, most = max(map(int, found)), num_classes or samples
+    if highest >= most:
+        bound = "data.num_classes" if num_classes else "the number of samples of train"
+        raise DataError(
+            f"{source}: class number {highest} is not below {bound}, {most}: "
+            "mend the labels or set data.num_classes"
+        )
+    return [str(number) for number in range(highest + 1)]
 
 
 def _feature(
@@ -140,26 +167,6 @@ def _feature(
     if not len(known):
         raise DataError(f"{columns.path}: column {name!r} has no value in the training rows")
     return Feature(name, mean=float(known.mean()), std=float(known.std()) or 1.0)
-
-
-def _standardised(columns: Columns, feature: Feature, missing: str) -> Numbers:
-    values = numbers(columns, feature.name, missing, "data.features")
-    return np.nan_to_num((values - feature.mean) / feature.std)
-
-
-def _one_hot(columns: Columns, feature: Feature, missing: str) -> Numbers:
-    assert feature.categories is not None
-    places = {category: place for place, category in enumerate(feature.categories)}
-    found = np.zeros((len(columns), len(places)))
-    for row, cell in enumerate(columns.column(feature.name, "data.features")):
-        if cell is None and missing == "error":
-            raise DataError(
-                f"{columns.place(row, feature.name)}: no value; data.missing=mean takes it as none "
-                "of the categories"
-            )
-        if cell in places:
-            found[row, places[cell]] = 1.0
-    return found
 
 
 def _number(text: str) -> float | None:

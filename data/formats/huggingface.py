@@ -10,12 +10,12 @@ import torch
 
 from data.decode import decode_image
 from data.errors import DataError, MissingPackageError, reason, shortened
-from data.formats.columns import in_order
+from data.formats.columns import class_names
 from data.images import Transform
 from data.sources import Split
 from data.splits import rows_of_train
 
-NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
+_NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
 class ArrowRows:
@@ -69,9 +69,8 @@ class ArrowRows:
         if "target" not in self._columns:
             return value
         target = row[self._columns["target"]]
-        return value, self._class(target) if self._numbers else _tensor(
-            target, self._columns, index
-        )
+        classes = bool(self._numbers)
+        return value, self._class(target) if classes else _tensor(target, self._columns, index)
 
     def _input(self, value: Any, index: int) -> Any:
         if value is None:
@@ -112,6 +111,7 @@ def huggingface(
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
+    num_classes: int | None = None,
 ) -> ArrowRows | None:
     """Open one split of a folder of `save_to_disk`, of files, or of a name on the hub.
 
@@ -119,14 +119,19 @@ def huggingface(
     val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
     train. None if there is no such split; raises DataError.
     """
-    found = tables(path, name)
-    train = _of(found, "train")
+    splits = tables(path, name)
+    train = split_of(splits, "train")
     if train is None:
-        raise DataError(f"data.path={path} has no split train, only {', '.join(found)}")
+        raise DataError(f"data.path={path} has no split train, only {', '.join(splits)}")
     check_columns(path, train, columns)
-    classes = _classes(train, columns) if classification and "target" in columns else None
-    table = _of(found, split)
-    cuts = folds is not None or (_of(found, "val") is None and val_fraction > 0)
+    classes = None
+    if classification and "target" in columns:
+        classes = getattr(train.features[columns["target"]], "names", None)
+        if classes is None:
+            found = {str(value) for value in train[columns["target"]]}
+            classes = class_names(found, num_classes, len(train), f"data.path={path}")
+    table = split_of(splits, split)
+    cuts = folds is not None or (split_of(splits, "val") is None and val_fraction > 0)
     if cuts and split != "test":
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
@@ -169,8 +174,9 @@ def import_package(package: str, extra: str) -> ModuleType:
         ) from error
 
 
-def _of(tables: Mapping[str, Any], split: str) -> Any:
-    return next((tables[name] for name in NAMES[split] if name in tables), None)
+def split_of(tables: Mapping[str, Any], split: str) -> Any:
+    """Return the table of a split, whatever its name; None if there is none."""
+    return next((tables[name] for name in _NAMES[split] if name in tables), None)
 
 
 def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
@@ -181,16 +187,6 @@ def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
         if column not in table.column_names:
             known = ", ".join(map(repr, table.column_names))
             raise DataError(f"data.columns.{key}: {path} has no column {column!r}; it has {known}")
-
-
-def _classes(train: Any, columns: Mapping[str, str]) -> list[str]:
-    named = getattr(train.features[columns["target"]], "names", None)
-    if named is not None:
-        return [str(name) for name in named]
-    values = set(train[columns["target"]])
-    if all(isinstance(value, int) for value in values):
-        return [str(number) for number in range(max(values) + 1)]
-    return in_order({str(value) for value in values})
 
 
 def undecoded(table: Any, columns: Mapping[str, str]) -> Any:

@@ -5,10 +5,10 @@ from typing import Any
 
 from data.errors import DataError, reason, shortened
 from data.formats.huggingface import (
-    NAMES,
     ArrowRows,
     check_columns,
     import_tokenizer,
+    split_of,
     tables,
     undecoded,
 )
@@ -66,7 +66,7 @@ def streamed(
     that are shuffled together; None: the order of the files. Raises DataError.
     """
     found = tables(path, name, streaming=True)
-    known = next((found[n] for n in NAMES[split] if n in found), None)
+    known = split_of(found, split)
     if known is None:
         have = f"data.path={path} has no split {split}, only {', '.join(found)}"
         raise DataError(f"{have}: set data.{split}=null")

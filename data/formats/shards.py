@@ -5,7 +5,6 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -19,7 +18,7 @@ from fsspec.core import url_to_fs
 
 from data.decode import decode_image
 from data.errors import DataError, reason
-from data.formats.columns import in_order
+from data.formats.columns import class_names
 from data.image_folder import EXTENSIONS
 from data.images import Transform
 from data.sources import Split
@@ -27,20 +26,10 @@ from data.splits import rows_of_train
 
 logger = logging.getLogger(__name__)
 _LAYOUT = 1  # version of the index files
-
-
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
-    """The positions of images in shards, and their labels as text; an entry for each sample."""
-
-    shards: npt.NDArray[np.int64]  # number of the shard
-    offsets: npt.NDArray[np.int64]  # bytes
-    sizes: npt.NDArray[np.int64]  # bytes
-    names: npt.NDArray[np.bytes_]  # of the image in its shard
-    labels: npt.NDArray[np.bytes_]
-
-    def __getitem__(self, rows: Any) -> "ShardIndex":
-        return ShardIndex(*(getattr(self, name)[rows] for name in self.__slots__))
+_PARTS = ("offsets", "sizes", "names", "labels")  # of an index file
+# Arrays with an entry for each sample: the number of its shard, where its image lies there and how
+# many bytes it has, the image's name, and the label as text.
+ShardIndex = dict[str, npt.NDArray[Any]]
 
 
 class TarShards:
@@ -60,16 +49,15 @@ class TarShards:
         channels: int = 3,
         transform: Transform | None = None,
     ) -> None:
-        numbers = {name.encode(): number for number, name in enumerate(classes)}
-        unknown = next(
-            (row for row, label in enumerate(index.labels) if label not in numbers), None
-        )
         self._root, self._paths, self._index = root, paths, index
-        if unknown is not None:
-            label = index.labels[unknown].decode()
-            raise DataError(f"{self.path(unknown)}: class {label!r} is not among those of train")
-        self.names = index.names
-        self.targets = torch.tensor([numbers[label] for label in index.labels], dtype=torch.int64)
+        self.names = index["names"]
+        numbers = {name.encode(): number for number, name in enumerate(classes)}
+        for row, label in enumerate(index["labels"]):
+            if label not in numbers:
+                found = f"{self.path(row)}: class {label.decode()!r}"
+                raise DataError(f"{found} is not among those of train")
+        targets = [numbers[label] for label in index["labels"]]
+        self.targets = torch.tensor(targets, dtype=torch.int64)
         self.classes = classes
         self.channels = channels
         self.transform = transform
@@ -80,8 +68,8 @@ class TarShards:
 
     def path(self, index: int) -> str:
         """Return the shard of a sample and its name there."""
-        shard = self._paths[int(self._index.shards[index])]
-        return f"{shard}:{os.fsdecode(self._index.names[index])}"
+        shard = self._paths[int(self._index["shards"][index])]
+        return f"{shard}:{os.fsdecode(self.names[index])}"
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of pictures before the transforms: any size."""
@@ -96,8 +84,9 @@ class TarShards:
         return {**vars(self), "_files": {}}  # a worker opens the shards itself
 
     def _content(self, index: int) -> bytes:
-        shard, offset = int(self._index.shards[index]), int(self._index.offsets[index])
-        size = int(self._index.sizes[index])
+        shard, offset, size = (
+            int(self._index[name][index]) for name in ("shards", "offsets", "sizes")
+        )
         try:
             content = self._read(shard, offset, size)
         except Exception as error:  # fsspec's file systems raise what their libraries do
@@ -130,6 +119,7 @@ def tar_shards(
     fold: int | None = None,
     folds: int | None = None,
     keep_index: bool = True,
+    num_classes: int | None = None,
 ) -> TarShards | None:
     """Open one split of `root`: the shards `<split>*.tar` or `<split>/*.tar`.
 
@@ -147,7 +137,8 @@ def tar_shards(
     if place is None and "://" not in root:
         place = Path(root) / ".index"
     index = _indexed(root, train, label, place, keep_index)
-    classes = _classes(index)
+    names = {label.decode() for label in np.unique(index["labels"])}
+    classes = class_names(names, num_classes, len(index["labels"]), f"data.root={root}")
     in_folds = folds is not None and split != "test"
     own = train if split == "train" or in_folds else _shards(root, split)
     cuts = in_folds or (split != "test" and val_fraction > 0 and not _shards(root, "val"))
@@ -157,8 +148,9 @@ def tar_shards(
     if own and split != "train" and not in_folds:
         index = _indexed(root, own, label, place, keep_index)
     elif cuts:
-        numbers = np.unique(index.labels, return_inverse=True)[1]
-        index = index[rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)]
+        numbers = np.unique(index["labels"], return_inverse=True)[1]
+        rows = rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)
+        index = {name: part[rows] for name, part in index.items()}
     return TarShards(root, own or train, index, classes, channels, transform)
 
 
@@ -172,25 +164,15 @@ def _shards(root: str, split: str) -> list[str]:
     return sorted(map(str, found))
 
 
-def _classes(index: ShardIndex) -> list[str]:
-    """Return the names of the classes: numbers count from 0, names are sorted."""
-    names = {label.decode() for label in np.unique(index.labels)}
-    if all(name.isdigit() for name in names):
-        return [str(number) for number in range(max(map(int, names)) + 1)]
-    return in_order(names)
-
-
 def _indexed(root: str, paths: list[str], label: str, place: Path | None, keep: bool) -> ShardIndex:
     """Return the index of shards, each from its file in `place` if it is there."""
     parts = [_shard_index(root, path, label, place, keep) for path in paths]
-    numbers = [np.full(len(part["offsets"]), number) for number, part in enumerate(parts)]
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return ShardIndex(shards=np.concatenate(numbers), **joined)
+    for number, part in enumerate(parts):
+        part["shards"] = np.full(len(part["offsets"]), number)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _shard_index(
-    root: str, path: str, label: str, place: Path | None, keep: bool
-) -> dict[str, Any]:
+def _shard_index(root: str, path: str, label: str, place: Path | None, keep: bool) -> ShardIndex:
     files = url_to_fs(root)[0]
     facts = files.info(path)
     known = f"{_LAYOUT} {path} {facts['size']} {facts.get('mtime') or files.ukey(path)} {label}"
@@ -198,7 +180,7 @@ def _shard_index(
     if kept is not None and kept.is_file():
         try:
             with np.load(kept, allow_pickle=False) as found:
-                return {name: found[name] for name in ("offsets", "sizes", "names", "labels")}
+                return {name: found[name] for name in _PARTS}
         except (OSError, ValueError, KeyError, BadZipFile) as error:
             logger.warning("%s is damaged and made again: %s", kept, reason(error))
     logger.info("indexing %s", path)
@@ -209,36 +191,30 @@ def _shard_index(
     return index
 
 
-def _keep(path: Path, index: dict[str, Any]) -> None:
+def _keep(path: Path, index: ShardIndex) -> None:
     """Write an index file; one that cannot be written is made again by the next run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            np.savez(file, **index)
+            np.savez(file, **index)  # type: ignore[arg-type]
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("cannot keep the index %s (%s): set data.cache_dir", path, error.strerror)
 
 
-def _scan(path: str, file: Any, label: str) -> dict[str, Any]:
+def _scan(path: str, file: Any, label: str) -> ShardIndex:
     """Read the headers and labels of a shard, once, from its beginning to its end."""
-    images: list[tuple[int, int, bytes]] = []
-    labels: list[bytes] = []
+    found: list[tuple[int, int, bytes, bytes]] = []
     for name, sample in _samples(path, file, label):
-        if "image" not in sample or "label" not in sample:
+        if len(sample) < 2:
             lacks = "image" if "image" not in sample else f".{label.partition('.')[0]}"
             raise DataError(f"{path}: sample {name!r} has no {lacks}")
-        images.append(sample["image"])
-        labels.append(sample["label"])
-    if not images:
+        found.append((*sample["image"], sample["label"]))
+    if not found:
         raise DataError(f"{path}: the shard holds no samples")
-    offsets, sizes, names = zip(*images, strict=True)
-    return {
-        "offsets": np.array(offsets, dtype=np.int64),
-        "sizes": np.array(sizes, dtype=np.int64),
-        "names": np.array(names, dtype=np.bytes_),
-        "labels": np.array(labels, dtype=np.bytes_),
-    }
+    kinds = (np.int64, np.int64, np.bytes_, np.bytes_)
+    columns = zip(_PARTS, zip(*found, strict=True), kinds, strict=True)
+    return {name: np.array(values, dtype=kind) for name, values, kind in columns}
 
 
 def _samples(path: str, file: Any, label: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from data.splits import cut, train_and_val
 
 Missing = Literal["error", "mean"]
 Kind = Literal["number", "class"]
+_Cut = Callable[[npt.NDArray[Any], int, int], tuple[RowNumbers, RowNumbers]]
 
 
 class TableRows:
@@ -43,7 +45,10 @@ class TableRows:
         rows: RowNumbers | None = None,
     ) -> None:
         self._path, self._first_row = columns.path, columns.first_row
-        self.described = [asdict(feature) for feature in features]
+        self.described = [
+            {**asdict(f), "categories": None if f.categories is None else list(f.categories)}
+            for f in features
+        ]
         self.missing = missing
         self.rows = np.arange(len(columns)) if rows is None else rows
         self.inputs = torch.from_numpy(encoded(columns, features, missing)[self.rows])
@@ -84,16 +89,15 @@ class Table(TableRows):
     ) -> None:
         super().__init__(columns, features, missing, transform, rows)
         self.answers = targets[torch.from_numpy(self.rows)]
-        self.target_scale = target_scale
+        self.target_scale = target_scale and (float(target_scale[0]), float(target_scale[1]))
         if classes is not None:
             self.classes, self.targets = classes, self.answers
 
     def statistics(self) -> dict[str, Any]:
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
         scale = None if self.target_scale is None else list(self.target_scale)
-        features = [_plain(feature) for feature in self.described]
         classes = getattr(self, "classes", None)
-        return {"features": features, "classes": classes, "target_scale": scale}
+        return {"features": self.described, "classes": classes, "target_scale": scale}
 
     def fingerprint(self) -> str:
         """Return a digest of the encoded rows and their targets."""
@@ -127,42 +131,44 @@ def table(
     """Open one split of a file, or of a folder with a train file and perhaps val and test.
 
     What has no file of its own is cut from train by its fraction, stratified by class; with `folds`
-    val is fold number `fold` of what test leaves of train. Columns are
-    encoded and targets standardised by the statistics of the training rows. `channels`: how many
-    inputs the configuration expects. `statistics`: those of a checkpoint (`Table.statistics`),
-    which take the place of the training rows' if the columns are the same. Raises DataError.
+    val is fold number `fold` of what test leaves. Columns are encoded and targets standardised by
+    the training rows. `channels`: how many inputs are expected. `statistics`: a checkpoint's
+    (`Table.statistics`), in place of the training rows' if the columns are the same.
     """
-    place = Path(path).expanduser()
-    files = {name: _file_of(place, name) for name in ("train", "val", "test")}
+    files = {name: _file_of(Path(path).expanduser(), name) for name in ("train", "val", "test")}
     if files["train"] is None:
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
     train = read_columns(files["train"])
     names = [n for n in train.cells if n != target] if features is None else list(features)
+    if not names:
+        raise DataError(f"data.path={path}: no column but data.target={target} to predict from")
     if statistics is not None and [f["name"] for f in statistics["features"]] != names:
         statistics = None  # other columns were chosen since
-    classes = _classes(train, target) if target_kind == "class" else None
-    if statistics is not None and classes is not None and statistics["classes"]:
-        classes = list(statistics["classes"])
+    classes = None
+    if target_kind == "class":
+        found = {cell for cell in train.column(target, "data.target") if cell is not None}
+        classes = list((statistics or {}).get("classes") or in_order(found))
     if folds is not None:
         files["val"] = None
-    shares = partial(train_and_val, seed=split_seed, fold=fold, folds=folds)
-    parts = _parts(train, target, classes, files, val_fraction, test_fraction, split_seed, shares)
+    labels = np.zeros(len(train)) if classes is None else _targets(train, target, classes, None)
+    of_val = partial(train_and_val, fold=fold, folds=folds)
+    wanted = {"test": test_fraction, "val": val_fraction}
+    parts = _parts(train, np.asarray(labels), wanted, files, split_seed, of_val)
     encoding = (
         fitted(train, parts["train"], names, categorical)
         if statistics is None
         else described_features(statistics["features"])
     )
     _check_width(train, encoding, channels)
-    scale = _scale(train, target, parts["train"]) if standardize_target and not classes else None
-    if scale is not None and statistics is not None and statistics["target_scale"]:
-        mean, std = statistics["target_scale"]
-        scale = float(mean), float(std)
-    own = files[split]
+    scale = None
+    if standardize_target and classes is None:
+        scale = (statistics or {}).get("target_scale") or _scale(train, target, parts["train"])
+    own = files[split] if split != "train" else None
     if own is None and not len(parts[split]):
         return None
     columns = train if own is None else read_columns(own)
     targets = _targets(columns, target, classes, scale)
-    rows = parts[split] if own is None or split == "train" else None
+    rows = parts[split] if own is None else None
     return Table(columns, encoding, targets, classes, scale, missing, transform, rows)
 
 
@@ -170,8 +176,7 @@ def rows_to_predict(
     path: str, described: Sequence[dict[str, Any]], missing: Missing, transform: Transform | None
 ) -> TableRows:
     """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
-    columns = read_columns(Path(path).expanduser())
-    return rows_as_described(columns, described, missing, transform)
+    return rows_as_described(read_columns(Path(path).expanduser()), described, missing, transform)
 
 
 def rows_as_described(
@@ -192,11 +197,6 @@ def described_features(described: Sequence[Mapping[str, Any]]) -> list[Feature]:
     ]
 
 
-def _plain(feature: Mapping[str, Any]) -> dict[str, Any]:
-    categories = feature["categories"]
-    return {**feature, "categories": None if categories is None else list(categories)}
-
-
 def _file_of(place: Path, split: str) -> Path | None:
     """Return the file of a split; a single file is train's."""
     if not place.is_dir():
@@ -207,32 +207,22 @@ def _file_of(place: Path, split: str) -> Path | None:
 
 def _parts(
     train: Columns,
-    target: str,
-    classes: list[str] | None,
-    files: dict[str, Path | None],
-    val_fraction: float,
-    test_fraction: float,
+    labels: npt.NDArray[Any],
+    wanted: Mapping[str, float],
+    files: Mapping[str, Path | None],
     seed: int,
-    shares: Callable[[RowNumbers, int], tuple[RowNumbers, RowNumbers]],
+    val: _Cut,
 ) -> dict[str, RowNumbers]:
-    """Return the rows of the train file that each split takes."""
-    labels = np.zeros(len(train), dtype=np.int64)
-    if classes is not None:
-        labels = _targets(train, target, classes, None).numpy()
+    """Return the rows of the train file that each split takes, by the fractions of test and val."""
     rest: RowNumbers = np.arange(len(train))
     parts: dict[str, RowNumbers] = {}
-    for split, fraction in (("test", test_fraction), ("val", val_fraction)):
-        wanted = 0 if files[split] is not None else round(fraction * len(train))
-        of_rest = labels[rest]
-        kept, taken = shares(of_rest, wanted) if split == "val" else cut(of_rest, wanted, seed)
+    for split, fraction in wanted.items():
+        count = 0 if files[split] else round(fraction * len(train))
+        kept, taken = (val if split == "val" else cut)(labels[rest], count, seed)
         rest, parts[split] = rest[kept], rest[taken]
     if not len(rest):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
     return {**parts, "train": rest}
-
-
-def _classes(train: Columns, target: str) -> list[str]:
-    return in_order({cell for cell in train.column(target, "data.target") if cell is not None})
 
 
 def _targets(

@@ -1,16 +1,19 @@
-"""A cache of decoded images, in memory or in a file."""
+"""`data.cache`: decoded images in memory or in a file, and whole data sets on the device."""
 
+import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import IO, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,7 @@ import torch
 import torchvision
 from torch import Tensor
 
+from data.batch import least_of, map_leaves, map_tensors, note_least, sent, to_device
 from data.decode import read_image
 from data.errors import UnreadableError
 
@@ -26,17 +30,13 @@ logger = logging.getLogger(__name__)
 
 _LAYOUT = 1  # version of the file: the pixels of all images, then each image's height and width
 _PART = 256  # images between two checks whether to stop
-_SUFFIX = ".images"
 
 
-class Files(Protocol):
-    """The image files that are cached."""
-
-    channels: int
-
-    def __len__(self) -> int: ...
-    def path(self, index: int) -> str:
-        """Return the file of a sample."""
+def memory_file() -> IO[bytes]:
+    """Return a file without a name, which goes with its last user; in memory, on Linux."""
+    if hasattr(os, "memfd_create"):  # not limited by /dev/shm
+        return open(os.memfd_create("regimen"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class ImageCache:
@@ -48,7 +48,8 @@ class ImageCache:
     of a machine share it; one of them fills it while the others wait.
     most_bytes: limit of the cache, and of all files in `folder`, whose oldest are removed.
 
-    Images that cannot be decoded are not cached: reading them fails as without a cache.
+    Images that cannot be decoded are not cached: reading them fails as without a cache. `files` has
+    `channels`, a length, and `path(index)`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ImageCache:
         self._tried = False
         self._place: tuple[str, int, int] | None = None  # where workers find it: path, n, channels
         self._pixels: Tensor | None = None
+        self._file: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pixels": None, "_file": None}
@@ -67,10 +69,9 @@ class ImageCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._place is not None:
-            with Path(self._place[0]).open("rb") as file:
-                self._map(file, *self._place)
+            self._map(*self._place)
 
-    def fill(self, files: Files, interrupted: Callable[[], bool]) -> None:
+    def fill(self, files: Any, interrupted: Callable[[], bool]) -> None:
         """Decode all images, once; if interrupted, the next call starts again."""
         if self._tried:
             return
@@ -79,10 +80,16 @@ class ImageCache:
             if self.kind == "disk":
                 self._in_folder(files, interrupted)
             else:
-                self._in_memory(files, interrupted)
+                file = memory_file()
+                self._write(files, file, interrupted)
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                self._map(path, len(files), files.channels)
+                self._file = file
         except OSError as error:
             place = f" to data.cache_dir={self.folder}" if self.kind == "disk" else ""
             self._without(f"cannot be written{place} ({error.strerror or error})")
+        except _TooLarge:
+            self._without(f"would take more than data.cache_bytes={self.most_bytes}")
         except _Stopped:
             self._tried = False
 
@@ -93,97 +100,85 @@ class ImageCache:
 
     def batch(self, indices: Sequence[int]) -> Tensor | None:
         """Return images (n, C, H, W); None if sizes differ or one is not cached."""
-        if self._pixels is None or self._place is None:
-            return None
         rows = np.asarray(indices)
-        sizes = self._sizes[rows]
-        if (sizes != sizes[0]).any() or not sizes[0].any():
+        if self._pixels is None or (shape := self._shape(self._sizes[rows])) is None:
             return None
-        height, width = sizes[0].tolist()
-        shape = (self._place[2], height, width)
-        length = shape[0] * height * width
+        length = math.prod(shape)
         every = self._pixels.as_strided((len(self._pixels) - length + 1, length), (1, 1))
         return every.index_select(0, torch.from_numpy(self._offsets[rows])).view(-1, *shape)
 
     def whole(self) -> Tensor | None:
         """Return all images (n, C, H, W); None if sizes differ or one is not cached."""
-        if self._pixels is None or self._place is None:
+        if self._pixels is None or (shape := self._shape(self._sizes)) is None:
             return None
-        if (self._sizes != self._sizes[0]).any() or not self._sizes[0].any():
-            return None
-        height, width = self._sizes[0].tolist()
-        return self._pixels.view(-1, self._place[2], height, width)
+        return self._pixels.view(-1, *shape)
 
-    def _in_memory(self, files: Files, interrupted: Callable[[], bool]) -> None:
-        # A file without a name: not limited by /dev/shm, and removed with its processes.
-        self._file = os.fdopen(os.memfd_create("images"), "w+b")
-        if self._written(files, self._file, interrupted):
-            path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-            self._map(self._file, path, len(files), files.channels)
+    def _shape(self, sizes: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
+        height, width = sizes[0].tolist()
+        return (self._channels, height, width) if height and (sizes == sizes[0]).all() else None
 
-    def _in_folder(self, files: Files, interrupted: Callable[[], bool]) -> None:
+    def _in_folder(self, files: Any, interrupted: Callable[[], bool]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{_identity(files)}{_SUFFIX}"
+        path = self.folder / f"{_identity(files)}.images"
         with _locked(path.with_suffix(".lock"), interrupted):
-            if not self._opened(path, files) and self._made(path, files, interrupted):
-                self._opened(path, files)
-
-    def _opened(self, path: Path, files: Files) -> bool:
-        try:
-            with path.open("rb") as file:
+            if path.exists() and self._map(str(path), len(files), files.channels):
                 os.utime(path)
-                return self._map(file, str(path), len(files), files.channels)
-        except FileNotFoundError:
-            return False
+                return
+            part = path.with_suffix(".part")
+            try:
+                with part.open("wb") as file:
+                    self._write(files, file, interrupted)
+                    os.fsync(file.fileno())
+                kept = sorted(self.folder.glob("*.images"), key=lambda file: file.stat().st_mtime)
+                while kept and sum(f.stat().st_size for f in (part, *kept)) > self.most_bytes:
+                    kept.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            self._map(str(path), len(files), files.channels)
 
-    def _made(self, path: Path, files: Files, interrupted: Callable[[], bool]) -> bool:
-        part = path.with_suffix(".part")
-        try:
-            with part.open("wb") as file:
-                if not self._written(files, file, interrupted):
-                    return False
-                os.fsync(file.fileno())
-            self._make_room(part.stat().st_size)
-            part.replace(path)
-            return True
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _make_room(self, needed: int) -> None:
-        kept = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        while kept and needed + sum(path.stat().st_size for path in kept) > self.most_bytes:
-            kept.pop(0).unlink(missing_ok=True)  # processes that have it open keep it
-
-    def _written(self, files: Files, file: BinaryIO, interrupted: Callable[[], bool]) -> bool:
-        """Write all images and their sizes; return False, with a warning, if they are too large."""
+    def _write(self, files: Any, file: IO[bytes], interrupted: Callable[[], bool]) -> None:
+        """Write all images, decoded by threads without the GIL, and their sizes."""
         logger.info("data.cache=%s: decoding %d images once", self.kind, len(files))
+
+        def decoded(index: int) -> Tensor | None:
+            with contextlib.suppress(UnreadableError):
+                return read_image(files.path(index), files.channels)
+            return None
+
         sizes = np.zeros((len(files), 2), np.int64)
         left = self.most_bytes - sizes.nbytes
-        for index, image in enumerate(_decoded(files, interrupted)):
-            if image is None:
-                continue
-            sizes[index] = image.shape[-2:]
-            left -= image.numel()
-            if left < 0:
-                self._without(f"would take more than data.cache_bytes={self.most_bytes}")
-                return False
-            file.write(image.contiguous().numpy().data)
+        with ThreadPoolExecutor() as pool:
+            for first in range(0, len(files), _PART):
+                if interrupted():
+                    raise _Stopped
+                part = range(first, min(first + _PART, len(files)))
+                for index, image in zip(part, pool.map(decoded, part), strict=True):
+                    if image is None:
+                        continue
+                    sizes[index] = image.shape[-2:]
+                    left -= image.numel()
+                    if left < 0:
+                        raise _TooLarge
+                    file.write(image.contiguous().numpy().data)
         file.write(sizes.data)
         file.flush()
-        return True
 
-    def _map(self, file: BinaryIO, path: str, samples: int, channels: int) -> bool:
+    def _map(self, path: str, samples: int, channels: int) -> bool:
         """Map a file into memory; return False if its length is wrong."""
-        whole, tail = os.fstat(file.fileno()).st_size, samples * 16
-        if whole <= tail:
-            return False
-        # Private pages that are never written: all processes share those of the file.
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        tail = samples * 16
+        with open(path, "rb") as file:
+            whole = os.fstat(file.fileno()).st_size
+            if whole <= tail:
+                return False
+            # Private pages that are never written: all processes share those of the file.
+            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
         sizes: npt.NDArray[np.int64] = np.frombuffer(content[whole - tail :].tobytes(), np.int64)
-        self._sizes = sizes.reshape(samples, 2)
-        lengths = self._sizes.prod(1) * channels
+        sizes = sizes.reshape(samples, 2)
+        lengths = sizes.prod(1) * channels
         if lengths.sum() != whole - tail:
             return False
+        self._sizes, self._channels = sizes, channels
         self._offsets = np.cumsum(lengths) - lengths
         self._pixels = torch.from_numpy(content[: whole - tail])
         self._place = (path, samples, channels)
@@ -202,33 +197,19 @@ class _Stopped(Exception):  # noqa: N818 (nothing went wrong)
     """The run ends, so the cache is not needed."""
 
 
-def _decoded(files: Files, interrupted: Callable[[], bool]) -> Iterator[Tensor | None]:
-    """Yield all images in order, None for a broken one; threads decode without the GIL."""
-
-    def decoded(index: int) -> Tensor | None:
-        try:
-            return read_image(files.path(index), files.channels)
-        except UnreadableError:
-            return None
-
-    with ThreadPoolExecutor() as pool:
-        for first in range(0, len(files), _PART):
-            if interrupted():
-                raise _Stopped
-            yield from pool.map(decoded, range(first, min(first + _PART, len(files))))
+class _TooLarge(Exception):  # noqa: N818
+    """The images take more than they may."""
 
 
-def _identity(files: Files) -> str:
+def _identity(files: Any) -> str:
     """Return a digest of the files' names, sizes and times, and of the decoders' versions."""
     versions = f"{_LAYOUT} {files.channels} {PIL.__version__} {torchvision.__version__}"
     digest = hashlib.sha256(versions.encode())
     for index in range(len(files)):
-        path = files.path(index)
-        try:
+        told, path = "absent", files.path(index)
+        with contextlib.suppress(OSError):
             found = os.stat(path)
             told = f"{found.st_size} {found.st_mtime_ns}"
-        except OSError:
-            told = "absent"
         digest.update(os.fsencode(path) + f"\0{told}\0".encode())
     return digest.hexdigest()[:32]
 
@@ -246,3 +227,77 @@ def _locked(path: Path, interrupted: Callable[[], bool]) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.1)
         yield
+
+
+def can_be_kept(kind: type) -> bool:
+    """Return whether a data set has `tensors()`, and no subclass another way to a sample."""
+    for base in kind.__mro__:
+        if "tensors" in vars(base):
+            return True
+        if "__getitem__" in vars(base) or "batch" in vars(base):
+            return False
+    return False
+
+
+class Kept:
+    """All samples of a data set on a device: what travels to it are the numbers of samples.
+
+    `dataset.tensors()` returns all samples as one batch, before any transform: tensors with a row
+    for each sample; None if they cannot be one.
+    most_bytes: a larger data set stays in host memory, with a warning.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device, most_bytes: int) -> None:
+        self.dataset = dataset
+        self.device = device
+        self.most_bytes = most_bytes
+        self._tried = False
+        self._samples: Any = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the data set is on the device."""
+        return self._samples is not None
+
+    def fill(self) -> None:
+        """Copy the data set to the device, once."""
+        if self._tried:
+            return
+        self._tried = True
+        samples = self.dataset.tensors()
+        if samples is None:
+            logger.warning(
+                "warning: data.cache=device: %s holds images of several sizes, or that cannot be "
+                "decoded: it stays in host memory",
+                type(self.dataset).__name__,
+            )
+        elif (size := bytes_of(samples)) > self.most_bytes:
+            logger.warning(
+                "warning: data.cache=device: %d samples take %d bytes, more than "
+                "data.cache_bytes=%d: they stay in host memory",
+                len(self.dataset),
+                size,
+                self.most_bytes,
+            )
+        else:
+            self._samples = to_device(samples, self.device, non_blocking=False)
+            logger.info("data.cache=device: %d bytes on %s", size, self.device)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return samples as a batch on the device, without waiting for it."""
+        rows = sent(torch.from_numpy(np.array(indices)), self.device)
+
+        def gathered(tensor: Tensor) -> Tensor:
+            found = tensor.index_select(0, rows)
+            if (least := least_of(tensor)) is not None and found.device.type != "cpu":
+                note_least(found, least)  # it is not more than this
+            return found
+
+        return map_tensors(gathered, self._samples)
+
+
+def bytes_of(samples: Any) -> int:
+    """Return the bytes of all tensors of a nested batch."""
+    sizes: list[int] = []
+    map_leaves(lambda leaf: sizes.append(leaf.nbytes if isinstance(leaf, Tensor) else 0), samples)
+    return sum(sizes)

@@ -14,6 +14,12 @@ class Ragged(NamedTuple):
 
     images: list[Tensor]
 
+    def sizes(self, most: int = 3) -> str:
+        """List some of the sizes."""
+        sizes = sorted({tuple(image.shape[-2:]) for image in self.images})
+        listed = [f"{height} x {width}" for height, width in sizes[:most]]
+        return ", ".join([*listed, "..."] if len(sizes) > most else listed)
+
 
 def collate(samples: Sequence[Any]) -> Any:
     """Stack samples along a new first dimension.

@@ -1,15 +1,14 @@
 """Batches on their device, prefetched by one and transformed there."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.batch import MicroBatch, map_leaves, to_device
+from data.batch import MicroBatch, map_tensors, to_device
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.fetch import Skipped
 from data.loading.loader import Loader
 
 
@@ -17,7 +16,8 @@ class OnDevice:
     """Yield a loader's micro-batches on `device`, after the device transforms.
 
     On a CUDA device with `prefetch`, a batch is copied (or gathered) and transformed on a side
-    stream during the computation of the one before it; otherwise when it is needed.
+    stream during the computation of the one before it; otherwise when it is needed. All else is the
+    loader's.
     """
 
     def __init__(
@@ -35,33 +35,10 @@ class OnDevice:
         self.non_blocking = non_blocking
         self.prefetch = prefetch
 
-    @property
-    def dataset(self) -> Any:
-        """The data set that is loaded."""
-        return self.loader.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The updates' sampler."""
-        return self.loader.sampler
-
-    @property
-    def skipped(self) -> list[Skipped]:
-        """Samples that could not be loaded."""
-        return self.loader.skipped
-
-    def skipped_state(self) -> list[list[Any]]:
-        """Return the samples that were left out, as plain values."""
-        return self.loader.skipped_state()
-
-    def load_skipped_state(self, state: Iterable[Sequence[Any]]) -> None:
-        """Load the samples that were left out."""
-        self.loader.load_skipped_state(state)
-
-    @property
-    def draws(self) -> int | None:
-        """The version of the draws for each sample; None if there are none."""
-        return self.transforms.draws if self.transforms else None
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -72,14 +49,6 @@ class OnDevice:
         if self.prefetch and self.device.type == "cuda":
             return one_ahead(source, side_stream(self.device), self._moved)
         return map(self._moved, source)
-
-    def heed(self, interrupted: Callable[[], bool]) -> None:
-        """End the epoch as soon as `interrupted` returns true."""
-        self.loader.heed(interrupted)
-
-    def close(self) -> None:
-        """End the loader's workers."""
-        self.loader.close()
 
     def _moved(self, micro: MicroBatch) -> MicroBatch:
         kept = self.loader.kept
@@ -92,16 +61,6 @@ class OnDevice:
         return MicroBatch(batch, micro.piece)
 
 
-class CopyStream(Protocol):
-    """The interface of a side stream."""
-
-    def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
-        """Start moving a micro-batch and return a ticket for it."""
-
-    def collect(self, ticket: Any) -> MicroBatch:
-        """Return the moved micro-batch, safe to compute with."""
-
-
 class SideStream:
     """A CUDA stream for copies and transforms in parallel with the computation."""
 
@@ -112,8 +71,7 @@ class SideStream:
     def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
         """Start moving; the ticket keeps the pinned source alive."""
         with torch.cuda.stream(self.stream):
-            moved = move(micro)
-            return moved, micro, self.stream.record_event()
+            return move(micro), micro, self.stream.record_event()
 
     def collect(self, ticket: Any) -> MicroBatch:
         """Let the current stream wait for the copy, and record its use of the tensors."""
@@ -121,7 +79,13 @@ class SideStream:
         moved, _, done = ticket
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
-        map_leaves(lambda leaf: _lent(leaf, current), moved.batch)
+
+        def lent(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+            return tensor
+
+        map_tensors(lent, moved.batch)
         return moved
 
 
@@ -135,9 +99,7 @@ def side_stream(device: torch.device) -> SideStream:
 
 
 def one_ahead(
-    source: Iterator[MicroBatch],
-    stream: CopyStream,
-    move: Callable[[MicroBatch], MicroBatch],
+    source: Iterator[MicroBatch], stream: Any, move: Callable[[MicroBatch], MicroBatch]
 ) -> Iterator[MicroBatch]:
     """Launch each micro-batch before the previous one is yielded.
 
@@ -159,9 +121,3 @@ def one_ahead(
         if launched is None:
             return
         waiting = launched
-
-
-def _lent(leaf: Any, stream: torch.cuda.Stream) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_cuda:
-        leaf.record_stream(stream)
-    return leaf

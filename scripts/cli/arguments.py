@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from conf.errors import ConfigError, Problem
 
@@ -48,28 +48,29 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command that takes overrides."""
     it = _Parser(prog="train", add_help=False, allow_abbrev=False)
-    flag = {"action": "store_true"}
-    it.add_argument("overrides", nargs="*", help="key=value, group=choice, +key=value, ~key")
-    it.add_argument("--help", "-h", help="groups, experiments and options", **flag)  # type: ignore[arg-type]
-    it.add_argument("--version", help="versions of Regimen and Hydra", **flag)  # type: ignore[arg-type]
-    it.add_argument("--multirun", "-m", help="one job for each combination of values", **flag)  # type: ignore[arg-type]
-    it.add_argument("--run", "-r", help="one job; the default", **flag)  # type: ignore[arg-type]
-    it.add_argument(
-        "--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing"
-    )
-    it.add_argument("--resolve", help="with --cfg: interpolations replaced", **flag)  # type: ignore[arg-type]
-    it.add_argument("--package", "-p", help="with --cfg: only this part, such as optimizer")
-    it.add_argument(
-        "--config-dir", "-cd", action="append", help="a further folder of configs, found first"
-    )
-    it.add_argument("--config-name", "-cn", help=f"the primary config (default: {PRIMARY})")
-    it.add_argument("--config-path", "-cp", help="the folder of configs instead of Regimen's")
-    it.add_argument(
-        "--allow-target", action="append", help="a further package that _target_ may name"
-    )
-    it.add_argument("--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes")
-    it.add_argument("--hydra-help", help="Hydra's own help", **flag)  # type: ignore[arg-type]
-    it.add_argument("--shell-completion", "-sc", help="install=bash, uninstall=bash", **flag)  # type: ignore[arg-type]
+
+    def flag(*names: str, help: str) -> None:
+        it.add_argument(*names, action="store_true", help=help)
+
+    def text(*names: str, help: str, **more: Any) -> None:
+        it.add_argument(*names, help=help, **more)
+
+    text("overrides", nargs="*", help="key=value, group=choice, +key=value, ~key")
+    flag("--help", "-h", help="groups, experiments and options")
+    flag("--version", help="versions of Regimen and Hydra")
+    flag("--multirun", "-m", help="one job for each combination of values")
+    flag("--run", "-r", help="one job; the default")
+    text("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing")
+    flag("--resolve", help="with --cfg: interpolations replaced")
+    text("--package", "-p", help="with --cfg: only this part, such as optimizer")
+    more = {"action": "append", "default": []}
+    text("--config-dir", "-cd", **more, help="a further folder of configs, found first")
+    text("--config-name", "-cn", help=f"the primary config (default: {PRIMARY})")
+    text("--config-path", "-cp", help="the folder of configs instead of Regimen's")
+    text("--allow-target", **more, help="a further package that _target_ may name")
+    text("--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes")
+    flag("--hydra-help", help="Hydra's own help")
+    flag("--shell-completion", "-sc", help="install=bash, uninstall=bash")
     return it
 
 
@@ -109,23 +110,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     problems = [p for text in argv if (p := _oversized(text)) is not None]
     if problems:
         raise ConfigError(problems)
-    got = parser().parse_intermixed_args(list(argv))
-    return Arguments(
-        overrides=tuple(got.overrides),
-        multirun=got.multirun,
-        config_name=got.config_name or PRIMARY,
-        config_path=got.config_path,
-        config_dirs=tuple(got.config_dir or ()),
-        allow_targets=tuple(got.allow_target or ()),
-        help=got.help,
-        hydra_help=got.hydra_help,
-        version=got.version,
-        shell_completion=got.shell_completion,
-        cfg=got.cfg,
-        resolve=got.resolve,
-        package=got.package,
-        info=got.info,
-    )
+    got: dict[str, Any] = vars(parser().parse_intermixed_args(list(argv)))
+    del got["run"]
+    got |= {"config_dirs": got.pop("config_dir"), "allow_targets": got.pop("allow_target")}
+    got["config_name"] = got["config_name"] or PRIMARY
+    for name in ("overrides", "config_dirs", "allow_targets"):
+        got[name] = tuple(got[name])
+    return Arguments(**got)
 
 
 def _oversized(text: str) -> Problem | None:

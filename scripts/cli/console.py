@@ -6,45 +6,27 @@ import ctypes
 import gc
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn
 
 from scripts.cli.deferred import defer_imports
-from scripts.cli.job import is_job
-from scripts.cli.others import LOG_ONLY, quiet_others
-from scripts.cli.outlets import outlive_readers
-from trainer.errors import EXIT_CODES, stopping_signals
+from scripts.cli.output import is_job, log_file, outlive_readers, quiet_others
+from scripts.cli.signals import end_on_signals
 from trainer.files.layout import columns_of, folded, folded_command
 from trainer.files.log_format import VisibleFormatter, indented_lines, visible
 
 logger = logging.getLogger("regimen")
-log_file = logging.getLogger(LOG_ONLY)  # for `train.log` only
-_PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
-_early: list[int] = []
 
 
 _LESS_MEMORY = (
     "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
     "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
 )
-
-
-class StoppedEarlyError(BaseException):
-    """A signal arrived before there was anything to save."""
-
-    from_outside = True  # not an error of the code that it interrupts
-
-    def __init__(self, number: int) -> None:
-        self.exit_code = EXIT_CODES[signal.Signals(number)]
-        name = signal.Signals(number).name
-        super().__init__(f"stopped by {name} before the first update: there was nothing to save")
 
 
 class Command:
@@ -56,14 +38,7 @@ class Command:
     code = 0
 
     def __enter__(self) -> Command:
-        # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
-        # new memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms, not 30).
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        keep_freed_memory()
-        defer_imports()
-        outlive_readers()
-        quiet_others()
-        end_on_signals()
+        set_up()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> NoReturn:
@@ -72,6 +47,18 @@ class Command:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.exit(self.code)
+
+
+def set_up() -> None:
+    """Prepare memory, imports, streams, warnings and signals of a process, before it does more."""
+    # torch, which is not imported yet, then asks for huge pages: a large tensor's first use of
+    # new memory takes a third of the time (a batch of 64 x 3 x 224 x 224: 10 ms, not 30).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    keep_freed_memory()
+    defer_imports()
+    outlive_readers()
+    quiet_others()
+    end_on_signals()
 
 
 def keep_freed_memory() -> None:
@@ -167,28 +154,6 @@ def log_to_stderr(verbose: bool) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)
-
-
-def end_on_signals() -> None:
-    """End the command on a signal, as long as there is nothing to save."""
-    for number in stopping_signals():
-        signal.signal(number, _stop_early)
-
-
-def end_with_parent(number: int) -> None:
-    """Ask Linux for a signal when the parent process dies; other systems send none."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def heard_early() -> int | None:
-    """Return a signal that arrived early and whose exception was swallowed; else None."""
-    return _early[-1] if _early else None
-
-
-def _stop_early(number: int, frame: FrameType | None) -> None:
-    _early.append(number)
-    raise StoppedEarlyError(number)
 
 
 @contextmanager

@@ -60,14 +60,9 @@ def or_null(take: Take) -> Take:
 
 def own_keys(overrides: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """Split overrides into the keys of a command on a finished run, by name, and all others."""
-    own: dict[str, str] = {}
-    others = []
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if equals and name in names:
-            own[name] = value
-        else:
-            others.append(override)
+    split = {text: text.partition("=") for text in overrides}
+    own = {key: value for key, equals, value in split.values() if equals and key in names}
+    others = [text for text in overrides if not (split[text][1] and split[text][0] in names)]
     return own, others
 
 

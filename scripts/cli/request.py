@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.yaml_dump import dump
+from conf.yaml_file import dump
 
 
 @dataclass(frozen=True, slots=True)

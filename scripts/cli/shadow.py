@@ -3,7 +3,7 @@
 Imports none of our modules: it runs before anything else is imported.
 """
 
-import importlib.machinery
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,8 +16,9 @@ def refuse_shadows() -> None:
     """Exit with code 2 if another package shadows one of ours."""
     _move_working_folder()
     try:
-        place = _place("trainer")
-        if place != ROOT / "trainer":
+        spec = importlib.util.find_spec("trainer")
+        place = Path(spec.origin).resolve() if spec and spec.origin else None
+        if place != ROOT / "trainer" / "__init__.py":
             found = f"is taken by {place}" if place else "is not installed"
             raise ImportError(
                 f"the package 'trainer' {found}, but Regimen needs its own in {ROOT}:"
@@ -49,14 +50,3 @@ def _move_working_folder() -> None:
         return
     if sys.path and os.path.realpath(sys.path[0] or ".") == here and not sys.flags.safe_path:
         sys.path.append(sys.path.pop(0) or here)
-
-
-def _place(name: str) -> Path | None:
-    """Return the folder or file that `import name` would load."""
-    module = sys.modules.get(name)
-    spec = module.__spec__ if module else importlib.machinery.PathFinder.find_spec(name)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations))).resolve()
-    return Path(spec.origin).resolve() if spec.origin else None

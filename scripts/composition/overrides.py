@@ -1,47 +1,29 @@
-"""The overrides of a command line: parsed one by one, checked and sorted.
-
-Hydra's parsed overrides are duck-typed here, so that this module does not import Hydra.
-"""
+"""The overrides of a command line: parsed one by one, checked and sorted."""
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from conf.errors import Problem, nearest
-from scripts.composition.trees import first_lines
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
-# Groups whose options are whole nodes or settings: merging two of them makes no sense.
-SINGLE_CHOICE = (
-    "model",
-    "data",
-    "loader",
-    "loader/sampler",
-    "loader/batch_sampler",
-    "task",
-    "optimizer",
-    "lr_scheduler",
-    "lr_scheduler/warmup",
-    "trainer",
-    "strategy",
-    "sweep",
-)
-# Groups that every run needs: they cannot be deleted.
+from conf.errors import Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from scripts.composition.folders import Folders
+
+# Groups that every run needs, and those of which two choices make no sense.
 NEEDED = ("model", "data", "loader", "task", "optimizer", "trainer", "strategy")
+SINGLE_CHOICE = (
+    *(*NEEDED, "loader/sampler", "loader/batch_sampler"),
+    *("lr_scheduler", "lr_scheduler/warmup", "sweep"),
+)
 _LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
-
-
-class ConfigGroups(Protocol):
-    """What `Overrides` needs to know about the folders of configs."""
-
-    def group_exists(self, config_path: str) -> bool: ...
-    def config_exists(self, config_path: str) -> bool: ...
-    def get_group_options(self, group_name: str) -> list[str]: ...
-    def get_sources(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,6 @@ class Dimension:
     integers: bool = False  # both ends are integers
     log: bool = False
     step: float | None = None  # between the numbers
-    when: tuple[tuple[str, tuple[str, ...]], ...] = ()  # keys, and which values each must have
 
     @property
     def name(self) -> str:
@@ -77,33 +58,79 @@ class Dimension:
 class Overrides:
     """The overrides of a composition, and their problems."""
 
-    groups: ConfigGroups
+    folders: "Folders"
     problems: list[Problem] = field(default_factory=list)
 
-    def parse(self, texts: Iterable[str], parse: Callable[[str], Any], sweep: bool) -> list[Any]:
+    def parse(self, texts: Sequence[str], sweep: bool) -> list[Override]:
         """Parse each text, collecting all mistakes."""
-        parsed = []
-        for text in texts:
+        parser = OverridesParser.create(self.folders.hydra.config_loader)
+
+        def parse(text: str) -> Override:
+            return parser.parse_overrides([text])[0]
+
+        parsed, skipped = [], 0
+        for index, text in enumerate(texts):
+            if skipped:
+                skipped -= 1
+                continue
             try:
                 override = parse(text)
             except Exception as error:  # of the grammar, or an internal one of the parser
+                taken, hint = self._meant(texts[index:], parse)
+                skipped = taken - 1
                 reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
-                way = "write $HOME for ~, or quote the text" if "=~" in text else None
-                self.note(text, f"not an override: {reason}", way or _as_text(text, parse))
+                told = "not an override" if hint else f"not an override: {reason}"
+                self.note(" ".join(texts[index : index + taken]), told, hint)
                 continue
-            if not override.key_or_group:
+            key = override.key_or_group
+            if not key:
                 self.note(text, "not an override: there is no key before the equals sign")
-                continue
-            if len(override.key_or_group.encode()) > _LONGEST:
+            elif len(key.encode()) > _LONGEST:
                 self.note(f"{text[:40]}...", f"longer than {_LONGEST} bytes")
-                continue
-            if self._allowed(override, text, sweep):
+            elif re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
+                instead = _INSTEAD.get(key.removeprefix("hydra."))
+                self.note(key, NO_HYDRA, f"use {instead}" if instead else None)
+            elif override.is_sweep_override() and not sweep:
+                hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
+                self.note(key, f"several values in {text!r}", hint)
+            else:
                 parsed.append(override)
         return parsed
 
+    def _meant(self, texts: Sequence[str], parse: Callable[[str], Any]) -> tuple[int, str | None]:
+        """Return how many words belong together to what is no override, and how to write them."""
+        word, *rest = texts
+        for end in range(2, len(texts) + 1):  # the shell cuts `[a, b]` at its blank
+            if _open_brackets(word) > _open_brackets(whole := " ".join(texts[:end])) == 0:
+                return end, f"quote it: '{whole}'"
+        key, colon, value = word.partition(":")
+        if rest[:1] == ["="] and len(rest) > 1:
+            return 3, f"write {word}={rest[1]}, without blanks around ="
+        if rest and rest[0].startswith("=") and "=" not in word:
+            return 2, f"write {word}{rest[0]}, without blanks around ="
+        if colon and "=" not in word and (value or rest):
+            return (1, f"write {key}={value}") if value else (2, f"write {key}={rest[0]}")
+        if "=~" in word:
+            return 1, "write $HOME for ~, or quote the text"
+        if "=" in word:
+            return 1, _as_text(word, parse)
+        if self.folders.is_group(word) and rest and "=" not in rest[0]:
+            return 2, f"write {word}={rest[0]}"
+        groups = (
+            "experiment",
+            *NEEDED,
+            "lr_scheduler",
+            "callbacks",
+            "transforms",
+            "debug",
+            "sweep",
+        )
+        found = [f"{g}={word}" for g in groups if self.folders.find(f"{g}/{word}") is not None]
+        return 1, f"did you mean {' or '.join(found)}?" if found else "write key=value"
+
     def sort(
-        self, overrides: list[Any], known: Callable[[], set[str]]
-    ) -> tuple[list[str], list[Any]]:
+        self, overrides: list[Override], known: Callable[[], set[str]]
+    ) -> tuple[list[str], list[Override]]:
         """Separate choices of groups, as text for Hydra, from values.
 
         `known` returns the groups that have a choice already, which `+` cannot add.
@@ -111,15 +138,16 @@ class Overrides:
         choices, values = [], []
         for override in overrides:
             value = override.value()
-            if isinstance(value, dict) or not self.groups.group_exists(override.key_or_group):
+            if isinstance(value, dict) or not self.folders.is_group(override.key_or_group):
                 values.append(override)
             elif (text := self._choice(override, value, known)) is not None:
                 choices.append(text)
         return choices, values
 
-    def values_of(self, override: Any) -> list[Swept]:
+    def values_of(self, override: Override) -> list[Swept]:
         """Return one override for each value that a sweep gives a key."""
         key, text, name = override.get_key_element(), override.input_line, override.key_or_group
+        assert text is not None
         if not override.is_sweep_override():
             return [Swept(text, name, text.partition("=")[2], False)]
         if not override.is_discrete_sweep():
@@ -131,90 +159,72 @@ class Overrides:
             self.note(name, first_lines(error))
             return []
         if not values:
-            options = self._options(name) if self.groups.group_exists(name) else []
-            hint = f"choose of {', '.join(options)}" if options else None
+            options = ", ".join(self.folders.options(name))
+            hint = f"choose of {options}" if options else None
             self.note(name, f"{text.partition('=')[2]} gives no value", hint)
         return [Swept(f"{key}={value}", name, value, True) for value in values]
 
-    def dimension(self, override: Any) -> Dimension | None:
+    def dimension(self, override: Override) -> Dimension | None:
         """Return the values that a search may give a key; None if the override has only one."""
         if not override.is_sweep_override():
             return None
         key = override.get_key_element()
+        sweep: Any = override.value()
         if not override.is_interval_sweep():
             choices = tuple(swept.value for swept in self.values_of(override))
             if not override.is_range_sweep() or len(choices) < 2:
                 return Dimension(key, choices=choices)
             numbers = sorted(map(float, choices))
             whole = all(re.fullmatch(r"-?\d+", choice) for choice in choices)
-            step = abs(float(override.value().step))
+            step = abs(float(sweep.step))
             return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
-        sweep = override.value()
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
+        name, text = override.key_or_group, str(override.input_line).partition("=")[2]
         if not low < high:
-            self.note(
-                override.key_or_group, f"no numbers from {low} to {high}", "the lower end first"
-            )
+            self.note(name, f"no numbers from {low} to {high}", "the lower end first")
         elif log and low <= 0:
-            self.note(override.key_or_group, f"no logarithm of {low}: begin the interval above 0")
-        integers = re.search(r"\d[.e]|\d*\.\d", override.input_line.partition("=")[2]) is None
+            self.note(name, f"no logarithm of {low}: begin the interval above 0")
+        integers = re.search(r"\d[.e]|\d*\.\d", text) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:
         """Add a mistake of the command line."""
         self.problems.append(Problem(key, message, hint, "command line"))
 
-    def _allowed(self, override: Any, text: str, sweep: bool) -> bool:
-        key = override.key_or_group
-        if re.match(r"hydra([./@]|$)", key) or (override.package or "").startswith("hydra"):
-            instead = _INSTEAD.get(key.removeprefix("hydra."))
-            self.note(key, NO_HYDRA, f"use {instead}" if instead else None)
-        elif override.is_sweep_override() and not sweep:
-            hint = f"-m sweeps over them; {key}=[...] is a list; \"{key}='...'\" is text"
-            self.note(key, f"several values in {text!r}", hint)
-        else:
-            return True
-        return False
-
-    def _choice(self, override: Any, value: Any, known: Callable[[], set[str]]) -> str | None:
+    def _choice(self, override: Override, value: Any, known: Callable[[], set[str]]) -> str | None:
         """Return the override of a group as text for Hydra; None if it was refused."""
         group = override.key_or_group
         element = override.get_key_element().lstrip("+~")
+        listed = f"choose of {', '.join(self.folders.options(group))}"
         if problem := choice_problem(group, None if override.is_delete() else value):
-            self.note(group, problem, f"choose of {', '.join(self._options(group))}")
+            self.note(group, problem, listed)
             return None
         if override.is_delete() or value is None:
             return f"~{element}"
         for name in value if isinstance(value, list) else [value]:
-            if not isinstance(name, str) or not self.groups.config_exists(f"{group}/{name}"):
-                options = self._options(group)
-                near = nearest(str(name), options)
-                meant = f"did you mean {near}? " if near else ""
-                if (beside := _beside(group, str(name))) is not None:
-                    meant = f"{beside} is read with --config-dir {Path(beside).parts[0]}; "
-                if self._other_ending(group, str(name)):
-                    meant = f"its file must be called {name}.yaml; "
-                hint = f"{meant}choose of {', '.join(options)}"
-                self.note(group, f"there is no {group}={name}", hint)
+            if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
+                hint = self._place(group, str(name))
+                self.note(group, f"there is no {group}={name}", f"{hint}{listed}")
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
 
-    def _options(self, group: str) -> list[str]:
-        return self.groups.get_group_options(group)
+    def _place(self, group: str, name: str) -> str:
+        """Say which choice was meant, or why its file was not found."""
+        if ".." in Path(group, name).parts or Path(name).is_absolute():
+            return ""
+        for folder in self.folders.folders:
+            if Path(folder.path, group, f"{name}.yml").is_file():
+                return f"its file must be called {name}.yaml; "
+        for beside in ("conf", "configs", "config"):
+            if (path := Path(beside, group, f"{name}.yaml")).is_file():
+                return f"{path} is read with --config-dir {beside}; "
+        near = did_you_mean(name, self.folders.options(group))
+        return f"{near} " if near else ""
 
-    def _other_ending(self, group: str, name: str) -> bool:
-        paths = [Path(str(one.path), group, f"{name}.yml") for one in self.groups.get_sources()]
-        return any(".." not in path.parts and path.is_file() for path in paths)
 
-
-def _beside(group: str, name: str) -> str | None:
-    """Return the file of a choice in a folder of configs beside the start, if it is there."""
-    for folder in ("conf", "configs", "config"):
-        path = Path(folder, group, f"{name}.yaml")
-        if ".." not in path.parts and path.is_file():
-            return str(path)
-    return None
+def _open_brackets(text: str) -> int:
+    return sum((c in "[{") - (c in "]}") for c in text)
 
 
 def _as_text(text: str, parse: Callable[[str], Any]) -> str | None:
@@ -228,8 +238,7 @@ def _as_text(text: str, parse: Callable[[str], Any]) -> str | None:
     except Exception:
         return None
     plain = re.search(r'["$`\\!]', quoted) is None
-    as_typed = f'"{quoted}"' if plain else shlex.quote(quoted)
-    return f"quote it: {as_typed}"
+    return "quote it: " + (f'"{quoted}"' if plain else shlex.quote(quoted))
 
 
 def choice_problem(group: str, value: Any) -> str | None:
@@ -239,3 +248,10 @@ def choice_problem(group: str, value: Any) -> str | None:
     if isinstance(value, list) and len(value) > 1 and group in SINGLE_CHOICE:
         return f"takes one choice, not {len(value)} ({', '.join(map(str, value))})"
     return None
+
+
+def first_lines(error: BaseException) -> str:
+    """Return an exception's message in one line, without Hydra's search path and URLs."""
+    lines = [line.strip() for line in str(error).split("Config search path:")[0].splitlines()]
+    kept = [x for x in lines if x and not x.startswith(("full_key:", "object_type=", "See http"))]
+    return " ".join(kept)[:600] or type(error).__name__

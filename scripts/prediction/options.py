@@ -1,30 +1,49 @@
-"""The keys of `predict` that are not the run's configuration."""
+"""The command line of `predict`: its help, its own keys, and what overrides the run's."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import Problem, raise_problems
-from scripts.cli.keys import (
-    Take,
-    matching,
-    one_of,
-    or_null,
-    run_problems,
-    taken,
-    true_or_false,
-    whole,
-)
+from conf.schema_trainer import StrategyConfig
+from scripts.cli import keys
 
-TABLE = "predictions.csv"
+HELP = """\
+Answer for pictures, or for other samples, with a trained run.
+
+  predict run=RUN_DIR source=DIR|FILE|GLOB|-|val|test|predict [key=value ...]
+
+  source       a folder (all pictures below it), a file, a glob, - (file names on standard input),
+               or a split of the run's configuration: val, test, predict (data.predict). Of a
+               language model: a file with one prompt a line, or -
+  out          predictions.csv; the suffix says which: .csv, .jsonl, .parquet
+  checkpoint   best (default), last, or a path
+  top_k        1; how many of the likeliest classes are written
+  device       cpu, cuda, cuda:1, mps; default: what the machine has
+  save         logits, probabilities or embeddings:MODULE, in one array of all samples
+  save_to      its file, .npy or .safetensors; default: a .npy beside the table
+  on_error     raise (default): a broken file ends it with exit 3; skip: its row has the reason
+  overwrite    true replaces a table that exists
+
+  A language model writes new text after each prompt:
+  max_new_tokens  200
+  sampling        greedy (default): the likeliest token. random: drawn from the top_k likeliest
+                  (default: all), keyed by seed and prompt
+  temperature     1.0, for sampling=random
+
+Further overrides change the run's configuration, e.g. loader.num_workers=2 loader.batch_size=64 or
+strategy.name=ddp strategy.devices=2. Answers are the same for the same batch size.
+"""
 FORMATS = (".csv", ".jsonl", ".parquet")
 ARRAYS = (".npy", ".safetensors")
-SPLITS = ("val", "test", "predict")
 _DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+_SAVED = r"logits|probabilities|embeddings:\S+"
 _ABOVE_ZERO = r"(?=.*[1-9])\d{1,6}(\.\d{1,9})?"
 
 
@@ -35,14 +54,12 @@ class Options:
     run: str
     source: str
     checkpoint: str = "best"
-    out: str = TABLE
+    out: str = "predictions.csv"
     top_k: int | None = None  # classes: 1; text: all tokens
     device: str | None = None
     save: str | None = None  # logits | probabilities | embeddings:MODULE
     save_to: str | None = None  # default: beside the table, .npy
-    draw: bool = False
     on_error: str = "raise"  # raise | skip
-    resume: str | None = None  # auto
     overwrite: bool = False
     max_new_tokens: int | None = None  # of text, as are the two below
     sampling: str | None = None  # greedy | random
@@ -54,97 +71,96 @@ class Options:
         return Path(self.out)
 
     @property
-    def array(self) -> Path | None:
-        """The file of what is saved of each sample; None if nothing is."""
-        return _array(self.save, self.save_to, self.table)
-
-    @property
     def saved(self) -> str:
         """What is saved, without the name of a module."""
         return (self.save or "").partition(":")[0]
 
-    def plain(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return asdict(self)
-
-    def strategy(self) -> dict[str, Any]:
-        """Return the keys of `strategy` that `device` stands for."""
-        if self.device is None:
-            return {}
-        kind, number = _DEVICE.fullmatch(self.device).groups()  # type: ignore[union-attr]
-        return {"accelerator": kind, "devices": [int(number)] if number else "auto"}
+    @property
+    def array(self) -> Path | None:
+        """The file of what is saved of each sample; None if nothing is."""
+        if self.save is None or self.save_to is not None:
+            return None if self.save is None else Path(str(self.save_to))
+        return self.table.with_name(f"{self.table.stem}.{self.saved}.npy")
 
 
-_SAVED = r"logits|probabilities|embeddings:\S+"
-KEYS: Mapping[str, Take] = {
-    "run": str,
-    "source": str,
-    "checkpoint": str,
-    "out": str,
-    "top_k": whole(),
-    "device": or_null(matching(_DEVICE.pattern, "cpu, cuda, cuda:NUMBER or mps")),
-    "save": or_null(matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
-    "save_to": str,
-    "draw": true_or_false,
-    "on_error": one_of("raise", "skip"),
-    "resume": or_null(one_of("auto")),
-    "overwrite": true_or_false,
-    "max_new_tokens": whole(),
-    "sampling": one_of("greedy", "random"),
-    "temperature": lambda text: float(matching(_ABOVE_ZERO, "a number above 0")(text)),
-}
+def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
+    """Return the keys of `predict`, and the overrides of the run's configuration.
 
-
-def take_options(given: Mapping[str, str]) -> Options:
-    """Check the keys of `predict` as typed. Raises ConfigError with all mistakes at once."""
-    values, problems = taken(given, KEYS)
-    problems += run_problems(given.get("run"))
-    if not given.get("run"):
+    Raises ConfigError with all mistakes at once.
+    """
+    known: dict[str, keys.Take] = {
+        "run": str,
+        "source": str,
+        "checkpoint": str,
+        "out": str,
+        "top_k": keys.whole(),
+        "device": keys.or_null(keys.matching(_DEVICE.pattern, "cpu, cuda, cuda:NUMBER or mps")),
+        "save": keys.or_null(keys.matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
+        "save_to": str,
+        "on_error": keys.one_of("raise", "skip"),
+        "overwrite": keys.true_or_false,
+        "max_new_tokens": keys.whole(),
+        "sampling": keys.one_of("greedy", "random"),
+        "temperature": lambda t: float(keys.matching(_ABOVE_ZERO, "a number above 0")(t)),
+    }
+    own, others = keys.own_keys(overrides, (*known, "data.on_error"))
+    if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
+        own["on_error"] = named
+    values, problems = keys.taken(own, known)
+    problems += [*keys.misspelt(others, known), *keys.run_problems(own.get("run"))]
+    if not own.get("run"):
         problems.append(Problem("run", "missing: predict run=RUN_DIR source=DIR"))
-    if not given.get("source"):
+    if not own.get("source"):
         hint = "a folder, a file, a glob, - (file names on standard input), val or test"
-        problems.append(Problem("source", "missing: what to predict", hint=hint))
-    if "temperature" in values and values.get("sampling") != "random":
+        problems.append(Problem("source", "missing: what to predict", hint))
+    options = Options(**{"run": "", "source": "", **values})
+    raise_problems([*problems, *_unfit(options), *_unfit_strategy(others)])
+    # However a run was trained (in shards, on many devices), it is asked on one; who wants more
+    # says so. The kind of its device stays.
+    defaults: dict[str, Any] = asdict(StrategyConfig())
+    del defaults["accelerator"]
+    spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in defaults.items()}
+    return options, [*(f"strategy.{key}={value}" for key, value in spelled.items()), *others]
+
+
+def place_of(device: str | None) -> Mapping[str, Any]:
+    """Return the keys of `strategy` that `device` stands for."""
+    if device is None:
+        return {}
+    kind, number = _DEVICE.fullmatch(device).groups()  # type: ignore[union-attr]
+    return {"accelerator": kind, "devices": [int(number)] if number else "auto"}
+
+
+def _unfit(options: Options) -> Iterator[Problem]:
+    """Yield what is wrong with the files to write, and with keys that need another."""
+    if options.temperature is not None and options.sampling != "random":
         hint = "add sampling=random"
-        problems.append(Problem("temperature", "has no effect on the likeliest token", hint))
-    raise_problems([*problems, *_unfit_table(values), *_unfit_array(values)])
-    return Options(**values)
-
-
-def _unfit_table(values: Mapping[str, Any]) -> list[Problem]:
-    table = Path(str(values.get("out") or TABLE))
-    if table.suffix not in FORMATS:
-        return [Problem("out", f"{table} ends with none of {', '.join(FORMATS)}")]
-    if not table.parent.is_dir():
-        return [Problem("out", f"{table}: there is no folder {table.parent}")]
-    if table.exists() and not values.get("overwrite"):
-        hint = "overwrite=true replaces it"
-        return [Problem("out", f"{table} exists", hint=hint)]
-    return []
-
-
-def _unfit_array(values: Mapping[str, Any]) -> list[Problem]:
-    save, save_to = values.get("save"), values.get("save_to")
-    if save_to is not None and save is None:
+        yield Problem("temperature", "has no effect on the likeliest token", hint)
+    if options.save_to is not None and options.save is None:
         hint = "add save=logits, probabilities or embeddings:MODULE"
-        return [Problem("save_to", "there is nothing to save", hint)]
-    table = Path(str(values.get("out") or TABLE))
-    array = _array(save, save_to, table)
-    if array is None:
-        return []
-    if array.suffix not in ARRAYS:
-        return [Problem("save_to", f"{array} ends with none of {', '.join(ARRAYS)}")]
-    if not array.parent.is_dir():
-        return [Problem("save_to", f"{array}: there is no folder {array.parent}")]
-    goes_on = values.get("resume") == "auto" and table.with_name(f"{table.name}.part").exists()
-    if array.exists() and not values.get("overwrite") and not goes_on:
-        return [Problem("save_to", f"{array} exists", hint="overwrite=true replaces it")]
-    return []
+        yield Problem("save_to", "there is nothing to save", hint)
+    files: list[tuple[str, Path, tuple[str, ...]]] = [("out", options.table, FORMATS)]
+    if options.array is not None:
+        files.append(("save_to", options.array, ARRAYS))
+    for key, path, suffixes in files:
+        if path.suffix not in suffixes:
+            yield Problem(key, f"{path} ends with none of {', '.join(suffixes)}")
+        elif not path.parent.is_dir():
+            yield Problem(key, f"{path}: there is no folder {path.parent}")
+        elif path.exists() and not options.overwrite:
+            yield Problem(key, f"{path} exists", "overwrite=true replaces it")
+    if options.table.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        hint = "install the extra: pip install -e '.[parquet]', or write .csv or .jsonl"
+        yield Problem("out", "a .parquet table needs pyarrow", hint)
 
 
-def _array(save: str | None, save_to: str | None, table: Path) -> Path | None:
-    if save is None:
-        return None
-    if save_to is not None:
-        return Path(save_to)
-    return table.with_name(f"{table.stem}.{save.partition(':')[0]}.npy")
+def _unfit_strategy(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield what would compute otherwise than on whole models."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("strategy", "strategy.name") and value not in ("single", "ddp"):
+            problem = (
+                f"{value!r}: predict needs the whole model on each device (single, ddp); the "
+                "checkpoint of a run of any strategy, sharded ones too, is put together for it"
+            )
+            yield Problem(key, problem, "leave it out, or strategy.name=ddp strategy.devices=N")

@@ -5,33 +5,134 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Config
-from scripts.cli.console import describe, exit_code, log_file
+from scripts.cli.console import describe, exit_code
+from scripts.cli.output import log_file
 from scripts.cli.request import Request
-from scripts.runs.log import Backlog, logged_to
 from scripts.runs.report import best_of, results_of
 from scripts.runs.resume import Resume
-from trainer.build.experiment import Experiment
+from trainer.assembly.experiment import Experiment
 from trainer.callback import Results
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
+from trainer.files.append_log import LogFileHandler
 from trainer.inference.facts import facts_of
-from trainer.runs.directory import (
-    CONFIG,
-    RunDirectory,
-    in_new_parent,
-    name_folder,
-    reserve,
-    timestamp,
-)
+from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp
 from trainer.runs.status import ENDED_WELL
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 RUNS = Path("runs")
+
+
+@dataclass(slots=True)
+class BuiltRun:
+    """A run that is built; what it records, it records on the main process."""
+
+    request: Request  # with the configuration of the resumed run
+    experiment: Experiment
+    resume: Resume | None
+    directory: RunDirectory | None = None  # on the main process, while it is held
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier run is continued in its directory."""
+        return self.resume is not None and self.resume.run_dir is not None
+
+    def hold(self) -> RunDirectory:
+        """Make or take the run's directory and lock it, on the main process."""
+        config, facts = self.experiment.config, _facts(self.experiment)
+        if self.resume is not None and self.resume.run_dir is not None:
+            self.directory = RunDirectory.resume(self.resume.run_dir, facts=facts)
+        else:
+            text, overrides = self.request.config_text(), self.request.overrides
+            folder = new_folder(config)
+            self.directory = RunDirectory.create(
+                folder, config_yaml=text, overrides=overrides, facts=facts
+            )
+        if not self.directory.inference_path.exists():
+            self._write_inference_facts(self.directory)
+        # For a run that is killed by SIGKILL.
+        self.directory.running(resume=self.request.resume_command(self.directory.path))
+        return self.directory
+
+    def record_config(self) -> None:
+        """Write again what a continued run's directory says of a configuration that has changed."""
+        if self.directory is None or not self.goes_on:
+            return
+        text, path = self.request.config_text(), self.directory.path / CONFIG
+        if not (path.is_file() and path.read_bytes() == text.encode()):
+            self.directory.configure(text, self.request.overrides)
+            self._write_inference_facts(self.directory)
+
+    def record_skipped(self) -> None:
+        """List in the manifest the samples that could not be loaded, if there are any."""
+        skipped = getattr(self.experiment.trainer.train_loader, "skipped", [])
+        if self.directory is not None and skipped:
+            listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
+            self.directory.update_manifest({"skipped_samples": listed})
+
+    def record_end(self, results: Results) -> None:
+        """Record how the run ended. Raises StorageError."""
+        if self.directory is None:
+            return
+        ended, best = results.state in ENDED_WELL, best_of(self.experiment)
+        self.directory.finish(
+            results.state,
+            code=results.code,
+            reason=results.reason,
+            resume=None if ended else self.request.resume_command(self.directory.path),
+            results=None if results.code else results.metrics,
+            best=best and dict(zip(("metric", "value", "step"), best, strict=True)),
+            seconds=self.experiment.trainer.timer.seconds,
+        )
+
+    def record_failure(self, error: BaseException, results: Results) -> None:
+        """Record what ended the run; a mistake that kept it from starting leaves no directory."""
+        began = self.experiment.trainer.state.updates or self.goes_on
+        if self.directory is not None and results.code == ConfigError.exit_code and not began:
+            _discard(self.directory, self.experiment.config)
+        elif self.directory is not None:
+            log_file.error("error: %s", results.reason, exc_info=error)
+            try:
+                self.record_end(results)
+            except StorageError:
+                logger.warning("status.json could not be written")
+
+    def _write_inference_facts(self, directory: RunDirectory) -> None:
+        experiment = self.experiment
+        facts = facts_of(experiment.config, experiment.data, experiment.trainer.task)
+        facts.write(directory.path)
+
+
+@contextmanager
+def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
+    """Hold the run directory and its log, and record there an exception that ends the run."""
+    trainer = run.experiment.trainer
+    directory = run.hold() if trainer.is_main else None
+    trainer.run_dir = trainer.group.broadcast(directory and directory.path)
+    file = logging.NullHandler() if directory is None else LogFileHandler(directory.log_path)
+    log.setTarget(file)
+    log.flush()
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code(error)
+        state = "preempted" if code in EXIT_CODES.values() else "failed"
+        results = Results(state, results_of(run.experiment, {}), code, describe(error))
+        run.record_failure(error, results)
+        trainer.end(results)
+        raise
+    finally:
+        if directory is not None:
+            directory.release()
+        log.setTarget(None)
+        file.close()
 
 
 def new_folder(config: Config) -> Path:
@@ -41,105 +142,12 @@ def new_folder(config: Config) -> Path:
     return Path(config.run_dir)
 
 
-@contextmanager
-def held_directory(
-    request: Request, experiment: Experiment, resume: Resume | None, earlier: Backlog
-) -> Iterator[RunDirectory | None]:
-    """Lock the run directory in the main process, and record there how the run ends."""
-    config, trainer = experiment.config, experiment.trainer
-    directory = None
-    if trainer.is_main:
-        facts = _facts(experiment)
-        if resume is not None and resume.run_dir is not None:
-            directory = RunDirectory.resume(resume.run_dir, facts=facts)
-        else:
-            directory = RunDirectory.create(
-                new_folder(config),
-                config_yaml=request.config_text(),
-                overrides=request.overrides,
-                facts=facts,
-            )
-        if not directory.inference_path.exists():
-            facts_of(config, experiment.data, trainer.task).write(directory.path)
-        directory.running(
-            resume=request.resume_command(directory.path)
-        )  # for a run that is killed by SIGKILL
-    trainer.run_dir = trainer.group.broadcast(directory and directory.path)
-    with logged_to(directory.log_path if directory else None, earlier):
-        try:
-            yield directory
-        except BaseException as error:
-            results = _failure(experiment, error)
-            if directory is not None:
-                began = trainer.state.updates or (resume is not None and resume.run_dir is not None)
-                if results.code == ConfigError.exit_code and not began:
-                    _discard(directory, config)
-                else:
-                    log_file.error("error: %s", results.reason, exc_info=error)
-                    _record(request, directory, experiment, results)
-            trainer.end(results)
-            raise
-        finally:
-            if directory is not None:
-                directory.release()
-
-
-def record_config(request: Request, experiment: Experiment, directory: RunDirectory) -> None:
-    """Write again what a resumed run's directory says of a configuration that has changed."""
-    text, path = request.config_text(), directory.path / CONFIG
-    if path.is_file() and path.read_bytes() == text.encode():
-        return
-    directory.configure(text, request.overrides)
-    task = experiment.trainer.task
-    facts_of(experiment.config, experiment.data, task).write(directory.path)
-
-
 def _discard(directory: RunDirectory, config: Config) -> None:
-    """Remove the directory of a run that a configuration error kept from starting."""
     directory.discard()
-    parents = [directory.path.parent]
     if config.run_dir is None:
-        parents.append(RUNS.absolute())
-    elif not in_new_parent(Path(config.run_dir)):
-        parents.clear()
-    for folder in parents:
         with suppress(OSError):  # other runs are in it
-            folder.rmdir()
-
-
-def _failure(experiment: Experiment, error: BaseException) -> Results:
-    code = exit_code(error)
-    state = "preempted" if code in EXIT_CODES.values() else "failed"
-    return Results(state, results_of(experiment, {}), code, describe(error))
-
-
-def _record(
-    request: Request, directory: RunDirectory, experiment: Experiment, results: Results
-) -> None:
-    try:
-        directory.finish(
-            results.state,
-            code=results.code,
-            reason=results.reason,
-            resume=request.resume_command(directory.path),
-            best=best_record(experiment),
-            seconds=experiment.trainer.timer.seconds,
-        )
-    except StorageError:
-        logger.warning("status.json could not be written")
-
-
-def best_record(experiment: Experiment) -> dict[str, Any] | None:
-    """Return metric, value and step of the best checkpoint, for `status.json`."""
-    best = best_of(experiment)
-    return None if best is None else dict(zip(("metric", "value", "step"), best, strict=True))
-
-
-def record_skipped(directory: RunDirectory, trainer: Trainer) -> None:
-    """List in the manifest the samples that could not be loaded, if there are any."""
-    if skipped := getattr(trainer.train_loader, "skipped", []):
-        listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
-        directory.update_manifest({"skipped_samples": listed})
+            for folder in (directory.path.parent, RUNS.absolute()):
+                folder.rmdir()
 
 
 def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
@@ -153,21 +161,6 @@ def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
         return Results("finished", metrics)
     limit = f"trainer.max_time={experiment.config.trainer.max_time}"
     return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
-
-
-def record_end(
-    request: Request, experiment: Experiment, directory: RunDirectory, results: Results
-) -> None:
-    """Record the end of a run."""
-    finished = results.state in ENDED_WELL
-    directory.finish(
-        results.state,
-        reason=results.reason,
-        resume=None if finished else request.resume_command(directory.path),
-        results=results.metrics,
-        best=best_record(experiment),
-        seconds=experiment.trainer.timer.seconds,
-    )
 
 
 def interrupted(request: Request, trainer: Trainer) -> Interrupted:

@@ -1,26 +1,73 @@
-"""The final report of a run."""
+"""The closing words of a run: its place, how it spent its time, its results, what to type next."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scripts.runs.account import Account
 from trainer.callback import saver_of
-from trainer.files.layout import WIDTH, folded_command, packed, path_lines
+from trainer.files.layout import WIDTH, folded_command, packed
 from trainer.metric_names import epoch_metric
 from trainer.runs.dashboard import FOLDER, command
-from trainer.state import MAX_TIME, TrainState
+from trainer.state import MAX_TIME, Kind
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request
-    from trainer.build.experiment import Experiment
+    from trainer.assembly.experiment import Experiment
 
-_Row = tuple[str, list[str]]
 _GAP = "  "
 _NOT_RESULTS = ("time/", "memory/", "lr/", "best/")
+_WORTH_A_HINT = 0.2  # of the run's time
+_LONG = 10.0  # seconds: what a shorter run spends says little of a longer one
+_SHOWN = 0.005
+_IN_WORDS: Mapping[str, str] = {
+    "data": "waiting for data",
+    "callbacks": "callbacks and logging",
+    "start and end": "starting and ending",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The seconds of a run by kind of work, by the host's clock.
+
+    The time of a GPU is counted where the host waits for it, which is mostly at the log lines.
+    """
+
+    spent: Mapping[Kind, float]
+
+    @property
+    def seconds(self) -> float:
+        """The sum over all kinds."""
+        return sum(self.spent.values())
+
+    def text(self) -> str:
+        """Return the fraction of each kind, the largest first."""
+        kinds = sorted(self.spent, key=lambda kind: -self.spent[kind])
+        return ", ".join(self._share(k) for k in kinds if self.spent[k] > _SHOWN * self.seconds)
+
+    def hint(self, config: Mapping[str, Any]) -> str:
+        """Return the setting that reduces the largest avoidable part; empty if it is small."""
+        options, loader = config["trainer"], config["loader"]
+        saver = (config["callbacks"] or {}).get("checkpoint") or {}
+        avoidable: dict[Kind, tuple[str, int | None]] = {
+            "data": ("loader.num_workers", loader["num_workers"] or 2),
+            "evaluation": ("trainer.validate_every_n_epochs", options["validate_every_n_epochs"]),
+            "checkpoints": ("callbacks.checkpoint.every_n_epochs", saver.get("every_n_epochs")),
+            "callbacks": ("trainer.log_every_n_steps", options["log_every_n_steps"]),
+        }
+        kind = max(avoidable, key=lambda kind: self.spent.get(kind, 0.0))
+        key, value = avoidable[kind]
+        large = self.spent.get(kind, 0.0) >= _WORTH_A_HINT * self.seconds
+        if not value or not large or self.seconds < _LONG:
+            return ""
+        return f"{self._share(kind)}: {key}={2 * value}"
+
+    def _share(self, kind: Kind) -> str:
+        return f"{self.spent[kind] / self.seconds:.0%} {_IN_WORDS.get(kind, kind)}"
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
@@ -59,83 +106,86 @@ def final_block(
     `columns`: of the terminal, whose lines are broken between words; None for a file, where facts
     have at most 100 characters a line, and paths and commands are whole.
     """
-    state, best = experiment.trainer.state, best_of(experiment)
-    width = (columns or WIDTH) - len("trained  ")
-    trained = [_trained(state, account), *_ended(experiment)]
-    rows: list[_Row] = [
-        ("run", path_lines(str(run_dir), width) if columns else [str(run_dir)]),
-        ("trained", packed("; ".join(trained).split(" "), width, " ")),
-        ("time", packed(account.text().split(", "), width, ", ")),
-        ("hint", packed(account.hint(request.config).split(" "), width, " ")),
-    ]
-    if state.skipped_updates:
-        rows.append(("skipped", [f"{state.skipped_updates} updates that were not finite"]))
-    rows.append(("train", packed(_values(results, "train"), width, _GAP)))
-    if validated := _values(results, "val"):
-        rows.append(("val", packed([*validated, f"(step {state.validated_at})"], width, _GAP)))
-    if best:
-        rows.append(("best", [f"{best[0]} {best[1]:.4f} at step {best[2]}"]))
-    average = experiment.trainer.average
+    trainer, best = experiment.trainer, best_of(experiment)
+    state, average = trainer.state, trainer.average
+    number = state.skipped_updates
+    skipped = [f"{number} updates that were not finite"] if number else []
+    averaged = []
     if average is not None and average.begun:
-        rows.append(("weights", [f"val and test use the average of callbacks.{average.name}"]))
-    rows.append(("test", packed(_tested(experiment, results), width, _GAP)))
+        averaged = [f"val and test use the average of callbacks.{average.name}"]
+    validated, tested = _values(results, "val"), _values(results, "test")
+    if tested:
+        tested.append(f"(checkpoint {'best' if best else 'last'})")
+    else:
+        tested = ["not tested: the run was pruned" if state.pruned else "no test split: see val"]
+    facts: list[tuple[str, list[str], str]] = [
+        ("data", _data(experiment.data.sets), ", "),
+        ("trained", "; ".join(_trained(experiment, account)).split(" "), " "),
+        ("time", account.text().split(", "), ", "),
+        ("hint", account.hint(request.config).split(" "), " "),
+        ("skipped", skipped, _GAP),
+        ("train", _values(results, "train"), _GAP),
+        ("val", validated and [*validated, f"(step {state.validated_at})"], _GAP),
+        ("best", _best(best), _GAP),
+        ("weights", averaged, _GAP),
+        ("test", tested, _GAP),
+    ]
+    width = (columns or WIDTH) - len("trained  ")
+    rows = [("run", [str(run_dir)])]
+    rows += [(name, packed(items, width, gap)) for name, items, gap in facts]
     for name, typed in _commands(request, experiment, run_dir):
         rows.append((name, [folded_command(typed, columns and width)]))
     # Off a terminal each line can be found by its name; on one, the name stands once.
-    again = [(n if columns is None or not i else "", line) for n, i, line in _numbered(rows)]
+    numbered = [(name, *pair) for name, lines in rows for pair in enumerate(filter(None, lines))]
+    again = [(name if columns is None or not i else "", line) for name, i, line in numbered]
     return "\n" + "\n".join(f"{name:<8} {line}" for name, line in again)
-
-
-def _numbered(rows: list[_Row]) -> list[tuple[str, int, str]]:
-    return [(name, i, line) for name, lines in rows for i, line in enumerate(lines) if line]
 
 
 def result_line(experiment: Experiment, results: Mapping[str, float], account: Account) -> str:
     """Return what a job of a sweep prints in the end."""
-    state, best = experiment.trainer.state, best_of(experiment)
-    facts = [f"best {best[0]} {best[1]:.4f} at step {best[2]}"] if best else []
-    facts += [f"test/{value}" for value in _values(results, "test")]
-    facts += [_trained(state, account), *_ended(experiment)]
+    tested = [f"test/{value}" for value in _values(results, "test")]
+    best = [f"best {text}" for text in _best(best_of(experiment))]
+    facts = [*best, *tested, *_trained(experiment, account)]
     return "\n".join(packed(facts, WIDTH, ", "))
 
 
-def _held_out(experiment: Experiment) -> list[str] | None:
-    """Return the overrides that select a split to evaluate; None if there is no such split."""
-    sets = experiment.data.sets
-    words: dict[str, list[str]] = {"test": [], "val": ["split=val"]}
-    return next((words[split] for split in words if sets.get(split) is not None), None)
+def _data(sets: Mapping[str, Any]) -> list[str]:
+    found = []
+    for split, dataset in sets.items():
+        if dataset is not None:
+            count = f" {len(dataset):,}" if hasattr(dataset, "__len__") else ""
+            found.append(f"{split} {type(dataset).__name__}{count}")
+    return found
 
 
-def _trained(state: TrainState, account: Account) -> str:
-    epochs = f"{state.epoch} epoch{'s' * (state.epoch != 1)}"
-    return f"{epochs}, {state.global_step} updates, {account.seconds:.1f} s"
-
-
-def _ended(experiment: Experiment) -> list[str]:
-    """Return why the run ended before its horizon, if it did."""
+def _trained(experiment: Experiment, account: Account) -> list[str]:
+    """Return how far a run came, and why it ended before its horizon, if it did."""
     state = experiment.trainer.state
+    epochs = f"{state.epoch} epoch{'s' * (state.epoch != 1)}"
+    told = [f"{epochs}, {state.global_step} updates, {account.seconds:.1f} s"]
     if state.pruned:
-        return ["pruned: its search ended it early"]
-    if state.stop_reason == MAX_TIME:
+        told.append("pruned: its search ended it early")
+    elif state.stop_reason == MAX_TIME:
         limit = experiment.config.trainer.max_time
-        return [f"ended by its time limit (trainer.max_time={limit})"]
-    return [f"ended early: {state.stop_reason}"] if state.stop_reason else []
+        told.append(f"ended by its time limit (trainer.max_time={limit})")
+    elif state.stop_reason:
+        told.append(f"ended early: {state.stop_reason}")
+    return told
 
 
-def _tested(experiment: Experiment, results: Mapping[str, float]) -> list[str]:
-    if tested := _values(results, "test"):
-        return [*tested, f"(checkpoint {'best' if best_of(experiment) else 'last'})"]
-    pruned = experiment.trainer.state.pruned
-    return ["not tested: the run was pruned" if pruned else "no test split: see val"]
+def _best(best: tuple[str, float, int] | None) -> list[str]:
+    return [f"{best[0]} {best[1]:.4f} at step {best[2]}"] if best else []
 
 
 def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[tuple[str, str]]:
     """Return what can be typed next, each by what it is for."""
-    found = []
+    found, sets = [], experiment.data.sets
     if (run_dir / FOLDER).is_dir():
         found.append(("look", command(run_dir)))
-    if (split := _held_out(experiment)) is not None:
-        found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *split])))
+    splits = [split for split in ("test", "val") if sets.get(split) is not None]
+    if splits:
+        chosen = [] if splits[0] == "test" else ["split=val"]
+        found.append(("again", shlex.join(["evaluate", f"run={run_dir}", *chosen])))
     if experiment.trainer.state.interrupted and not experiment.trainer.done:
         found.append(("go on", request.resume_command(run_dir)))
     return found

@@ -1,38 +1,55 @@
-"""Find the run and the checkpoint to resume, and compare the configurations."""
+"""Find the run and the checkpoint to resume, compare the configurations, and go back to it.
+
+A run has one history: whatever is beyond the step that it continues from is moved to `abandoned/`.
+A note is written before that and removed after it. If the run is killed in between, the next
+process that continues the run completes it.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from scripts.composition.harmless import trains_the_same
-from scripts.runs.abandoned import Moment, go_back, going_back_to
-from scripts.runs.changes import ABSENT, OF_A_START, changes
-from scripts.runs.saved_config import saved_config
+from conf.yaml_file import plain_values
+from scripts.composition.identity import trains_the_same
 from trainer import snapshot
-from trainer.build.statistics import changed_data
-from trainer.checkpoints.schema import check_payload
+from trainer.assembly.data import changed_data
+from trainer.checkpoints.reader import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
-from trainer.files.atomic import write_text
-from trainer.runs.directory import name_folder
+from trainer.files.atomic import remove_orphans, replacing, sync_folder, write_json, write_text
+from trainer.files.storage import storage_error
+from trainer.runs.directory import name_folder, reserve, timestamp
 from trainer.runs.status import (
     ENDED_WELL,
+    METRICS,
     RunDirectoryError,
     find_unfinished,
     holds_run,
+    read_json,
     read_status,
 )
+from trainer.targets.signatures import is_default, takes
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
 
+ABSENT = object()
+_OF_A_START = ("run_dir", "resume", "dry_run", "sweep")  # differ between any two starts of a run
+_ABANDONED = "abandoned"
+_NOTE = "unfinished.json"
+_BOARD, _EVENTS = "tensorboard", "events.out.tfevents.*.regimen"
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 
 
@@ -52,19 +69,11 @@ class Resume:
         """Load the checkpoint into `trainer`, and log what differs."""
         assert self.payload is not None
         self.notes += changed_data(self.payload["state"].get("data", {}), trainer.data_facts)
-        self.notes += snapshot.restore(
-            trainer,
-            self.payload,
-            hyper_parameters=not self.new_values,
-            same_run=self.run_dir is not None,
-        )
+        same_run = self.run_dir is not None
+        self.notes += snapshot.restore(trainer, self.payload, not self.new_values, same_run)
         state = trainer.state
-        logger.info(
-            "resumed at step %d, epoch %d, update %d of it",
-            state.global_step,
-            state.epoch,
-            state.position,
-        )
+        where = state.global_step, state.epoch, state.position
+        logger.info("resumed at step %d, epoch %d, update %d of it", *where)
         for note in self.notes:
             logger.info("  %s", note)
 
@@ -73,11 +82,22 @@ class Resume:
         if self.run_dir is None:  # the checkpoint of another run, which stays unchanged
             return
         if self.payload is not None:
-            _mend_config(self.run_dir, self.payload["config"])
+            _mend_config(self.run_dir / "config.yaml", self.payload["config"])
         moment = Moment() if self.payload is None else Moment.of(self.payload)
         folder = go_back(self.run_dir, moment)
         if folder is not None:
             logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
+
+
+def _mend_config(path: Path, text: str) -> None:
+    """Restore a damaged `config.yaml` from the checkpoint."""
+    try:
+        if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+            return
+    except (OSError, ValueError, yaml.YAMLError):
+        pass
+    logger.warning("warning: %s is damaged: written again from the checkpoint", path)
+    write_text(path, text)
 
 
 def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
@@ -88,11 +108,8 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
     if config.resume is None:
         return None
     if config.resume == "auto":
-        folder = (
-            Path(config.run_dir)
-            if config.run_dir
-            else find_unfinished(name_folder(runs, config.name))
-        )
+        own = Path(config.run_dir) if config.run_dir else None
+        folder = own or find_unfinished(name_folder(runs, config.name))
         if folder is None or not holds_run(folder):
             logger.info("resume=auto: there is no unfinished run, starting a new one")
             return None
@@ -101,31 +118,25 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
         raise ConfigError(Problem("resume", f"there is no {path}", hint))
-    if path.is_dir():
-        return _from_run(path, config, raw)
+    return _from_run(path, config, raw) if path.is_dir() else _from_file(path, config, raw)
+
+
+def _from_file(path: Path, config: Config, raw: dict[str, Any]) -> Resume:
+    """Go back in the run that a checkpoint belongs to, unless `run_dir` is another directory."""
     payload = CheckpointStore(path.parent).load(path)
-    own_run = _own_run(path, config)
-    if own_run is not None:
-        _refuse_left(own_run, path, payload)
-    return _checked(Resume(raw, own_run, path, payload), config, raw)
-
-
-def _own_run(path: Path, config: Config) -> Path | None:
-    """Return the run that a checkpoint belongs to, unless `run_dir` is another directory."""
     run = path.absolute().parent.parent
     inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
     same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()
-    return run if inside and same else None
-
-
-def _refuse_left(run: Path, path: Path, payload: dict[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint beyond the step of an interrupted rewind."""
+    if not (inside and same):
+        return _checked(Resume(raw, None, path, payload), config, raw)
+    found = _checked(Resume(raw, run, path, payload), config, raw)
     step = going_back_to(run)
-    if step is not None and payload["state"]["counters"]["global_step"] > step:
+    if step is not None and snapshot.saved_step(payload) > step:
         raise CheckpointError(
             f"{path}: the run was killed while it went back to step {step}: complete that with "
             f"run_dir={run} resume=auto; what lies beyond is kept in {run}/abandoned"
         )
+    return found
 
 
 def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
@@ -139,33 +150,17 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     for reason in passed:
         logger.warning("warning: passed over %s", reason)
     resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
-    ended = _ended(folder)
-    if ended in ENDED_WELL and not passed and not _horizon_moved(payload, raw):
+    try:
+        ended = read_status(folder).get("state")
+    except RunDirectoryError as error:
+        logger.warning("warning: %s: the run is resumed from its checkpoint", error)
+        return resume
+    moved = any(key in _HORIZON for key in changes(saved_config(payload, path), raw))
+    if ended in ENDED_WELL and not passed and not moved:
         counters = payload["state"]["counters"]
         where = f"epoch {counters['epoch']}, step {counters['global_step']}"
         resume.finished = f"{folder}: already {ended} at {where}"
     return resume
-
-
-def _ended(folder: Path) -> str | None:
-    """Return the state of a run."""
-    try:
-        return read_status(folder).get("state")
-    except RunDirectoryError as error:
-        logger.warning("warning: %s: the run is resumed from its checkpoint", error)
-        return None
-
-
-def _mend_config(folder: Path, text: str) -> None:
-    """Restore a damaged `config.yaml` from the checkpoint."""
-    path = folder / "config.yaml"
-    try:
-        if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
-            return
-    except (OSError, ValueError, yaml.YAMLError):
-        pass
-    logger.warning("warning: %s is damaged: written again from the checkpoint", path)
-    write_text(path, text)
 
 
 def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
@@ -174,35 +169,29 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
     found = changes(saved, raw)
-    harmless = {k: v for k, v in found.items() if _is_harmless(k, *v)}
-    serious = {k: v for k, v in found.items() if k not in harmless}
-    resume.notes += [note for k, v in harmless.items() if (note := _note(k, *v))]
-    resume.new_values = any(k in _HORIZON for k in harmless)
-    if not serious:
-        return resume
-    if config.resume_policy == "error":
-        lines = "".join(f"\n  {_shown(k, *v)}" for k, v in serious.items())
+    harmless = {key: pair for key, pair in found.items() if _is_harmless(key, *pair)}
+    shown = {key: f"{key}: {_value(old)} -> {_value(new)}" for key, (old, new) in found.items()}
+    for key, (old, new) in harmless.items():
+        if old is ABSENT and isinstance(new, dict):  # of a part its name is enough
+            resume.notes.append(f"added: {key}")
+        elif new is ABSENT and isinstance(old, dict):
+            resume.notes.append(f"removed: {key}")
+        elif key != "resume_policy":
+            resume.notes.append(f"changed: {shown[key]}")
+    resume.new_values = any(key in _HORIZON for key in harmless)
+    serious = [text for key, text in shown.items() if key not in harmless]
+    if serious and config.resume_policy == "error":
         raise CheckpointError(
-            "resume: the configuration differs from that of the checkpoint: choose "
-            f"resume_policy=keep (the old values) or resume_policy=override (the new ones){lines}"
+            "resume: the configuration differs from that of the checkpoint: choose resume_policy="
+            "keep (the old values) or resume_policy=override (the new ones)"
+            + "".join(f"\n  {text}" for text in serious)
         )
-    resume.notes += [f"{config.resume_policy}: {_shown(k, *v)}" for k, v in serious.items()]
-    if config.resume_policy == "override":
+    resume.notes += [f"{config.resume_policy}: {text}" for text in serious]
+    if serious and config.resume_policy == "override":
         resume.new_values = True
-    else:
+    elif serious:
         resume.config = _with_harmless(saved, raw, harmless)
     return resume
-
-
-def _note(key: str, old: Any, new: Any) -> str:
-    """Say what changed harmlessly; of a part that comes or goes its name is enough."""
-    if key == "resume_policy":
-        return ""
-    if old is ABSENT and isinstance(new, dict):
-        return f"added: {key}"
-    if new is ABSENT and isinstance(old, dict):
-        return f"removed: {key}"
-    return f"changed: {_shown(key, old, new)}"
 
 
 def _is_harmless(key: str, old: Any, new: Any) -> bool:
@@ -211,16 +200,15 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
     return trains_the_same(key)
 
 
-def _horizon_moved(payload: dict[str, Any], raw: dict[str, Any]) -> bool:
-    saved = saved_config(payload, None)
-    return any(k in _HORIZON for k in changes(saved, raw))
+def _value(value: Any) -> str:
+    return "(none)" if value is ABSENT else repr(value)
 
 
 def _with_harmless(
-    saved: dict[str, Any], raw: dict[str, Any], harmless: dict[str, tuple[Any, Any]]
+    saved: dict[str, Any], raw: dict[str, Any], harmless: Mapping[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
     """Return the saved configuration with the harmless changes and the keys of this start."""
-    result = yaml.safe_load(yaml.safe_dump(saved, sort_keys=False))
+    result = copy.deepcopy(saved)
     for key, (_, new) in harmless.items():
         *parents, last = key.split(".")
         node = result
@@ -230,12 +218,146 @@ def _with_harmless(
             node.pop(last, None)
         else:
             node[last] = new
-    return dict(result | {k: raw.get(k) for k in OF_A_START})
+    return result | {key: raw.get(key) for key in _OF_A_START}
 
 
-def _shown(key: str, old: Any, new: Any) -> str:
-    return f"{key}: {_value(old)} -> {_value(new)}"
+def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Return the configuration in a checkpoint, which is untrusted text. Raises CheckpointError."""
+    where = f"{path}: " if path else ""
+    try:
+        values = plain_values(payload["config"], "its configuration")
+    except ConfigError as error:
+        raise CheckpointError(f"{where}{error.problems[0]}") from error
+    if values is not None and not isinstance(values, dict):
+        raise CheckpointError(f"{where}its configuration is not a mapping")
+    return dict(values or {})
 
 
-def _value(value: Any) -> str:
-    return "(none)" if value is ABSENT else repr(value)
+def changes(saved: dict[str, Any], raw: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs; not what one of the two leaves out and the other has at its default.
+
+    So a run goes on with a later version, whose new keys and arguments are at their defaults and
+    whose new parts are empty.
+    """
+    before, now = (
+        {key: value for key, value in config.items() if key not in _OF_A_START}
+        for config in (fill_defaults(saved), raw)
+    )
+    return {
+        key: (old, new)
+        for key, (old, new) in changed_leaves(before, now).items()
+        if not (old is ABSENT and _at_default(now, key))
+        and not (new is ABSENT and _at_default(before, key))
+    }
+
+
+def _at_default(config: dict[str, Any], key: str) -> bool:
+    *parents, name = key.split(".")
+    node: Any = config
+    given = False  # whether what is looked at goes to a target
+    for parent, child in zip(parents, [*parents[1:], name], strict=True):
+        node = node.get(parent) if isinstance(node, dict) else None
+        given |= isinstance(node, dict) and "_target_" in node and takes(node, child)
+    if given or not isinstance(node, dict):
+        return is_default(node, name)
+    return _is_empty(node.get(name))
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a part of the configuration names nothing: null, {}, [] or a dict of these."""
+    if isinstance(value, dict):
+        return all(_is_empty(child) for child in value.values())
+    return value is None or value == []
+
+
+def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the leaves of two nested dicts that differ, by dotted key.
+
+    For transforms and optimizers a different order of keys is a difference as well.
+    """
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new and type(old) is type(new) else {key: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in {**old, **new}:
+        child = f"{key}.{name}" if key else str(name)
+        found |= changed_leaves(old.get(name, ABSENT), new.get(name, ABSENT), child)
+    before, now = [n for n in old if n in new], [n for n in new if n in old]
+    if before != now and key.startswith(("transforms", "optimizer")):
+        found[f"{key} (order)"] = (before, now)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point in the history of a run, with the sizes of its logs, from a checkpoint."""
+
+    step: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of the logs, by file name
+    best: tuple[int, ...] = ()  # steps of checkpoints, the best first
+
+    @classmethod
+    def of(cls, payload: Mapping[str, Any]) -> Moment:
+        """Return the point at which the checkpoint `payload` was saved."""
+        callbacks: Mapping[str, Any] = payload["callbacks"]
+        saver = callbacks.get(snapshot.name_of("saver", payload) or "", {})
+        known = [state.get("sizes") for state in callbacks.values()]
+        parts = [part for part in known if isinstance(part, dict)]
+        sizes = {name: int(size) for part in parts for name, size in part.items()}
+        ranking = tuple(int(step) for step, _ in saver.get("ranking", ()))
+        return cls(snapshot.saved_step(payload), sizes, ranking)
+
+
+def going_back_to(run: Path) -> int | None:
+    """Return the step of a rewind that was interrupted; None if there is none."""
+    try:
+        note = read_json(run / _ABANDONED / _NOTE)
+    except RunDirectoryError as error:
+        raise CheckpointError(f"{error}: it holds the step that the run continues from") from error
+    return int(note["step"]) if note else None
+
+
+def go_back(run: Path, moment: Moment) -> Path | None:
+    """Move whatever is beyond `moment` out of `run`; return its new folder, or None.
+
+    Only the process that has locked the run may call this. Raises StorageError.
+    """
+    store = CheckpointStore(run / "checkpoints")
+    logs = [run / METRICS, *(run / _BOARD).glob(_EVENTS)]
+    sizes = {path: moment.sizes.get(path.name, 0) for path in logs if path.is_file()}
+    longer = {path: size for path, size in sizes.items() if path.stat().st_size > size}
+    if going_back_to(run) is None and not longer and not store.beyond(moment.step):
+        return None
+    folder = _noted(run, moment.step)
+    for place in (run / _ABANDONED, folder, folder / "checkpoints", folder / _BOARD, store.folder):
+        remove_orphans(place)
+    try:
+        store.rewind(moment.step, moment.best, folder / "checkpoints")
+        for path, size in longer.items():
+            _cut(path, size, folder / path.relative_to(run))
+        (run / _ABANDONED / _NOTE).unlink()
+        sync_folder(run / _ABANDONED)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    return folder
+
+
+def _noted(run: Path, step: int) -> Path:
+    """Write the note of a rewind to `step`; return the folder for what is moved."""
+    note = read_json(run / _ABANDONED / _NOTE)
+    if note.get("step") == step:  # an interrupted rewind
+        return run / _ABANDONED / Path(str(note["folder"])).name
+    folder = reserve(run / _ABANDONED, timestamp())
+    write_json(run / _ABANDONED / _NOTE, {"step": step, "folder": folder.name})
+    return folder
+
+
+def _cut(path: Path, size: int, into: Path) -> None:
+    """Move what follows `size` bytes; the copy is durable before the file is truncated."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "rb") as source, replacing(into) as copy:
+        source.seek(size)
+        shutil.copyfileobj(source, copy, 1 << 20)
+    if size or path.parent.name != _BOARD:
+        os.truncate(path, size)
+    else:  # nothing of it is left
+        path.unlink()

@@ -1,15 +1,16 @@
-"""One process of a run: build, create or resume the run directory, train, test, report."""
+"""One process of a run, told in order: build, hold the directory, resume, train, test, report."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from callbacks.metrics_log import MetricsLog
 from callbacks.trial import Trial
@@ -17,44 +18,29 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.weights import no_initial_weights
-from scripts.cli.console import heard_early
-from scripts.cli.first_line import asked_device, known_device
-from scripts.cli.job import is_job
+from scripts.cli.output import asked_device, is_job, known_device
 from scripts.cli.request import Request
-from scripts.plan.gather import make_plan
-from scripts.runs.account import Account
-from scripts.runs.changes import changed_leaves
-from scripts.runs.log import Backlog, backlog
-from scripts.runs.record import (
-    RUNS,
-    held_directory,
-    interrupted,
-    new_folder,
-    outcome,
-    record_config,
-    record_end,
-    record_skipped,
-)
-from scripts.runs.report import final_block, result_line
-from scripts.runs.resume import Resume, find_resume
-from scripts.runs.signals import stop_signals
+from scripts.cli.signals import stop_signals
+from scripts.plan import make_plan
+from scripts.runs.record import RUNS, BuiltRun, interrupted, new_folder, outcome, recorded
+from scripts.runs.report import Account, final_block, result_line
+from scripts.runs.resume import changed_leaves, find_resume
 from trainer import snapshot
-from trainer.build.check import check_targets
-from trainer.build.experiment import Experiment, build
-from trainer.build.statistics import with_statistics
-from trainer.build.strategy import build_strategy
+from trainer.assembly.check import check_targets
+from trainer.assembly.data import with_statistics
+from trainer.assembly.experiment import Experiment, build
+from trainer.assembly.parts import build_strategy
 from trainer.callback import Callback
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
-from trainer.distributed.attempts import attempt
+from trainer.distributed.peers import attempt
 from trainer.evaluation import EvaluationAbandoned
 from trainer.files.layout import columns_of
-from trainer.inference.checkpoint import best_or_last
+from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
 from trainer.runs.status import check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device
 from trainer.targets.allow_list import allow
-from trainer.update.precision import emulation_remark
 
 logger = logging.getLogger("regimen")
 
@@ -71,13 +57,31 @@ def run(request: Request, note: Path | None = None) -> int:
     if (remark := strategy.explain()) is not None:
         logger.info("%s", remark)
     strategy.setup()
-    _tell_device(request, strategy)
     try:
-        with strategy.group.failing_together():
+        with strategy.group.failing_together(), kept_log() as log:
+            _tell_device(request, strategy)
             _compare(strategy.group.gather(request.config))
-            return _train(_restarted(request, strategy), strategy, note)
+            it = _prepared(_restarted(request, strategy), strategy)
+            if it is not None:
+                # Signals outermost, around all that writes: a closed terminal sends SIGHUP twice.
+                together = strategy.group.failing_together()
+                with stop_signals(it.experiment.trainer), recorded(it, log), together:
+                    _train(it, note)
     finally:
         strategy.group.leave()
+    return 0
+
+
+@contextmanager
+def kept_log() -> Iterator[MemoryHandler]:
+    """Keep log records until the handler gets a target, `train.log`, and pass them on from then."""
+    handler = MemoryHandler(1)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _tell_device(request: Request, strategy: Strategy) -> None:
@@ -102,7 +106,7 @@ def _compare(configs: Sequence[dict[str, Any]]) -> None:
 
 def _restarted(request: Request, strategy: Strategy) -> Request:
     """Continue in the same directory after a launcher has restarted the processes."""
-    place = strategy.group.recall("run_dir")
+    place = strategy.group.recall_run()
     count = attempt()
     if count != "0" and strategy.group.is_main:
         logger.warning("restart %s of %s", count, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?"))
@@ -111,93 +115,34 @@ def _restarted(request: Request, strategy: Strategy) -> Request:
     return replace(request, config={**request.config, "run_dir": place, "resume": "auto"})
 
 
-def _train(request: Request, strategy: Strategy, note: Path | None) -> int:
-    prepared = _prepared(request, strategy)
-    if prepared is None:
-        return 0
-    request, experiment, resume, earlier = prepared
-    trainer = experiment.trainer
-    tested: dict[str, float] = {}
-    with (
-        # Outermost, around everything that writes: a closed terminal sends SIGHUP twice.
-        stop_signals(trainer, heard_early()),
-        held_directory(request, experiment, resume, earlier) as directory,
-        strategy.group.failing_together(),
-    ):
-        if directory is not None:
-            strategy.group.remember("run_dir", str(directory.path))
-            if note is not None:
-                note.write_text(str(directory.path))
-            logger.info("run directory: %s", directory.path)
-        if resume is not None:
-            if resume.payload is not None:
-                resume.apply(trainer)
-            trainer.group.on_main(resume.leave_behind)  # after all checks have passed
-            if directory is not None and resume.run_dir is not None:
-                record_config(request, experiment, directory)
-        with suppress(EvaluationAbandoned):
-            trainer.fit()
-            account = Account(dict(trainer.timer.spent))
-            if not trainer.state.stop_code and not trainer.state.pruned:
-                tested = _test(experiment)
-        if directory is not None:
-            record_skipped(directory, trainer)
-        if trainer.state.stop_code:
-            raise interrupted(request, trainer)
-        results = outcome(experiment, tested)
-        if directory is not None:
-            record_end(request, experiment, directory, results)
-        trainer.end(results)
-        if directory is not None:
-            print(_report(request, experiment, directory.path, results.metrics, account))
-    return 0
-
-
-def _report(
-    request: Request,
-    experiment: Experiment,
-    run_dir: Path,
-    results: Mapping[str, float],
-    account: Account,
-) -> str:
-    if is_job():
-        return result_line(experiment, results, account)
-    columns = columns_of(sys.stdout)
-    return final_block(request, experiment, run_dir, results, account, columns)
-
-
-class _Prepared(NamedTuple):
-    request: Request  # with the configuration of the resumed run
-    experiment: Experiment
-    resume: Resume | None
-    earlier: Backlog  # log records from before the run had a file for them
-
-
-def _prepared(request: Request, strategy: Strategy) -> _Prepared | None:
-    """Build the experiment; None after a dry run, or if nothing is left to train."""
-    config = parse(request.config)
+def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
+    """Build the run; None after a dry run, or if nothing is left to train."""
+    config, group = parse(request.config), strategy.group
     if config.run_dir is not None:
         check_run_dir(Path(config.run_dir))
     if config.dry_run:
-        _dry_run(request, config, strategy)
+        experiment = build(config, strategy, {}, request.config_text())
+        if group.is_main:
+            make_plan(request, experiment, new_folder(config))
         return None
-    resume = strategy.group.broadcast(
-        find_resume(config, RUNS, request.config) if strategy.group.is_main else None
-    )
-    if resume is not None and resume.finished:
-        logger.info("%s", resume.finished)
-        return None
-    if resume is not None:  # checkpoints then save this configuration
-        request = replace(request, config=resume.config)
-        config = parse(resume.config)
-    payload = None if resume is None else resume.payload
-    with backlog() as earlier, nullcontext() if payload is None else no_initial_weights():
-        _remark_on_format(config, strategy)
+    resume = group.broadcast(find_resume(config, RUNS, request.config) if group.is_main else None)
+    payload = None
+    if resume is not None:
+        if resume.finished:
+            logger.info("%s", resume.finished)
+            return None
+        request = replace(request, config=resume.config)  # which checkpoints then save
+        config, payload = parse(resume.config), resume.payload
+    options = config.trainer
+    remark = tf32_remark(options.precision, options.tf32, strategy.device)
+    if remark is not None and group.is_main:
+        logger.info("%s", remark)
+    with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
         experiment = build(built, strategy, _own_callbacks(config), request.config_text())
-    if resume is not None and payload is not None:  # before any file of the run is changed
+    if payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
-    return _Prepared(request, experiment, resume, earlier)
+    return BuiltRun(request, experiment, resume)
 
 
 def _own_callbacks(config: Config) -> dict[str, Callback]:
@@ -207,21 +152,37 @@ def _own_callbacks(config: Config) -> dict[str, Callback]:
     return own | ({"trial": Trial(trial.storage, trial.study, trial.number)} if trial else {})
 
 
-def _remark_on_format(config: Config, strategy: Strategy) -> None:
-    options = config.trainer
-    remarks = (
-        tf32_remark(options.precision, options.tf32, strategy.device),
-        emulation_remark(options.precision, strategy.device),
-    )
-    for remark in remarks:
-        if remark is not None and strategy.group.is_main:
-            logger.info("%s", remark)
-
-
-def _dry_run(request: Request, config: Config, strategy: Strategy) -> None:
-    experiment = build(config, strategy, {}, request.config_text())
-    if strategy.group.is_main:
-        make_plan(request, experiment, new_folder(config))
+def _train(it: BuiltRun, note: Path | None) -> None:
+    """Go on from the checkpoint, train, test and report; raise Interrupted after a signal."""
+    request, experiment, trainer = it.request, it.experiment, it.experiment.trainer
+    if it.directory is not None:
+        trainer.group.remember_run(str(it.directory.path))
+        if note is not None:
+            note.write_text(str(it.directory.path))
+        logger.info("run directory: %s", it.directory.path)
+    if it.resume is not None:
+        if it.resume.payload is not None:
+            it.resume.apply(trainer)
+        trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
+        it.record_config()
+    tested: dict[str, float] = {}
+    with suppress(EvaluationAbandoned):
+        trainer.fit()
+        account = Account(dict(trainer.timer.spent))
+        if not trainer.state.stop_code and not trainer.state.pruned:
+            tested = _test(experiment)
+    it.record_skipped()
+    if trainer.state.stop_code:
+        raise interrupted(request, trainer)
+    results = outcome(experiment, tested)
+    it.record_end(results)
+    trainer.end(results)
+    if it.directory is not None:
+        if is_job():
+            print(result_line(experiment, results.metrics, account))
+        else:
+            place, columns = it.directory.path, columns_of(sys.stdout)
+            print(final_block(request, experiment, place, results.metrics, account, columns))
 
 
 def _test(experiment: Experiment) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Many runs: grids, searches, their jobs and the leaderboard."""
+"""Many jobs from one command line, `train -m`: a grid, or a search by Optuna."""

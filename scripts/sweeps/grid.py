@@ -1,16 +1,32 @@
 """`train -m key=a,b ...`: one job for each combination, each in a process of its own."""
 
+import multiprocessing
+import signal
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any
+
+from conf.check import parse
+from conf.errors import ConfigError, Problem, raise_problems
 from scripts.cli.arguments import Arguments
-from scripts.composition.compose import split_jobs
+from scripts.cli.console import logger
+from scripts.composition.compose import compose, split_jobs
 from scripts.composition.identity import distinct
-from scripts.composition.kept import keeping_files
-from scripts.sweeps.check import check_built, checked
+from scripts.composition.overrides import Swept
 from scripts.sweeps.jobs import run_jobs
-from scripts.sweeps.launchers.choice import LAUNCHERS
-from scripts.sweeps.launchers.warm import modules_of
-from scripts.sweeps.process import NOT_STARTED
-from scripts.sweeps.search import search
+from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep
+
+_LAUNCHERS = ("local", "submitit", "ray", "null")  # choices of `sweep` that search nothing
+Found = tuple[list[Problem], str | None, int]  # mistakes, the task's metric, accelerators
+
+
+def searches(arguments: Arguments) -> bool:
+    """Return whether an override chooses a search: the other sweeps say where jobs run."""
+    pairs = (text.lstrip("+").partition("=") for text in arguments.overrides)
+    return any(key == "sweep" and choice not in _LAUNCHERS for key, _, choice in pairs)
 
 
 def sweep(arguments: Arguments) -> int:
@@ -18,31 +34,90 @@ def sweep(arguments: Arguments) -> int:
 
     Nothing starts before all jobs have been checked. What has finished is not run again.
     """
-    with keeping_files():
-        if any(_searches(text) for text in arguments.overrides):
-            return search(arguments)
-        return _grid(arguments)
-
-
-def _grid(arguments: Arguments) -> int:
     jobs = distinct(split_jobs(arguments))
-    configs = checked(arguments, jobs)
+    configs = composed(arguments, jobs)
     varied = [override.key for override in jobs[0] if override.varies]
+    if not varied:
+        logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
     it = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
     unfinished = [job for job, config in pairs if not it.is_done(job, config)]
-    it.server.modules = modules_of(configs)
-    if monitor := check_built(arguments, unfinished, it.server):
-        it.expected = f"val/{monitor}"
+    if len(unfinished) > 1:  # a single job checks itself
+        it.metric, it.devices = check_built(arguments, unfinished)
     with it.held():
-        planned = [(it.plan(job, config), job) for job, config in pairs]
+        planned = [it.plan(job, config) for job, config in pairs]
         it.write()
-        jobs_to_run = (pair for pair in planned if pair[0].state == NOT_STARTED)
-        run_jobs(it, lambda: next(jobs_to_run, None))
+        to_run = (job for job in planned if job.state == NOT_STARTED)
+        run_jobs(it, lambda: next(to_run, None))
         return it.close()
 
 
-def _searches(text: str) -> bool:
-    """Return whether an override chooses a search: the other sweeps say where jobs run."""
-    key, _, choice = text.lstrip("+").partition("=")
-    return key == "sweep" and choice not in (*LAUNCHERS, "null")
+def composed(arguments: Arguments, jobs: Iterable[Sequence[Swept]]) -> list[dict[str, Any]]:
+    """Compose every job; raises ConfigError with the mistakes of all, each once."""
+    configs, problems = [], []
+    for job in jobs:
+        try:
+            configs.append(compose(_arguments_of(arguments, job)).config)
+        except ConfigError as error:
+            problems += error.problems
+    raise_problems(problems)
+    return configs
+
+
+def check_built(arguments: Arguments, jobs: Sequence[Sequence[Swept]]) -> tuple[str | None, int]:
+    """Find the mistakes for which torch and the targets must be imported, in one process.
+
+    One job is checked for each combination of the swept values that are no numbers: groups and
+    words. Returns the metric of the first job's task, such as val/accuracy, if known, and the
+    number of accelerators. Raises ConfigError.
+    """
+    kinds = {
+        tuple(o.text for o in job if o.varies and not _is_number(o.value)): job for job in jobs
+    }
+    logger.info("checking %d of %d jobs before the first starts", len(kinds), len(jobs))
+    given = [_arguments_of(arguments, job) for job in kinds.values()]
+    # Spawned, and gone before the first job: it holds no memory, no device and no module of a user.
+    apart = multiprocessing.get_context("spawn")
+    ignored = signal.SIGINT, signal.SIG_IGN  # this process ends it
+    try:
+        with ProcessPoolExecutor(1, apart, signal.signal, ignored) as pool:
+            problems, monitor, devices = pool.submit(built, given).result()
+    except BrokenProcessPool:  # each job reports its own mistakes
+        return None, 0
+    raise_problems(problems)
+    return f"val/{monitor}" if monitor else None, devices
+
+
+def built(given: Sequence[Arguments]) -> Found:
+    """Build the targets of configurations on stand-ins; a job reports errors of others itself."""
+    import torch
+
+    from trainer.assembly.check import check_targets, stand_ins
+
+    problems: dict[Problem, None] = {}
+    monitor = None
+    for number, arguments in enumerate(given):
+        try:
+            job = compose(arguments)
+            with job.locating():
+                check_targets(parse(job.config))
+            if number == 0:
+                monitor = stand_ins(parse(job.config)).task.monitor()
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+        except Exception:
+            continue
+    available = torch.accelerator.is_available()
+    return list(problems), monitor, torch.accelerator.device_count() if available else 0
+
+
+def _arguments_of(arguments: Arguments, job: Sequence[Swept]) -> Arguments:
+    return replace(arguments, overrides=tuple(o.text for o in job), multirun=False)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

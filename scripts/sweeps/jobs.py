@@ -1,126 +1,131 @@
-"""Run the jobs of a sweep with its launcher, and restart those that were lost."""
+"""Run the jobs of a sweep with its launcher, say how they go on, and restart the lost ones."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from scripts.sweeps import dashboard
-from scripts.sweeps.display import Display, display_for
-from scripts.sweeps.launchers.launcher import Ended, Launch
-from scripts.sweeps.process import Outcome, note_outcome
-from scripts.sweeps.sweep import Job, Sweep
+from scripts.sweeps.leaderboard import NOT_STARTED, Job
+from scripts.sweeps.local import errors_of
+from scripts.sweeps.sweep import Sweep
+from trainer.files.log_format import on_one_line
+from trainer.runs.metrics import read_metrics
 from trainer.runs.status import holds_run
 
-Asked = tuple[Outcome, Job]
-_PATIENCE = 0.5  # seconds between two checks for signals and updates of the table
+_PATIENCE = 0.5  # seconds between two checks for signals
+_EVERY = 30.0  # seconds between two lines of a job
+_TAIL = 1 << 14  # bytes of a log
 _STOPPED = (-15, -2, 130, 143)  # exit codes before a run exists
-_LOST = (
-    6,
-    8,
-    130,
-    143,
-)  # exit codes: a lost process, out of memory, and signals that the sweep did not send
-
-
-@dataclass(slots=True)
-class _Run:
-    """The running jobs, those that wait for a restart, and the number of starts of each."""
-
-    it: Sweep
-    running: dict[int, Asked] = field(default_factory=dict)
-    waiting: list[Asked] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-    exhausted: bool = False
-
-    def next(self, ask: Callable[[], Asked | None]) -> Asked | None:
-        """Return the next job to run; None if there is none."""
-        if not self.waiting and not self.exhausted:
-            asked = ask()
-            if asked is None:
-                self.exhausted = True
-            else:
-                self.waiting.append(asked)
-        return self.waiting[0] if self.waiting else None
-
-    def is_to_run_again(self, end: Ended) -> bool:
-        """Return whether the machine lost a job that has a retry left."""
-        lost = end.code < 0 or end.code in _LOST
-        left = self.starts[end.number] <= self.it.settings.retries
-        return lost and left and self.it.stop.number is None
+# Exit codes: a lost process, out of memory, and signals that the sweep did not send.
+_LOST = (6, 8, 130, 143)
 
 
 def run_jobs(
-    it: Sweep,
-    ask: Callable[[], Asked | None],
-    tell: Callable[[Outcome], None] = lambda outcome: None,
+    it: Sweep, ask: Callable[[], Job | None], tell: Callable[[Job], None] = lambda job: None
 ) -> None:
     """Run jobs until there are none left or the sweep must end, up to `sweep.jobs` at a time.
 
     `ask` returns the next job, None after the last one. `tell` is called with each job that has
     ended and is not restarted.
     """
-    run, launcher = _Run(it), it.launcher
+    launcher, said = it.launcher, _Said(it)
     most = it.settings.jobs or (None if launcher.quiet else 1)
-    display = display_for(it)
-    try:
-        while True:
-            while not it.ended and (most is None or len(run.running) < most):
-                asked = run.next(ask)
-                if asked is None or it.ended or not _start(run, asked, display):
-                    break
-            if not run.running:
-                return
-            for end in launcher.wait(_PATIENCE):
-                _note(run, end, tell, display.ended)
-            for number in it.stop.heard():
-                launcher.send(number)
-            display.refresh([outcome for outcome, _ in run.running.values()])
-    finally:
-        display.close()
+    running: dict[int, Job] = {}
+    waiting: Job | None = None  # for room, or for its restart
+    starts: dict[int, int] = {}
+    printed: dict[int, int] = {}  # bytes of output before a start
+    told = 0  # signals
+    while True:
+        while not it.ended and (most is None or len(running) < most):
+            waiting = waiting or ask()
+            if waiting is None or it.ended:
+                break
+            job, start = waiting, starts.get(waiting.number, 0) + 1
+            if not launcher.quiet:  # it runs alone, and its own output follows
+                said.start(job, start)
+            printed[job.number] = job.output.stat().st_size if job.output.exists() else 0
+            if not launcher.start(job, it.words(job)):
+                break
+            if launcher.quiet:
+                said.start(job, start)
+            waiting, running[job.number], starts[job.number] = None, job, start
+            it.running.add(job.number)
+            it.write()
+        if not running:
+            return
+        for job, code in launcher.wait(_PATIENCE):
+            del running[job.number]
+            it.running.discard(job.number)
+            if not it.heard or holds_run(job.run_dir) or code not in _STOPPED:
+                job.end(code, errors_of(job.output, printed[job.number]))
+            lost = code < 0 or code in _LOST
+            if lost and starts[job.number] <= it.settings.retries and not it.heard:
+                print(on_one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
+                waiting = job
+                continue
+            it.write()
+            said.end(job)
+            tell(job)
+        for number in it.heard[told:]:
+            launcher.send(number)
+            told += 1
+        said.progress(running)
 
 
-def _start(run: _Run, asked: Asked, display: Display) -> bool:
-    """Start a job; return False if there is no room for it."""
-    outcome, job = asked
-    start, launcher = run.starts.get(outcome.number, 0) + 1, run.it.launcher
-    if not launcher.quiet:  # it runs alone, and its own output follows
-        display.started(outcome, job, start)
-    if not launcher.start(_launch(run.it, asked)):
-        return False
-    if launcher.quiet:
-        display.started(outcome, job, start)
-    dashboard.link_started(run.it.folder, run.it.outcomes, outcome, run.it.varied)
-    run.waiting.pop(0)
-    run.running[outcome.number], run.starts[outcome.number] = asked, start
-    run.it.running.add(outcome.number)
-    run.it.write_leaderboard()
-    return True
+@dataclass
+class _Said:
+    # A line for each start and each end, and now and then one for a long job. A job that runs alone
+    # prints its result, its warnings and its error itself.
+    it: Sweep
+    began: float = field(default_factory=time.monotonic)
+    before: int = 0  # jobs that earlier starts have ended
+    done: int = 0
+    told: dict[int, float] = field(default_factory=dict)  # time of the last line of each job
 
+    def __post_init__(self) -> None:
+        self.before = self.done = sum(job.state != NOT_STARTED for job in self.it.jobs)
+        if self.it.launcher.quiet:
+            print(self.it.launcher.describe(), flush=True)
 
-def _launch(it: Sweep, asked: Asked) -> Launch:
-    outcome, job = asked
-    strategy = outcome.config.get("strategy") or {}
-    words, output = it.words(outcome, job), _output(it, outcome)
-    return Launch(outcome.number, words, outcome.run_dir, output, strategy)
+    def start(self, job: Job, start: int) -> None:
+        self.told[job.number] = time.monotonic()
+        given = job.overrides
+        varied = " ".join(f"{key}={given[key]}" for key in self.it.varied if key in given)
+        again = f" (start {start})" if start > 1 else ""
+        before = "" if self.it.launcher.quiet else "\n"
+        line = on_one_line(f"{varied}  ->  {job.run_dir}{again}")
+        print(f"{before}[{self.it.jobs.index(job) + 1}/{self.it.count}] {line}", flush=True)
 
+    def end(self, job: Job) -> None:
+        it, ranking = self.it, self.it.ranking
+        self.done += job.state not in (NOT_STARTED, "preempted")  # that one goes on with the sweep
+        facts = [f"{self.done} of {it.count} done"]
+        if it.launcher.quiet:
+            value = ranking.value(job)
+            result = "" if value is None else f" {ranking.name} {value:.4f}"
+            why = f": {job.reason or f'see {job.output}'}" if job.failed else ""
+            facts.insert(0, on_one_line(f"job {job.number} {job.state}{result}{why}"))
+        best = [j for j in ranking.ranked(it.jobs) if ranking.value(j) is not None and not j.failed]
+        if best:
+            facts.append(f"best {ranking.name} {ranking.value(best[0]):.4f} (job {best[0].number})")
+        done, left = self.done - self.before, it.count - self.done
+        if done and left and not it.ended:
+            minutes = (time.monotonic() - self.began) / done * left / 60
+            about = f"{60 * minutes:.0f} s" if minutes < 1.5 else f"{minutes:.0f} min"
+            facts.append(f"about {about if minutes < 90 else f'{minutes / 60:.1f} h'} left")
+        print("; ".join(facts), flush=True)
 
-def _output(it: Sweep, outcome: Outcome) -> Path:
-    return it.folder / "output" / f"{outcome.number}.txt"
-
-
-def _note(
-    run: _Run, end: Ended, tell: Callable[[Outcome], None], show: Callable[[Outcome, bool], None]
-) -> None:
-    outcome, job = run.running.pop(end.number)
-    run.it.running.discard(end.number)
-    again = run.is_to_run_again(end)
-    if not run.it.stop.number or holds_run(outcome.run_dir) or end.code not in _STOPPED:
-        note_outcome(outcome, end.code, end.errors)
-    if outcome.failed and run.it.launcher.quiet:
-        outcome.reason = outcome.reason or f"see {_output(run.it, outcome)}"
-    show(outcome, again)
-    if again:
-        run.waiting.insert(0, (outcome, job))
-        return
-    run.it.write()
-    tell(outcome)
+    def progress(self, running: dict[int, Job]) -> None:
+        now, metric = time.monotonic(), self.it.ranking.name
+        for job in running.values():
+            if now - self.told[job.number] < _EVERY:
+                continue
+            self.told[job.number] = now
+            lines = list(read_metrics(job.run_dir, _TAIL))
+            if lines:
+                values = [line[metric] for line in lines if isinstance(line.get(metric), float)]
+                value = f", {metric} {values[-1]:.4f}" if values else ""
+                epochs = (job.config.get("trainer") or {}).get("max_epochs")
+                of = f" of {epochs}" if epochs else ""
+                last = lines[-1]
+                where = f"epoch {last.get('epoch')}{of}, step {last.get('step')}"
+                print(f"job {job.number}: {where}{value}", flush=True)

@@ -1,174 +1,210 @@
-"""The jobs of a sweep and how they ended, in one folder."""
+"""The folder of a sweep: which one to go on with, which job is where, and what is shown of them."""
 
 import itertools
+import os
+import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import signal
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import yaml
+
 from conf.check import parse
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments
 from scripts.cli.console import logger
-from scripts.cli.request import run_dir_override
+from scripts.cli.request import quoted, run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
-from scripts.sweeps import dashboard
-from scripts.sweeps.folder import find_sweep, has_finished, hold_folder, job_folders
-from scripts.sweeps.groups import Groups, group_keys
-from scripts.sweeps.launchers.choice import launcher_for
-from scripts.sweeps.launchers.launcher import Launcher
-from scripts.sweeps.launchers.server import Server
-from scripts.sweeps.leaderboard import show, write_csv
-from scripts.sweeps.process import Outcome, Stop, note_outcome, words
-from scripts.sweeps.ranking import Ranking
-from trainer.errors import StorageError
-from trainer.files.layout import columns_of, folded_command
-from trainer.files.log_format import on_one_line
-from trainer.runs.dashboard import sweep_command
-from trainer.runs.status import holds_run
+from scripts.sweeps.clusters import RayLauncher, SubmititLauncher, options_of
+from scripts.sweeps.leaderboard import (
+    FILE,
+    Groups,
+    Job,
+    Ranking,
+    read_states,
+    short_keys,
+    show,
+    write_csv,
+)
+from scripts.sweeps.local import LocalLauncher
+from scripts.sweeps.report import write_report
+from trainer.errors import StorageError, stopping_signals
+from trainer.files.atomic import write_json
+from trainer.files.own_yaml import own_values
+from trainer.runs.dashboard import FOLDER, SWEEP
+from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
+from trainer.runs.lock import RunLock, is_held
+from trainer.runs.status import (
+    ENDED_WELL,
+    RunDirectoryError,
+    check_run_dir,
+    holds_run,
+    read_status,
+)
 
-Job = Sequence[Swept]
+Launcher = LocalLauncher | SubmititLauncher | RayLauncher
+RUNS = Path("runs")
+_STAMP = len(timestamp())  # a number follows for a sweep that began in the same second
 
 
-@dataclass(slots=True)
 class Sweep:
     """A folder of jobs, and how those that ran have ended.
 
-    A job is known by its overrides; its number is the name of its folder.
+    `config`: of the first job; it has the metric by which all are compared. `varied`: the keys that
+    differ between jobs. `count`: jobs, including those that are not known yet.
     """
 
-    arguments: Arguments
-    config: dict[str, Any]  # of the first job; it has the metric by which all are compared
-    varied: Sequence[str]  # keys
-    count: int  # jobs, including those that are not known yet
-    metric: str | None = None  # of the task, if it is known
-    expected: str | None = None  # as long as no job has a result
-    settings: SweepConfig = field(init=False)
-    group_by: Sequence[str] = field(init=False)
-    found: Path | None = field(init=False)  # the sweep to go on with
-    folder: Path = field(init=False)
-    known: dict[tuple[str, ...], Path] = field(init=False)
-    taken: set[str] = field(init=False)  # names of folders
-    running: set[int] = field(default_factory=set)  # numbers of jobs
-    planned: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
-    stop: Stop = field(default_factory=Stop)
-    complaints: set[str] = field(default_factory=set)  # about the leaderboard's file
-    server: Server = field(default_factory=Server)
-    launcher: Launcher = field(init=False)
+    def __init__(
+        self, arguments: Arguments, config: dict[str, Any], varied: Sequence[str], count: int
+    ) -> None:
+        self.arguments, self.config, self.varied, self.count = arguments, config, varied, count
+        self.settings = parse(config).sweep or SweepConfig()
+        self.devices = 0  # accelerators, once they are counted
+        self.metric: str | None = None  # of the task, if it is known
+        self.decided = False  # whether jobs are compared by it whatever they log
+        self.heard: list[int] = []  # signals that ask the sweep to end
+        self.running: set[int] = set()  # numbers of jobs
+        self.launcher = self._launcher()
+        self.group_by = self._group_keys()
+        self.found = _find_sweep(config)
+        self._known = job_folders(self.found) if self.found else {}
+        self._planned: dict[tuple[str, ...], Job] = {}
+        self._complaints: set[str] = set()  # about the leaderboard's file
 
-    def __post_init__(self) -> None:
-        self.settings = parse(self.config).sweep or SweepConfig()
-        self.launcher = launcher_for(self.settings, self.server)
-        self.group_by = group_keys(self.settings.group_by, self.varied)
-        self.found = find_sweep(self.config)
-        self.known = job_folders(self.found) if self.found else {}
+    def _launcher(self) -> Launcher:
+        settings = self.settings
+        if settings.launcher == "local":
+            return LocalLauncher(settings.jobs or 1, settings.jobs_per_device, self.devices)
+        options = options_of(settings.launcher_options, self.arguments.overrides)
+        return (SubmititLauncher if settings.launcher == "submitit" else RayLauncher)(options)
 
-    def is_done(self, job: Job, config: dict[str, Any]) -> bool:
+    def _group_keys(self) -> list[str]:
+        given = self.settings.group_by
+        keys = [given] if isinstance(given, str) else given or []
+        there = f"there are {', '.join(self.varied)}" if self.varied else None
+        raise_problems(
+            Problem(
+                "sweep.group_by",
+                f"{key!r} does not vary between the jobs",
+                did_you_mean(key, self.varied) or there,
+            )
+            for key in keys
+            if key not in self.varied
+        )
+        return keys
+
+    def is_done(self, overrides: Sequence[Swept], config: dict[str, Any]) -> bool:
         """Return whether a job of an earlier start has finished."""
-        folder = self.known.get(_identity(job))
-        return folder is not None and has_finished(folder, config)
+        folder = self._known.get(identity(o.text for o in overrides))
+        return folder is not None and _has_finished(folder, config)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the sweep's folder, and record signals instead of ending at once."""
-        self.folder, lock = hold_folder(self.config, self.found)
-        self.taken = {path.name for path in self.folder.iterdir()}
-        if self.settings.launcher != "local":
-            self.server.close()  # it was needed for the checks only
+        """Make and lock the sweep's folder, and record signals instead of ending at once.
+
+        Raises ConfigError if it cannot be made, RunDirectoryError if another process holds it.
+        """
+        self.folder = self.found or _make_folder(self.config)
+        lock = RunLock(self.folder)
+        if (holder := lock.acquire()) is not None:
+            message = f"the sweep in {self.folder} is in use by {holder}"
+            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+        self._taken = {path.name for path in self.folder.iterdir()}
+        if self.settings.launcher == "local":
+            self.launcher = self._launcher()  # the devices are counted now
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
-        dashboard.begin(self.folder, self.varied)
-        typed = folded_command(sweep_command(self.folder), columns_of(sys.stdout))
-        print("follow the sweep:", typed, sep="\n" if "\n" in typed else " ", flush=True)
+        write_json(self.folder / SWEEP, {"swept": list(self.varied)})
+        board = shlex.quote(str(self.folder / FOLDER))
+        print(f"follow the sweep: tensorboard --logdir {board}", flush=True)
+        before = {n: signal.signal(n, self._hear) for n in stopping_signals()}
         try:
-            with self.stop.listening():
-                yield
+            yield
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             self.launcher.close()
             lock.release()
 
-    def plan(self, job: Job, config: dict[str, Any], number: int | None = None) -> Outcome:
-        """Give a job its folder, that of `number` or the next free one; a finished job is read."""
-        name = _identity(job)
-        if name in self.planned:
-            self.count -= 1
-            return self.planned[name]
-        folder = self.known.get(name) if number is None else self.folder / str(number)
-        folder = folder or self.folder / self._free_name()
-        self.taken.add(folder.name)
-        values = {o.key: o.value for o in job if not belongs_outside(o.key)}
-        outcome = self.planned[name] = Outcome(int(folder.name), folder, values, config=config)
-        if has_finished(folder, config):
-            note_outcome(outcome, 0)
-        return outcome
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard.append(number)
 
-    def _free_name(self) -> str:
-        names = map(str, itertools.count())
-        return next(name for name in names if name not in self.taken)
+    def plan(
+        self, overrides: Sequence[Swept], config: dict[str, Any], number: int | None = None
+    ) -> Job:
+        """Give a job its folder, that of `number` or the next free one; a finished job is read."""
+        texts = [override.text for override in overrides]
+        name = identity(texts)
+        if name in self._planned:
+            self.count -= 1
+            return self._planned[name]
+        folder = self._known.get(name) if number is None else self.folder / str(number)
+        free = (str(n) for n in itertools.count() if str(n) not in self._taken)
+        folder = folder or self.folder / next(free)
+        self._taken.add(folder.name)
+        values = {o.key: o.value for o in overrides if not belongs_outside(o.key)}
+        job = self._planned[name] = Job(int(folder.name), folder, values, texts, config)
+        if _has_finished(folder, config):
+            job.end(0)
+        return job
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def jobs(self) -> list[Job]:
         """Return all jobs that are known so far, in the order of the grid."""
-        return list(self.planned.values())
+        return list(self._planned.values())
 
-    def words(self, outcome: Outcome, job: Job) -> list[str]:
+    def words(self, job: Job) -> list[str]:
         """Return the arguments of `train` for a job."""
-        texts = [override.text for override in job if not _placed(override.key)] + outcome.more
-        started = holds_run(outcome.run_dir)
-        if started:
-            texts.append("resume=auto")
+        keys = {text: _key(text) for text in job.texts}
+        kept = [t for t, k in keys.items() if not belongs_outside(k) or k == "resume_policy"]
+        if holds_run(job.run_dir):
+            kept.append("resume=auto")
         elif self.config["resume"] not in (None, "auto"):  # a checkpoint from which all jobs begin
-            texts += [override.text for override in job if override.key == "resume"]
-        return words(flags(self.arguments), texts, outcome.run_dir)
+            kept += [text for text, key in keys.items() if key == "resume"]
+        return [*flags(self.arguments), *kept, *job.more, f"run_dir={quoted(str(job.run_dir))}"]
 
     @property
     def ended(self) -> bool:
         """Return whether no further job starts: after a signal, or a failure with `fail_fast`."""
-        failed = any(outcome.failed for outcome in self.outcomes)
-        return self.stop.number is not None or (self.settings.fail_fast and failed)
-
-    def write(self) -> None:
-        """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
-        dashboard.arrange(self.folder, self.outcomes, self.varied)
-        self.write_leaderboard()
-
-    def write_leaderboard(self) -> None:
-        """Write `leaderboard.csv` as it stands."""
-        board = self.ranking, self.groups, self.count, self.running
-        try:
-            write_csv(self.folder, self.outcomes, *board)
-        except StorageError as error:  # the running jobs are not affected
-            if str(error) not in self.complaints:
-                logger.warning("warning: %s", error)
-            self.complaints.add(str(error))
-
-    @property
-    def groups(self) -> Groups:
-        """Return the statistics of the jobs that differ in `sweep.group_by` only."""
-        return Groups(self.group_by, self.outcomes, self.ranking)
+        failed = any(job.failed for job in self.jobs)
+        return bool(self.heard) or (self.settings.fail_fast and failed)
 
     @property
     def ranking(self) -> Ranking:
         """Return how the jobs compare, by what is known so far."""
-        return Ranking(self.config, self.outcomes, self.metric, self.expected)
+        return Ranking(self.config, self.jobs, self.metric, self.decided)
+
+    def write(self) -> None:
+        """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
+        with suppress(OSError):  # a dashboard must not end a sweep
+            link_jobs(self.folder, self.jobs, self.varied, self.running)
+        groups = Groups(self.group_by, self.jobs, self.ranking)
+        try:
+            write_csv(self.folder, self.jobs, self.ranking, groups, self.count, self.running)
+        except StorageError as error:  # the running jobs are not affected
+            if str(error) not in self._complaints:
+                logger.warning("warning: %s", error)
+            self._complaints.add(str(error))
 
     def close(self) -> int:
-        """Print the table and return the exit code."""
+        """Print the table, draw the report and return the exit code."""
         self.write()
-        show(self.folder, self.outcomes, self.ranking, self.groups, self.varied)
-        if self.settings.report and self.stop.number is None:
-            report(self.folder)
+        groups = Groups(self.group_by, self.jobs, self.ranking)
+        show(self.folder, self.jobs, self.ranking, groups, self.varied)
+        if self.settings.report and not self.heard:
+            write_report(self.folder, self.jobs, self.ranking, self.varied)
         if self.ended:
-            why = "sweep.fail_fast ended it" if self.stop.number is None else "interrupted"
+            why = "interrupted" if self.heard else "sweep.fail_fast ended it"
             print(f"{why}; go on with the sweep: {self._resume_command()}")
-        if self.stop.number is not None:
-            return self.stop.code
-        return next((outcome.code for outcome in self.outcomes if outcome.code), 0)
+        if self.heard:
+            return 130 if self.heard[0] == signal.SIGINT else 143
+        return next((job.code for job in self.jobs if job.code), 0)
 
     def _resume_command(self) -> str:
         kept = [t for t in self.arguments.overrides if _key(t) != "run_dir"]
@@ -178,39 +214,115 @@ class Sweep:
         return shlex.join(["train", "-m", *words])
 
 
-def report(folder: Path) -> None:
-    """Write the report in a separate process: drawing takes memory, and may fail."""
-    argv = [sys.executable, "-P", "-m", "scripts.sweeps.report", str(folder)]
-    done = subprocess.run([*argv, "--quiet"], capture_output=True, text=True, errors="replace")
-    print(done.stdout, end="")
-    if done.returncode:
-        why = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
-        command = shlex.join(["regimen", "report", str(folder)])
-        print(on_one_line(f"no report ({why}); try again: {command}"))
-
-
 def flags(arguments: Arguments) -> list[str]:
     """Return the flags that a command line of ours has besides its overrides."""
-    found = []
-    if arguments.config_name != PRIMARY:
-        found += ["--config-name", arguments.config_name]
+    name = arguments.config_name
+    pairs = [("--config-name", name)] if name != PRIMARY else []
     if arguments.config_path is not None:
-        found += ["--config-path", arguments.config_path]
-    for folder in arguments.config_dirs:
-        found += ["--config-dir", folder]
-    for package in arguments.allow_targets:
-        found += ["--allow-target", package]
-    return found
-
-
-def _identity(job: Job) -> tuple[str, ...]:
-    return identity(override.text for override in job)
+        pairs.append(("--config-path", arguments.config_path))
+    pairs += [("--config-dir", folder) for folder in arguments.config_dirs]
+    pairs += [("--allow-target", package) for package in arguments.allow_targets]
+    return [word for pair in pairs for word in pair]
 
 
 def _key(text: str) -> str:
     return text.lstrip("+~").partition("=")[0]
 
 
-def _placed(key: str) -> bool:
-    """Return whether the sweep, not the command line, sets a key of its jobs."""
-    return belongs_outside(key) and key != "resume_policy"
+def _find_sweep(config: dict[str, Any]) -> Path | None:
+    if config["run_dir"] is None:
+        return newest_unfinished(_sweeps(config)) if config["resume"] == "auto" else None
+    folder = Path(config["run_dir"])
+    check_run_dir(folder)
+    used = (folder / FILE).exists() or holds_run(folder / "0")
+    if holds_run(folder) or (used and config["resume"] is None):
+        message = f"{folder} holds a run or a sweep already"
+        hint = "resume=auto goes on with it" if used else "choose another run_dir"
+        raise ConfigError([Problem("run_dir", message, hint=hint)])
+    return folder if used else None
+
+
+def _sweeps(config: dict[str, Any]) -> Path:
+    return name_folder(RUNS, config["name"]) / "sweeps"
+
+
+def newest_unfinished(sweeps: Path) -> Path | None:
+    """Return the newest sweep in a folder with an unfinished job that no process holds."""
+
+    def age(folder: Path) -> tuple[str, int, str]:
+        name = folder.name
+        return name[:_STAMP], len(name), name  # -10 comes after -9
+
+    def unfinished(folder: Path) -> bool:
+        try:
+            return any(state not in ENDED_WELL for state in read_states(folder))
+        except (OSError, ValueError):  # unreadable: the status of each job decides
+            return True
+
+    folders = (board.parent for board in sweeps.glob(f"*/{FILE}"))
+    found = sorted(folders, key=age, reverse=True)
+    return next((f for f in found if unfinished(f) and not is_held(f)), None)
+
+
+def _make_folder(config: dict[str, Any]) -> Path:
+    if config["run_dir"] is None:
+        return reserve(_sweeps(config), timestamp())
+    folder = Path(config["run_dir"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("run_dir", f"{folder}: {error.strerror}")]) from error
+    return folder
+
+
+def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
+    """Return the folder of each job, by the overrides that it was made with."""
+    numbered = [path for path in sweep.iterdir() if path.name.isdecimal()]
+    folders: dict[tuple[str, ...], Path] = {}
+    for path in sorted(numbered, key=lambda path: int(path.name)):
+        # One that cannot be read is the folder of no known job.
+        with suppress(OSError, ValueError, TypeError, yaml.YAMLError, ConfigError):
+            texts = own_values((path / OVERRIDES).read_text(encoding="utf-8"))
+            folders.setdefault(identity(map(str, texts)), path)
+    return folders
+
+
+def _has_finished(folder: Path, config: dict[str, Any]) -> bool:
+    try:
+        if read_status(folder).get("state") not in ENDED_WELL:
+            return False
+        saved = own_values((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):
+        return False
+    return isinstance(saved, dict) and _trained(saved) == _trained(config)
+
+
+def _trained(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if not belongs_outside(k) and k != "dry_run"}
+
+
+def link_jobs(
+    sweep: Path, jobs: Sequence[Job], varied: Sequence[str], running: Collection[int] = ()
+) -> None:
+    """Link each job that has begun in `tensorboard/`, by what varies: `lr=0.1,seed=2`.
+
+    Links of jobs that the grid has no more are removed. Raises OSError.
+    """
+    board, links = sweep / FOLDER, dict[str, str]()
+    for job in jobs:
+        own = job.run_dir / FOLDER
+        if not own.is_dir() and job.number not in running:
+            continue  # an open TensorBoard finds the folder of one that runs once it is there
+        pairs = zip(short_keys(varied), varied, strict=True)
+        name = ",".join(f"{k}={job.overrides[key]}" for k, key in pairs if key in job.overrides)
+        # TensorBoard takes a slash for a group of runs; file systems allow 255 bytes.
+        name = re.sub(r"[^ -.0-~]|\\", "_", name).strip(".")[:150] or f"job {job.number}"
+        links[name if name not in links else f"{name},job={job.number}"] = os.path.relpath(
+            own, board
+        )
+    board.mkdir(exist_ok=True)
+    there = {path.name: os.readlink(path) for path in board.iterdir() if path.is_symlink()}
+    for name, _ in there.items() - links.items():
+        (board / name).unlink()
+    for name, target in links.items() - there.items():
+        (board / name).symlink_to(target)

@@ -31,7 +31,7 @@ class At(Callback):
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that keeps the write of a step from going on, and the gates' events."""
-    write, gates = mechanism.write_checkpoint, {}
+    write, gates = mechanism.write_archive, {}
 
     def waiting(path: Path, payload: dict[str, Any]) -> Any:
         gate = gates.get(payload["state"]["counters"]["global_step"])
@@ -41,14 +41,14 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Any:
     def close(step: int) -> threading.Event:
         return gates.setdefault(step, threading.Event())
 
-    monkeypatch.setattr(mechanism, "write_checkpoint", waiting)
+    monkeypatch.setattr(mechanism, "write_archive", waiting)
     return close
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that lets the write of a step fail once."""
-    write, errors = mechanism.write_checkpoint, {}
+    write, errors = mechanism.write_archive, {}
 
     def perhaps(path: Path, payload: dict[str, Any]) -> Any:
         error = errors.pop(payload["state"]["counters"]["global_step"], None)
@@ -56,7 +56,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise error
         return write(path, payload)
 
-    monkeypatch.setattr(mechanism, "write_checkpoint", perhaps)
+    monkeypatch.setattr(mechanism, "write_archive", perhaps)
     return errors.__setitem__
 
 

@@ -1,6 +1,8 @@
+import errno
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import StorageError
+from trainer.files import atomic
 from trainer.state import MAX_TIME
 
 
@@ -159,7 +162,7 @@ def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
         return make_trainer({"scores": scores, "checkpoint": best}, tmp_path, max_epochs=3)
 
     def kill(*args: Any) -> None:
-        if args[-1].step == 15:
+        if any(entry.step == 15 for entry in args[-1].values()):
             raise KeyboardInterrupt
         point(*args)
 
@@ -192,7 +195,7 @@ def test_the_saved_state_knows_of_its_own_save(make_trainer: Any, tmp_path: Path
 def test_a_failed_save_is_told_and_tried_again(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    write, tried = mechanism.write_checkpoint, []
+    write, tried = mechanism.write_archive, []
 
     def full_until_step_8(path: Path, payload: dict[str, Any]) -> Any:
         tried.append(payload["state"]["counters"]["global_step"])
@@ -200,7 +203,7 @@ def test_a_failed_save_is_told_and_tried_again(
             raise StorageError(f"cannot write {path}: no space left")
         return write(path, payload)
 
-    monkeypatch.setattr(mechanism, "write_checkpoint", full_until_step_8)
+    monkeypatch.setattr(mechanism, "write_archive", full_until_step_8)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=3)
     with caplog.at_level(logging.WARNING):
         make_trainer({"checkpoint": checkpoint}, tmp_path, log_every_n_steps=2).fit()
@@ -212,13 +215,45 @@ def test_a_failed_save_is_told_and_tried_again(
     assert steps(tmp_path) == [9, 10]
 
 
+def test_the_best_survives_a_disk_that_is_full_exactly_at_its_name(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hard links a name is a copy; the checkpoint itself is whole."""
+
+    def without_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    def full(path: Path) -> Any:
+        if path.name == "best.pt":
+            raise OSError(errno.ENOSPC, "full")
+        return replacing(path)
+
+    def trainer() -> Any:
+        checkpoint = Checkpoint(monitor="val/score", mode="max")
+        callbacks = {"scores": Scores([1.0, 2.0, 1.0, 1.0, 1.0]), "checkpoint": checkpoint}
+        return make_trainer(callbacks, tmp_path, max_epochs=5, log_every_n_steps=100)
+
+    replacing = atomic.replacing
+    monkeypatch.setattr(os, "link", without_links)
+    first = trainer()
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "replacing", full)
+        with pytest.raises(StorageError, match="no space left"):
+            first.fit()
+    assert steps(tmp_path) == [10, 20, 25]
+    second = trainer()
+    second.fit(resume="auto")
+    assert second.callbacks["checkpoint"].best == (10, 2.0)
+    assert step_of(tmp_path, "best") == 10
+
+
 def test_a_run_that_cannot_save_its_end_fails(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, payload: dict[str, Any]) -> Any:
         raise StorageError(f"cannot write {path}: no space left")
 
-    monkeypatch.setattr(mechanism, "write_checkpoint", full)
+    monkeypatch.setattr(mechanism, "write_archive", full)
     checkpoint = Checkpoint()
     trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
     with pytest.raises(StorageError, match="no space left"):
@@ -230,13 +265,13 @@ def test_a_run_that_cannot_save_its_end_fails(
 def test_a_signal_saves_where_it_stopped_and_only_once(
     make_trainer: Any, tmp_path: Path, stop_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, saved = mechanism.write_checkpoint, []
+    write, saved = mechanism.write_archive, []
 
     def recorded(path: Path, payload: dict[str, Any]) -> Any:
         saved.append(path.name)
         return write(path, payload)
 
-    monkeypatch.setattr(mechanism, "write_checkpoint", recorded)
+    monkeypatch.setattr(mechanism, "write_archive", recorded)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
     trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path)
     trainer.fit()

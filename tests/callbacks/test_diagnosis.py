@@ -4,26 +4,24 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks.histograms import Histograms
-from callbacks.lr_finder import LRFinder, smoothed
+from callbacks.lr_finder import LRFinder
 from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
-from callbacks.state_dump import StateDump
 from callbacks.support.errors import CallbackError
-from callbacks.support.xplane import xspace
 from callbacks.tensorboard import TensorBoard
 from trainer.callback import Callback
 from trainer.errors import DivergedError
 from trainer.media import histogram_of
+from trainer.state import TrainState
+from trainer.task import StepOutput
 
 
 def test_summary_shows_shapes_and_changes_nothing(make_trainer: Any, caplog: Any) -> None:
@@ -38,18 +36,29 @@ def test_summary_shows_shapes_and_changes_nothing(make_trainer: Any, caplog: Any
         assert torch.equal(with_it.model.state_dict()[name], value)
 
 
-def test_summary_leaves_the_random_state_alone(make_trainer: Any) -> None:
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(8, 4).double(), torch.randn(8, 2).double()),
-        batch_size=4,
-        shuffle=True,
-    )
-    trainer = make_trainer({"summary": ModelSummary()}, batches=loader)
-    torch.manual_seed(0)
-    trainer.callbacks["summary"].on_fit_start(trainer)
-    drawn = torch.rand(3)
-    torch.manual_seed(0)
-    assert torch.equal(torch.rand(3), drawn)
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.digit, self.parity = torch.nn.Linear(4, 3).double(), torch.nn.Linear(4, 1).double()
+
+    def forward(self, inputs: torch.Tensor, /, *, scale: float) -> Any:
+        return {"digit": self.digit(inputs * scale), "parity": self.parity(inputs)}
+
+
+def test_summary_shows_all_heads_also_where_the_task_prepares_the_input(
+    make_trainer: Any, caplog: Any
+) -> None:
+    trainer = make_trainer({"summary": ModelSummary()}, model=TwoHeads(), validated=False)
+
+    def training_step(model: Any, batch: Any) -> StepOutput:
+        made = model(batch[0], scale=2.0)  # which model(inputs) does not know
+        return StepOutput(made["digit"].mean(1) + made["parity"].mean(1))
+
+    trainer.task.training_step = training_step
+    with caplog.at_level(logging.INFO):
+        trainer.fit()
+    assert "N x 3, N x 1" in caplog.text
+    assert "failed" not in caplog.text
 
 
 def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) -> None:
@@ -59,68 +68,6 @@ def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) 
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "aten::addmm" in names
     assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
-
-
-def test_a_trace_is_in_the_profile_tab_as_well(make_trainer: Any, tmp_path: Path) -> None:
-    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
-    (trace,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
-    (found,) = (tmp_path / "tensorboard" / "plugins" / "profile" / "step-00000004").iterdir()
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
-    space = xspace_message()
-    space.ParseFromString(found.read_bytes())
-    (plane,) = space.planes
-    assert plane.name == "/host:CPU"
-    names = {entry.key: entry.value.name for entry in plane.event_metadata}
-    begin = plane.lines[0].timestamp_ns
-    read = sorted(
-        (names[e.metadata_id], begin / 1e3 + e.offset_ps / 1e6, e.duration_ps / 1e6)
-        for line in plane.lines
-        for e in line.events
-    )
-    told = sorted((e["name"], float(e["ts"]), float(e["dur"])) for e in events if e["dur"] > 0)
-    assert [name for name, *_ in read] == [name for name, *_ in told]
-    assert "aten::addmm" in names.values()
-    for (_, *mine), (_, *theirs) in zip(read, told, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-12, abs=2e-3)  # begins are in nanoseconds
-
-
-def xspace_message() -> Any:
-    """Return an empty XSpace, as protobuf reads it: the fields by their published numbers."""
-    kinds = FieldDescriptorProto
-    file = FileDescriptorProto(name="xplane.proto", package="x")
-
-    def message(called: str, /, **fields: tuple[int, Any]) -> None:
-        added = file.message_type.add(name=called)
-        for field, (number, kind) in fields.items():
-            many = isinstance(kind, str) and not kind.startswith("one ")
-            label = kinds.LABEL_REPEATED if many else kinds.LABEL_OPTIONAL
-            made = added.field.add(name=field, number=number, label=label)
-            if isinstance(kind, str):
-                made.type, made.type_name = kinds.TYPE_MESSAGE, f".x.{kind.removeprefix('one ')}"
-            else:
-                made.type = kind
-
-    whole, text = kinds.TYPE_INT64, kinds.TYPE_STRING
-    message("Space", planes=(1, "Plane"))
-    metadata = {"event_metadata": (4, "Entry")}  # a map is a list of entries
-    message("Plane", id=(1, whole), name=(2, text), lines=(3, "Line"), **metadata)
-    message("Line", id=(1, whole), name=(2, text), timestamp_ns=(3, whole), events=(4, "Event"))
-    message("Event", metadata_id=(1, whole), offset_ps=(2, whole), duration_ps=(3, whole))
-    message("Entry", key=(1, whole), value=(2, "one Name"))
-    message("Name", id=(1, whole), name=(2, text))
-    pool = DescriptorPool()
-    pool.Add(file)
-    return GetMessageClass(pool.FindMessageTypeByName("x.Space"))()
-
-
-def test_events_of_a_device_are_on_its_own_plane() -> None:
-    common = {"ph": "X", "ts": 10.5, "dur": 2.0}
-    kernel = {**common, "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7}
-    launch = {**common, "cat": "cuda_runtime", "name": "launch", "pid": 99, "tid": 99}
-    space = xspace_message()
-    space.ParseFromString(xspace({"traceEvents": [kernel, launch, {"ph": "M"}]}, "here"))
-    found = {plane.name: [line.name for line in plane.lines] for plane in space.planes}
-    assert found == {"/host:CPU": ["thread 99"], "/device:GPU:0": ["Stream #7"]}
 
 
 def test_profiler_ends_with_a_run_that_is_too_short(make_trainer: Any, tmp_path: Path) -> None:
@@ -184,57 +131,28 @@ def test_suggestion_is_the_steepest_descent() -> None:
     assert finder.suggestion() is None
 
 
-def test_smoothed_is_corrected_for_its_start() -> None:
-    assert smoothed([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
-    assert smoothed([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+def test_the_loss_is_smoothed_with_a_correction_for_its_start() -> None:
+    finder = LRFinder(stop_factor=1.9, smoothing=0.5, updates=9)
+    finder.on_fit_start(trainer := range_test_of(finder))
+    for loss in (2.0, 2.0, 2.0, 5.0):  # smoothed: 2, 2, 2, 3.6
+        trainer.state.updates += 1
+        finder.on_log(trainer, {"train/loss": loss})
+    assert trainer.state.stop_request is None
+    trainer.state.updates += 1
+    finder.on_log(trainer, {"train/loss": 5.0})  # 4.32
+    assert trainer.state.stop_request is not None
+
+
+def range_test_of(finder: LRFinder) -> Any:
+    optimizers = SimpleNamespace(groups=lambda: [SimpleNamespace(options={})])
+    return SimpleNamespace(
+        state=TrainState(), optimizers=optimizers, learning_rates=lambda: {"all": 0.1}
+    )
 
 
 def test_range_test_needs_every_loss(make_trainer: Any) -> None:
     with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
         make_trainer({"finder": LRFinder()}).fit()
-    with pytest.raises(CallbackError):
-        LRFinder(min_lr=1.0, max_lr=0.1)
-    with pytest.raises(CallbackError):
-        LRFinder(updates=1)
-
-
-def diverging() -> list[Any]:
-    batches = [(torch.ones(6, 4).double(), torch.ones(6, 2).double()) for _ in range(5)]
-    batches[3][0][2, 1] = math.nan
-    return batches
-
-
-def test_a_diverged_run_leaves_a_report(make_trainer: Any, tmp_path: Path) -> None:
-    trainer = make_trainer({"dump": StateDump()}, tmp_path, batches=diverging())
-    with pytest.raises(DivergedError) as raised:
-        trainer.fit()
-    lines = (tmp_path / "divergence.txt").read_text().splitlines()
-    assert lines[0] == str(raised.value)
-    table = {line.split(maxsplit=3)[3]: line.split()[2] for line in lines[5:]}
-    assert table["0.weight"] == "0"  # the update was not applied
-    assert int(table["0.weight (gradient)"]) > 0
-    tensors = torch.load(tmp_path / "divergence.pt", weights_only=True)
-    assert torch.equal(tensors["model"]["0.weight"], trainer.model[0].weight)
-    assert tensors["gradients"]["0.weight"].isnan().any()
-    assert tensors["state"]["global_step"] == 3
-
-
-def test_only_a_divergence_is_dumped(make_trainer: Any, tmp_path: Path) -> None:
-    class Breaks(Callback):
-        def on_epoch_end(self, trainer: Any) -> None:
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        make_trainer({"dump": StateDump(), "breaks": Breaks()}, tmp_path).fit()
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_dump_that_fails_hides_nothing(make_trainer: Any, tmp_path: Path, caplog: Any) -> None:
-    trainer = make_trainer({"dump": StateDump()}, batches=diverging())
-    trainer.run_dir = tmp_path / "missing"
-    with pytest.raises(DivergedError):
-        trainer.fit()
-    assert "cannot write" in caplog.text
 
 
 def test_histograms(make_trainer: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
-from callbacks.support.errors import CallbackError
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.store import CheckpointStore
@@ -81,27 +80,6 @@ def test_which_weights_are_evaluated_is_explicit(make_trainer: Any, used: bool) 
     assert trainer.metrics["val/loss"] == evaluated["val/loss"]
 
 
-def test_training_does_not_depend_on_it(make_trainer: Any) -> None:
-    with_it, without = make_trainer({"ema": EMA()}), make_trainer({})
-    with_it.fit()
-    without.fit()
-    for name, value in without.model.state_dict().items():
-        assert torch.equal(with_it.model.state_dict()[name], value)
-
-
-@pytest.mark.parametrize("cut", [3, 5, 9])
-def test_goes_on_after_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut: int) -> None:
-    whole, first, second = (
-        make_trainer({"ema": EMA(0.9), **more}) for more in ({}, {"stop": stop_at(cut)}, {})
-    )
-    whole.fit()
-    first.fit()
-    carry_over(first, second)
-    second.fit()
-    for name, value in whole.callbacks["ema"].state_dict()["model"].items():
-        assert torch.equal(second.callbacks["ema"].state_dict()["model"][name], value)
-
-
 def test_the_best_checkpoint_evaluates_to_what_training_said(
     make_trainer: Any, tmp_path: Path
 ) -> None:
@@ -112,12 +90,6 @@ def test_the_best_checkpoint_evaluates_to_what_training_said(
     fresh = make_trainer({"ema": EMA(0.9)})  # as the evaluate command: nothing is fitted
     snapshot.load_weights(fresh, payload)
     assert fresh.evaluate(fresh.val_loader, "val")["val/loss"] == trainer.metrics["val/loss"]
-
-
-@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"update_every": 0}])
-def test_options_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(CallbackError):
-        EMA(**options)
 
 
 def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trainer: Any) -> None:

@@ -75,15 +75,6 @@ def test_a_resumed_run_leaves_the_log_of_one_never_interrupted(
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(
-    make_trainer: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "epoch": 0, "train/loss": 9.0}\n')
-    make_trainer({"metrics_log": MetricsLog()}, tmp_path).fit()
-    assert records(tmp_path)[0]["train/loss"] != 9.0
-    assert [r["step"] for r in records(tmp_path)] == [2, 4, 5, 5, 6, 8, 10, 10]
-
-
 def test_no_folder_no_file(make_trainer: Any, tmp_path: Path) -> None:
     make_trainer({"metrics_log": MetricsLog()}).fit()
     trainer = make_trainer({"metrics_log": MetricsLog()})

@@ -75,21 +75,6 @@ def test_before_it_begins_the_model_itself_is_evaluated(make_trainer: Any) -> No
     assert [entry["swa"] == entry["own"] for entry in seen] == [True, False, False]
 
 
-@pytest.mark.parametrize("cut", [4, 10, 12])
-def test_goes_on_after_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut: int) -> None:
-    whole, first, second = (
-        make_trainer({"swa": SWA(1), **more}, max_epochs=4)
-        for more in ({}, {"stop": stop_at(cut)}, {})
-    )
-    whole.fit()
-    first.fit()
-    carry_over(first, second)
-    second.fit()
-    assert second.metrics["val/loss"] == whole.metrics["val/loss"]
-    for name, value in whole.callbacks["swa"].state_dict()["model"].items():
-        assert torch.equal(second.callbacks["swa"].state_dict()["model"][name], value)
-
-
 def test_a_share_needs_a_number_of_epochs(make_trainer: Any) -> None:
     trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
     with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a fraction"):
@@ -99,11 +84,3 @@ def test_a_share_needs_a_number_of_epochs(make_trainer: Any) -> None:
 def test_a_run_too_short_says_so(make_trainer: Any, caplog: Any) -> None:
     make_trainer({"swa": SWA(5)}).fit()
     assert "callbacks.swa: the run ended before its start_epoch" in caplog.text
-
-
-def test_an_average_that_never_began_says_so(make_trainer: Any) -> None:
-    late, early = SWA(start_epoch=5), SWA(start_epoch=1)
-    for swa in (late, early):
-        trainer = make_trainer({"swa": swa})
-        trainer.fit()
-    assert (late.begun, early.begun) == (False, True)

@@ -260,4 +260,4 @@ def test_the_main_process_decides_for_all(study: Any, trial: Any) -> None:
     assert it.state.stop_request is None
     callback.on_validation_end(it, {})
     assert it.state.stop_request == (PRUNED, 0)
-    assert callback._storage is None  # only the main process opens it
+    assert callback._trial is None  # only the main process opens it

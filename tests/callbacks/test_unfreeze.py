@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from callbacks.support.errors import CallbackError
-from callbacks.support.freezing import set_trainable
-from callbacks.unfreeze import Unfreeze
+from callbacks.unfreeze import Unfreeze, set_trainable
 from trainer.callback import Callback
 
 # The model: 0 Linear, 1 BatchNorm, 2 ReLU, 3 Linear; 5 updates an epoch.
@@ -63,22 +62,6 @@ def test_frozen_parameters_see_no_weight_decay(make_trainer: Any) -> None:
         group.options["weight_decay"] = 0.1
     trainer.fit()
     assert moves.moved == [HEAD] * 5
-
-
-@pytest.mark.parametrize("cut", [3, 5, 6, 7, 8])
-def test_survives_a_resume(make_trainer: Any, stop_at: Any, carry_over: Any, cut: int) -> None:
-    moves = [Moves() for _ in range(3)]
-    whole, first, second = (
-        make_trainer({"unfreeze": Unfreeze(STAGES), "moves": note, **more})
-        for note, more in zip(moves, ({}, {"stop": stop_at(cut)}, {}), strict=True)
-    )
-    whole.fit()
-    first.fit()
-    carry_over(first, second)
-    second.fit()
-    assert moves[1].moved + moves[2].moved == moves[0].moved
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(second.model.state_dict()[name], value)
 
 
 @pytest.mark.parametrize(

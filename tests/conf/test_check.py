@@ -1,19 +1,21 @@
 """The schema held against plain trees."""
 
 import math
+import re
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import _inductor
 
 from conf.check import check, fill_defaults, parse
 from conf.errors import ConfigError, Problem
-from conf.fields import declared, rule_of
-from conf.schema import Config
-from conf.schema_loader import EvalLoaderConfig, LoaderConfig
-from conf.schema_strategy import StrategyConfig
-from conf.schema_trainer import TrainerConfig
+from conf.fields import dataclass_in, declared, rule_of
+from conf.other_words import _OURS, VALUES, our_key
+from conf.schema import Config, EvalLoaderConfig, LoaderConfig
+from conf.schema_trainer import CompileWords, StrategyConfig, TrainerConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -165,3 +167,28 @@ def test_a_message_stays_one_line_whatever_it_quotes() -> None:
 def test_every_key_of_the_root_is_a_field_of_config() -> None:
     shipped = yaml.safe_load((CONF / "train.yaml").read_text())
     assert set(shipped) - {"defaults"} <= set(declared(Config))
+
+
+def test_no_key_is_answered_with_itself():
+    assert our_key("optimizer.lr") is None
+    assert our_key("data.num_classes") is None
+
+
+def test_every_answer_is_a_key_that_exists():
+    for answer in {*_OURS.values()}:
+        for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
+            section, name = key.split(".")
+            hint = dataclass_in(Config.__annotations__[section])
+            # An open section has further keys of its own.
+            assert (
+                name in declared(hint)
+                or rule_of(declared(Config)[section]).node
+                or name in ("image_size",)
+            ), key
+    assert set(VALUES.values()) <= {"cuda", "fp16", "bf16", "bf16_true", "fp32", "fp64"}
+
+
+def test_the_modes_are_torchs() -> None:
+    words = typing.get_args(typing.get_type_hints(CompileWords)["mode"])[0]
+    assert set(typing.get_args(words)) <= set(_inductor.list_mode_options())
+    assert TrainerConfig().compile is False

@@ -1,15 +1,15 @@
-"""Interpolations that lead nowhere, back, or too far."""
+"""Interpolations that lead nowhere, back, or too far; those that are filled in later."""
 
 import time
 from typing import Any
 
 import pytest
 
-from conf.interpolation import interpolation_problems
+from conf.interpolation import Interpolations, fill
 
 
 def found(raw: dict[str, Any]) -> str:
-    return " ".join(map(str, interpolation_problems(raw)))
+    return " ".join(map(str, Interpolations(raw).problems))
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,30 @@ def test_interpolations_that_multiply_are_refused_at_once() -> None:
 def test_a_chain_without_end_is_refused() -> None:
     chain: dict[str, Any] = {f"k{i}": f"${{k{i + 1}}}" for i in range(5000)}
     assert "too many" in found({**chain, "k5000": 1})
+
+
+VALUES = {"total_steps": 120, "steps_per_epoch": 10}
+
+
+@pytest.mark.parametrize(
+    ("node", "filled"),
+    [
+        pytest.param("${total_steps}", 120, id="alone-it-is-the-number"),
+        pytest.param("0.3 * ${total_steps}", "0.3 * 120", id="within-text-its-digits"),
+        pytest.param({"a": ["${steps_per_epoch}", 1.5, None]}, {"a": [10, 1.5, None]}, id="nested"),
+        pytest.param("${total_step}", "${total_step}", id="another-name-stays"),
+        pytest.param("\\d+${total_steps}", "\\d+120", id="backslashes-stay"),
+    ],
+)
+def test_fill(node: object, filled: object) -> None:
+    assert fill(node, VALUES) == filled
+
+
+def test_a_name_without_a_value_stays_open() -> None:
+    assert fill("${total_steps}", {"steps_per_epoch": 1}) == "${total_steps}"
+
+
+def test_the_original_is_not_changed() -> None:
+    node = {"a": ["${total_steps}"]}
+    fill(node, VALUES)
+    assert node == {"a": ["${total_steps}"]}

@@ -10,8 +10,12 @@ import torch
 from PIL import Image
 
 import data.decode
-from data.decode import read_image
+from conf.check import parse
+from data.decode import as_tensor, read_image
 from data.errors import DataError
+from data.transforms import Pipeline
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_pipeline
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp", "a.gif", "a.webp", "a.tif", "a.ppm"])
@@ -154,3 +158,33 @@ def test_pixels_without_a_known_range_are_refused(tmp_path: Path, mode: str) -> 
     Image.fromarray(np.full((4, 4), 100000, kind)).save(tmp_path / "odd.tif")
     with pytest.raises(DataError, match="no known range"):
         read_image(tmp_path / "odd.tif")
+
+
+def test_a_program_named_as_a_picture_is_not_run(tmp_path: Path, monkeypatch: Any) -> None:
+    from PIL import EpsImagePlugin
+
+    started: list[Any] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *words, **_: started.append(words))
+    monkeypatch.setattr(EpsImagePlugin, "has_ghostscript", lambda: True)
+    header = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+    (tmp_path / "a.png").write_bytes(header)
+    with pytest.raises(DataError, match="no image format"):
+        read_image(tmp_path / "a.png", 3)
+    assert started == []
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK", "1"])
+@pytest.mark.parametrize("name", ["resize_crop", "imagenet", "crop_flip", "shift"])
+def test_shipped_transforms_take_pictures_of_pillows(name: str, mode: str) -> None:
+    image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (40, 50, 3), np.uint8))
+    image = image.convert(mode)
+    words = ["data=digits" if mode == "L" else "data=cifar10", "data.image_size=32"]
+    config = parse(compose([f"transforms={name}", *words]).config)
+    for stage in ("train", "eval"):
+        pipeline = build_pipeline(config, stage)
+        torch.manual_seed(0)
+        seen = pipeline(image)
+        torch.manual_seed(0)
+        assert seen.is_floating_point()
+        assert torch.equal(seen, pipeline(as_tensor(image)))
+    assert Pipeline({})(image).dtype == torch.uint8

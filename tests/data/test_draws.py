@@ -29,9 +29,8 @@ def test_a_samples_numbers_do_not_depend_on_the_others() -> None:
 
 def test_some_samples_numbers_and_later_ones_are_those_that_all_draw() -> None:
     draws, which = Draws.seeded(50, 3), torch.arange(50) % 3 == 0
-    later = draws.later(12)
+    later = draws.ahead(12)
     first, twelve = draws.uniform(), draws.uniform(each=11)
-    assert torch.equal(draws.later(0), later)
     assert torch.equal(draws.uniform(), later)
     some = draws.of(which)
     assert torch.equal(some.uniform(), first[which])

@@ -10,13 +10,12 @@ from data.keys import Permutation
 from data.orders import (
     ClassBalanced,
     LowMemory,
-    Permuted,
     Sequential,
     Shuffled,
     Subset,
     Weighted,
-    shuffled,
 )
+from data.samplers import default_order
 from data.updates import UpdateSampler
 
 
@@ -123,28 +122,19 @@ def test_impossible_orders_name_the_key(make: Any, text: str) -> None:
     assert "loader.sampler" in str(caught.value)
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_permutation_is_one(samples: int, version: int) -> None:
-    permutation = Permutation(samples, 5, version=version)
+def test_permutation_is_one(samples: int) -> None:
+    permutation = Permutation(samples, 5)
     whole = permutation[:]
     assert sorted(whole) == list(range(samples))
     assert np.array_equal(whole[3:9], permutation[3:9])
     assert np.array_equal(whole[::-1], permutation[::-1])
 
 
-def test_order_of_version_1_is_that_of_runs_begun_with_it() -> None:
-    first = [0, 6, 2, 9, 3, 8, 1, 7, 4, 5, 10]  # as Regimen gave it before there was a version 2
-    assert Permutation(11, 5, version=1)[:].tolist() == first
-    assert Permutation(11, 5)[:].tolist() != first
-
-
-@pytest.mark.parametrize("samples", [10**4, 4**7 + 1, 10**5, 10**8, 2**33 + 1])
-def test_few_positions_are_computed_twice(samples: int) -> None:
-    permutation = Permutation(samples, 5)
-    positions = np.linspace(0, samples - 1, 4096, dtype=np.uint64)
-    found = permutation._network(positions)
-    assert (found >= samples).mean() <= 2 / samples**0.5 + 0.001
+def test_the_orders_of_a_seed_stay() -> None:
+    """Runs resume with them: these were written down."""
+    assert Shuffled(8, 3)(1)[:].tolist() == [0, 2, 1, 4, 6, 7, 3, 5]
+    assert LowMemory(range(11), 5)(2)[:].tolist() == [3, 9, 8, 0, 7, 6, 2, 4, 10, 5, 1]
 
 
 def test_neighbours_of_a_permutation_are_unrelated() -> None:
@@ -168,14 +158,14 @@ def test_permutation_moves_samples_anywhere() -> None:
     """Chi-squared over where each of 20 samples lands, beside numpy's own shuffle."""
     landed = np.zeros((20, 20))
     for epoch in range(1000):
-        landed[np.arange(20), Permuted(20, 0)(epoch)[:]] += 1
+        landed[np.arange(20), LowMemory(range(20), 0)(epoch)[:]] += 1
     chi_squared = ((landed - 50) ** 2 / 50).sum()
     degrees = 19 * 19
     assert abs(chi_squared - degrees) < 4 * np.sqrt(2 * degrees)
 
 
 def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
-    order = shuffled(1_000_000_000, seed=1)
+    order = default_order(range(1_000_000_000), seed=1)
     sampler = UpdateSampler(order, batch_size=4096, rank=511, world_size=512)
     pieces = [sampler.pieces(3, update) for update in (0, 100_000, len(sampler) - 1)]
     drawn = [index for update in pieces for piece in update for index in piece.indices]
@@ -184,8 +174,8 @@ def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
 
 
 def test_order_becomes_memoryless_where_it_is_huge() -> None:
-    assert isinstance(shuffled(10, 0), Shuffled)
-    assert isinstance(shuffled(10, 0, huge=10), Permuted)
+    assert isinstance(default_order(range(10), 0), Shuffled)
+    assert isinstance(default_order(range(10), 0, huge=10), LowMemory)
 
 
 def test_sequential_is_the_order_of_evaluation() -> None:

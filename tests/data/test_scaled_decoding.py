@@ -1,11 +1,9 @@
 """JPEG files that are decoded at a fraction of their size: same draws, nearly the same pixels."""
 
-import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,13 +14,13 @@ from torchvision.transforms import v2
 from conf.check import parse
 from conf.errors import ConfigError
 from data import decode
-from data.decode import JpegFile, open_image, read_image
+from data.decode import LargeJpeg, open_image, quick_form, read_image
 from data.errors import UnreadableError
 from data.image_folder import ImageFolder
-from data.loading.batch_forms import quick_form
 from data.transforms import Pipeline
 from scripts.composition.compose import compose
-from trainer.build.data import build_data, train_loader
+from trainer.assembly.data import build_data
+from trainer.assembly.loaders import train_loader
 
 SIDES = 331, 250  # width and height: no multiples of 8
 
@@ -68,12 +66,14 @@ def test_part_is_that_of_whole_picture(tmp_path: Path, turn: int, step: Any) -> 
 
 
 def test_scale_follows_from_the_box_and_the_size(tmp_path: Path) -> None:
-    file = open_image(_write(tmp_path / "a.jpg"))
-    assert isinstance(file, JpegFile)
-    assert file.scaled((0, 0, 100, 63), (50, 32)) is None  # one column less than twice the size
-    part = file.scaled((0, 0, 100, 64), (50, 32))
-    assert part is not None
+    path = _write(tmp_path / "a.jpg")
+    file, whole = open_image(path), read_image(path)
+    assert isinstance(file, LargeJpeg)
+    less = file.part([0, 0, 100, 63], [50, 32])  # one column less than twice the size
+    part = file.part([0, 0, 100, 64], [50, 32])
+    assert torch.equal(less, v2.Resize((50, 32))(whole[:, :100, :63]))
     assert part.shape == (3, 50, 32)
+    assert not torch.equal(part, v2.Resize((50, 32))(whole[:, :100, :64]))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_only_large_plain_jpeg_files_are_left_undecoded(
     path = _write(tmp_path / "a.jpg")
     _smooth().save(tmp_path / "a.png")
     _smooth().convert("CMYK").save(tmp_path / "inks.jpg")
-    assert isinstance(open_image(path), JpegFile)
+    assert isinstance(open_image(path), LargeJpeg)
     for name in ("a.png", "inks.jpg"):
         assert torch.equal(open_image(str(tmp_path / name)), read_image(tmp_path / name))  # type: ignore[arg-type]
     assert isinstance(open_image(path, channels=1), Tensor)  # the grey of a colour file is Pillow's
@@ -105,9 +105,8 @@ def test_only_large_plain_jpeg_files_are_left_undecoded(
 def test_grey_file_becomes_colour(tmp_path: Path) -> None:
     _smooth().convert("L").save(tmp_path / "a.jpg")
     file = open_image(str(tmp_path / "a.jpg"))
-    assert isinstance(file, JpegFile)
-    part = file.scaled((0, 0, 200, 200), (20, 20))
-    assert part is not None
+    assert isinstance(file, LargeJpeg)
+    part = file.part([0, 0, 200, 200], [20, 20])
     assert torch.equal(part[0], part[2])
 
 
@@ -115,9 +114,9 @@ def test_broken_file_is_named(tmp_path: Path) -> None:
     path = Path(_write(tmp_path / "a.jpg"))
     path.write_bytes(path.read_bytes()[:3000])
     file = open_image(str(path))
-    assert isinstance(file, JpegFile)
+    assert isinstance(file, LargeJpeg)
     with pytest.raises(UnreadableError, match=r"cannot decode .*a\.jpg: OSError"):
-        file.scaled((0, 0, 200, 200), (20, 20))
+        file.part([0, 0, 200, 200], [20, 20])
 
 
 def _loader(root: Path, workers: int = 0, accumulation: int = 1, scaled: bool = True) -> Any:
@@ -176,16 +175,8 @@ def test_a_first_step_that_needs_the_whole_image_gets_it(tmp_path: Path) -> None
     _write(tmp_path / "cat" / "a.jpg")
     steps = Pipeline({"flip": v2.RandomHorizontalFlip(1.0), "crop": v2.RandomResizedCrop(30)})
     files = ImageFolder(tmp_path, ["cat/a.jpg"], [0], ["cat"], transform=steps)
-    files.decode = "scaled"
+    files.scaled = True
     torch.manual_seed(0)
     image, _ = files[0]
     torch.manual_seed(0)
     assert torch.equal(image, steps(read_image(tmp_path / "cat" / "a.jpg")))
-
-
-def test_pillow_reads_the_size_that_the_header_gives() -> None:
-    stream = io.BytesIO()
-    _smooth().save(stream, "JPEG", progressive=True)
-    assert decode._frame(stream.getvalue()) == (*SIDES, 3)
-    assert decode._frame(b"") == decode._frame(b"GIF89a" + bytes(20)) == (0, 0, 0)
-    assert np.asarray(Image.open(stream)).shape == (*SIDES[::-1], 3)

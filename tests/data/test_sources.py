@@ -128,3 +128,8 @@ def test_digits_are_those_of_scikit_learn() -> None:
     for ours, theirs in zip(_digits(), load_digits(return_X_y=True), strict=True):
         assert np.array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
+
+
+def test_a_size_below_a_pixel_is_refused() -> None:
+    with pytest.raises(DataError, match="image_size=-3: give a side of at least one pixel"):
+        Digits("train", image_size=-3)

@@ -20,13 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from demo_server import Server
-
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
 PRELOADED = [
     "scripts.train",
     "scripts.evaluate",
-    "trainer.inference.evaluation",
+    "trainer.inference.run",
     "scripts.runs.run",
     "scripts.prediction.work",
     "torchvision.transforms.v2",
@@ -76,17 +74,17 @@ def run_command(command, arguments, folder, output, environment, tmpfs):
 
 def train_as_on_a_gpu():
     """Take the CPU for a device that the host waits for, with the optimizers that go with it."""
-    from trainer.build import assembly
-    from trainer.update import guard
+    from trainer.assembly import parts
+    from trainer.update import sums
 
-    guard.waits_for = lambda device: True
-    plain = assembly.build_optimizers
+    sums.waits_for = lambda device: True
+    plain = parts.build_optimizers
 
     def build_optimizers(model, *args, **more):
         on_meta = any(parameter.is_meta for parameter in model.parameters())  # a check's stand-ins
         return plain(model, *args, **more | {"prefer_fused": not on_meta})
 
-    assembly.build_optimizers = build_optimizers
+    parts.build_optimizers = build_optimizers
 
 
 def mount(folder, options):
@@ -204,12 +202,6 @@ def train(start):
 def predict(start):
     """Run `predict ARGUMENTS` to its end."""
     return lambda arguments, **options: start(arguments, command="predict", **options).wait()
-
-
-@pytest.fixture(scope="module")
-def demo(start):
-    """Start `regimen demo ARGUMENTS` on a free port."""
-    return lambda *arguments: Server(start([*arguments, "port=0"], command="demo"))
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ class Payload:
 @pytest.mark.parametrize("auto", [True, False], ids=["auto", "path"])
 def test_code_is_refused_and_not_run(train, job, killed, tmp_path, auto):
     canary, path = tmp_path / "canary", step_file(killed, 40)
-    torch.save({"model": Payload(canary), "format_version": 1}, path)
+    torch.save({"model": Payload(canary), "format_version": 2}, path)
     resume = [f"run_dir={killed}", "resume=auto"] if auto else [f"resume={path}"]
     run = train([*job, *resume], environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
     assert run.code == 4
@@ -99,7 +99,7 @@ def test_a_format_of_the_future_is_named(train, job, killed):
     rewritten(path, lambda content: content.update(format_version=9))
     run = train([*job, f"resume={path}"])
     assert run.code == 4
-    assert "format 9 > supported 1" in run.error
+    assert "format 9 > supported 2" in run.error
 
 
 def test_a_missing_path_is_a_mistake_of_the_command_line(train, job, tmp_path):

@@ -19,7 +19,9 @@ class Few(Digits):
 """
 UPDATES = 16
 EVERY_STEP = [
-    "data.train._target_=own.Few",
+    "data.train._target_=own.Few",  # which alone would drop the other splits
+    "data.val._target_=data.sources.Digits",
+    "data.test._target_=data.sources.Digits",
     "callbacks.checkpoint.every_n_steps=1",
     "trainer.validate_every_n_steps=3",
 ]

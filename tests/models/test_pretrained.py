@@ -37,7 +37,7 @@ def same(a: nn.Module, b: nn.Module, except_for: str = "-") -> bool:
 def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path: Path) -> None:
     state = torch.load(saved, weights_only=True)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    torch.save({"model": state, "format_version": 1}, tmp_path / "run/checkpoints/last.pt")
+    torch.save({"model": state, "format_version": 2}, tmp_path / "run/checkpoints/last.pt")
     torch.save({"state_dict": {f"net.{k}": v for k, v in state.items()}}, tmp_path / "foreign.ckpt")
     expected = net(seed=1)
     assert same(fine_tune(net(), str(saved)), expected)
@@ -183,7 +183,7 @@ def test_the_average_of_a_run_goes_before_its_weights(
     caplog.set_level(logging.INFO)
     average = net(seed=2).state_dict()
     kept = {name: {"model": average, "averaged": count} for name, count in callbacks.items()}
-    payload = {"model": net(seed=1).state_dict(), "format_version": 1, "callbacks": kept}
+    payload = {"model": net(seed=1).state_dict(), "format_version": 2, "callbacks": kept}
     torch.save(payload | {"ema": {"model": average} if ema else {}}, tmp_path / "run.pt")
     assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=2))
     assert "the average of the weights" in caplog.text
@@ -192,6 +192,6 @@ def test_the_average_of_a_run_goes_before_its_weights(
 
 def test_an_average_of_nothing_is_none(tmp_path: Path) -> None:
     kept = {"swa": {"model": net(seed=2).state_dict(), "averaged": 0}}
-    payload = {"model": net(seed=1).state_dict(), "format_version": 1, "ema": {}, "callbacks": kept}
+    payload = {"model": net(seed=1).state_dict(), "format_version": 2, "ema": {}, "callbacks": kept}
     torch.save(payload, tmp_path / "run.pt")
     assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=1))

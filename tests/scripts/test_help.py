@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
-from scripts.composition.sources import CONF
+from scripts.composition.folders import CONF
 from scripts.help import answer
 
 

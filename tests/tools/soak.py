@@ -1,4 +1,4 @@
-"""Kill a run again and again and see that nothing is lost: `python -m scripts.soak`.
+"""Kill a run again and again and see that nothing is lost: `python tests/tools/soak.py`.
 
 Trains a small job once undisturbed, then the same job killed (SIGKILL to its process
 group) at random moments, writing of checkpoints included, and resumed each time. At every moment
@@ -193,7 +193,7 @@ def _summary(tally: Tally, digest: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.soak",
+        prog="python tests/tools/soak.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,5 +1,8 @@
 """A model of blocks and its samples, for tests of the strategies."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +10,8 @@ from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.updates import UpdateSampler
 from trainer.distributed.group import Group
+from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes, Replicas
 
 
 class Block(nn.Module):
@@ -53,3 +58,21 @@ def loaders(group: Group, accumulation: int = 2) -> tuple[Loader, Loader]:
     )
     val = UpdateSampler(Sequential(10), batch_size=4 * world_size, rank=rank, world_size=world_size)
     return Loader(Points(), train, seed=0), Loader(Points(), val, seed=0)
+
+
+def in_group(
+    function: Callable[[Replicas], Any],
+    kind: type[Replicas] = DDP,
+    processes: Processes | None = None,
+    **options: Any,
+) -> Callable[[int], Any]:
+    """Return what the fixture `ranks` runs: `function(strategy)` within a group over gloo."""
+
+    def run(rank: int) -> Any:
+        strategy = kind(processes or Processes("gloo", 30, "cpu"), **options)
+        strategy.setup()
+        result = function(strategy)
+        strategy.group.leave()
+        return result
+
+    return run

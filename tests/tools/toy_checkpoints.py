@@ -11,7 +11,8 @@ from trainer.checkpoints.store import CheckpointStore
 
 
 def payload(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((size,), value)}, "state": {"global_step": 0}}
+    state = {"made_with": {"torch": "2", "threads": 1, "device": "cpu"}}
+    return {"model": {"weight": torch.full((size,), value)}, "state": state}
 
 
 def files(store: CheckpointStore) -> list[str]:

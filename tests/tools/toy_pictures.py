@@ -25,10 +25,8 @@ class Gallery(Callback):
     def __init__(self) -> None:
         self.shown: dict[str, list[tuple[int, Any]]] = {}
 
-    def _keep(self, trainer: Any, name: str, value: Any) -> None:
-        self.shown.setdefault(name, []).append((trainer.log_point.step, value))
-
-    on_image = on_text = on_histogram = on_pr_curve = _keep  # type: ignore[assignment]
+    def on_media(self, trainer: Any, name: str, media: Any) -> None:
+        self.shown.setdefault(name, []).append((trainer.log_point.step, media))
 
     def steps(self, name: str) -> list[int]:
         return [step for step, _ in self.shown[name]]

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu import BY_HAND, OURS, Rig, contenders, kernels
 from conf.check import parse
-from scripts.benchmarks.gpu_loops import contenders, kernels
-from scripts.benchmarks.gpu_runs import BY_HAND, OURS, Rig
 from scripts.composition.compose import compose
-from trainer.build.experiment import build
+from trainer.assembly.experiment import build
 from trainer.callback import Callback
 from trainer.checkpoints.background import Staging
 from trainer.errors import DivergedError
-from trainer.options import Clipping, TrainerOptions
+from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -58,7 +57,7 @@ def test_an_update_launches_no_more_kernels_than_by_hand() -> None:
     """What guards against non-finite updates is saved in clipping and sums: see test_kernels.py."""
     rig = Rig(CUDA, None, 6, small=True, mode=None)
     counts = {}
-    for who, run in contenders(rig, "resnet18_cifar10", 32, 10).items():
+    for who, run in contenders(rig, "resnet18").items():
         run(2)
         counts[who] = kernels(rig, run)
     assert counts[OURS] <= counts[BY_HAND]
@@ -86,7 +85,7 @@ def test_an_update_that_is_not_finite_is_not_applied(precision: str) -> None:
         strategy=Strategy(CUDA),
         precision=formats,
         callbacks={"weights": Weights()},
-        options=TrainerOptions(max_epochs=1, clipping=Clipping(norm=1.0)),
+        options=TrainerOptions(max_epochs=1, clip_grad_norm=1.0),
     )
     with pytest.raises(DivergedError, match="not finite at update 4"):
         trainer.fit()

@@ -8,7 +8,8 @@ import torch
 
 from conf.check import parse
 from scripts.composition.compose import compose
-from trainer.build.data import count, eval_loader, limited, overfit_samples
+from trainer.assembly.loaders import eval_loader, limited, overfit_samples
+from trainer.options import count
 
 
 def config_of(*overrides: str) -> Any:

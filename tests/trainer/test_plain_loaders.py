@@ -30,7 +30,14 @@ class Endless(IterableDataset[Any]):
 def trained(train: Any, val: Any = None, **options: Any) -> Trainer:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(model, Regression(), optimizer, train, val, options=TrainerOptions(**options))
+    trainer = Trainer(
+        model,
+        Regression(),
+        optimizer,
+        train,
+        val,
+        options=TrainerOptions(**{"max_epochs": 1, **options}),
+    )
     trainer.fit()
     return trainer
 

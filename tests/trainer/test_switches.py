@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import rng as seed
-from trainer.build import experiment as build
+from trainer.assembly import experiment as build
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -57,7 +57,7 @@ def trained(model: nn.Module, compiled: nn.Module | None = None, **options) -> n
         torch.optim.SGD(model.parameters(), lr=0.1),
         batches(),
         precision="fp64",
-        options=TrainerOptions(**options),
+        options=TrainerOptions(**{"max_epochs": 1, **options}),
         compiled=compiled,
     ).fit()
     return model

@@ -1,6 +1,7 @@
-"""Read checkpoints, verified against archive CRCs, format version and index."""
+"""Read checkpoints: verified, of this format, and of a run's form."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,28 @@ from trainer.checkpoints.archive import DamagedCheckpointError, digest, read_arc
 from trainer.checkpoints.index import INDEX, Index
 from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import CheckpointError
+from trainer.state import TrainState
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _ATTEMPTS = 5
+_MOST_VALUES = 5_000_000
 _WEIGHTS = ("model", "ema", "callbacks", "shards", "format_version")  # of a run's checkpoint
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
+_DICTS = ("model", "optimizer", "lr_scheduler", "scaler", "ema", "callbacks", "state")
+_PARTS: Mapping[str, type] = {**dict.fromkeys(_DICTS, dict), "rng": list, "config": str}
+_STATE: Mapping[str, type] = {
+    **dict.fromkeys(("counters", "metrics", "roles", "made_with"), dict),
+    **dict.fromkeys(("sums", "epoch_sums", "loader", "own", "unsaved"), list),
+    "world_size": int,
+}
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the checkpoint in `path` on the CPU; sharded tensors are on the meta device.
 
-    It is read again if a running process replaced it meanwhile. Raises CheckpointError.
+    Its bytes are compared with the index of its folder, or where that does not list it, with its
+    archive's CRCs. It is read again if a running process replaced it meanwhile. Raises
+    CheckpointError.
     """
     for _ in range(_ATTEMPTS - 1):
         before = _identity(path)
@@ -33,43 +45,34 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return _read(path)
 
 
-def read_whole(path: Path) -> dict[str, Any]:
-    """Return the checkpoint in `path` on the CPU, including the values of its shards."""
-    return checkpoint_shards.read(read_checkpoint(path))
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """Read and check a file; content is checked before the digest, for the better error."""
-    payload = read_archive(path)
+    known = Index.read(path.parent).digests(path)
+    payload = read_archive(path, crcs=known is None)
     if not isinstance(payload, dict) or "format_version" not in payload:
         raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
-    _check_format(path, payload["format_version"])
-    _check_digest(path)
+    version = payload["format_version"]
+    if type(version) is not int:
+        raise CheckpointError(f"{path}: format {version!r} is not a number")
+    if version != FORMAT_VERSION:
+        order = ">" if version > FORMAT_VERSION else "<"
+        writer = "a newer" if version > FORMAT_VERSION else "an earlier"
+        message = f"format {version} {order} supported {FORMAT_VERSION}: {writer} Regimen wrote it"
+        raise CheckpointError(f"{path}: {message}")
+    if known is not None and digest(path) not in known:  # last, for the better error
+        raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
     checkpoint_shards.check(payload, path)
     return payload
 
 
 def _identity(path: Path) -> list[tuple[int, int] | None]:
     """Return values that change when the file or its index is replaced."""
-    found: list[tuple[int, int] | None] = []
-    for file in (path, path.parent / INDEX):
-        try:
-            facts = file.stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((facts.st_ino, facts.st_mtime_ns))
-    return found
+    files = (path, path.parent / INDEX)
+    return [(f.stat().st_ino, f.stat().st_mtime_ns) if f.exists() else None for f in files]
 
 
-def model_only(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in `path` by name: a checkpoint, a state dict or a .safetensors file.
-
-    A run directory means its best checkpoint, or else its last.
-    """
-    if path.is_dir():
-        path = _weights_in(path)
-    return _weights(path, read_weights(path))
+def read_whole(path: Path) -> dict[str, Any]:
+    """Return the checkpoint in `path` on the CPU, including the values of its shards."""
+    return checkpoint_shards.read(read_checkpoint(path))
 
 
 def read_weights(path: Path) -> Any:
@@ -84,6 +87,29 @@ def read_weights(path: Path) -> Any:
         payload = read_checkpoint(path)
         payload = checkpoint_shards.read({k: payload[k] for k in _WEIGHTS if k in payload})
     return payload
+
+
+def model_only(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in `path` by name: a checkpoint, a state dict or a .safetensors file.
+
+    A run directory means its best checkpoint, or else its last.
+    """
+    if path.is_dir():
+        places = [
+            d / f"{name}.pt" for d in (path / "checkpoints", path) for name in ("best", "last")
+        ]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise CheckpointError(f"{path}: it contains neither best.pt nor last.pt")
+        path = found
+    payload = read_weights(path)
+    if isinstance(payload, Mapping):
+        inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
+        if isinstance(inner, Mapping) and inner:
+            weights = {str(name): value for name, value in inner.items()}
+            if all(isinstance(value, torch.Tensor) for value in weights.values()):
+                return weights
+    raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
 
 
 def compare_names(
@@ -116,50 +142,58 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _check_format(path: Path, version: Any) -> None:
-    if type(version) is not int:
-        raise CheckpointError(f"{path}: format {version!r} is not a number")
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format {version} > supported {FORMAT_VERSION}: a newer Regimen wrote it"
-        )
-    if version < FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format {version} < supported {FORMAT_VERSION}")
+def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
+    """Raise CheckpointError, naming the first key that is missing or of the wrong kind.
+
+    A file can load safely and still hold anything: each reader of a run's state calls this first.
+    """
+    misfit = next(_misfits(payload), None)
+    if misfit is not None:
+        where = f"{path}: " if path else ""
+        raise CheckpointError(f"{where}not a checkpoint of a run: {misfit}")
 
 
-def _check_digest(path: Path) -> None:
-    """Compare the file's digest with the index of its folder, if it is listed there."""
-    index = Index.read(path.parent)
-    entry = index.files.get(path.name)
-    if entry is not None:
-        known = {entry.sha256}
-    elif path.stem in index.names:
-        # The index is written last: a name may already refer to a checkpoint that the index does
-        # not list yet.
-        unlisted = [
-            other for other in path.parent.glob("step-*.pt") if other.name not in index.files
-        ]
-        known = {entry.sha256 for entry in (*index.files.values(), *index.names.values())}
-        known |= {digest(other) for other in unlisted}
-    else:
-        return
-    if digest(path) not in known:
-        raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
+def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
+    for prefix, wanted in (("", _PARTS), ("state.", _STATE)):
+        values = payload["state"] if prefix else payload
+        for key, kind in wanted.items():
+            if key not in values:
+                yield f"{prefix}{key} is missing"
+            elif not isinstance(values[key], kind):
+                yield f"{prefix}{key} is no {kind.__name__} but {type(values[key]).__name__}"
+    state = payload["state"]
+    for name in TrainState().state_dict():
+        count = state["counters"].get(name)
+        if type(count) is not int or count < 0:
+            yield f"state.counters.{name} is no count but {count!r}"[:200]
+    lists = {"rng": payload["rng"], **{k: state[k] for k, kind in _STATE.items() if kind is list}}
+    for key, values in lists.items():
+        if len(values) != state["world_size"] or not all(isinstance(v, dict) for v in values):
+            yield f"{key} is no list of a dict for each of {state['world_size']} processes"
+    for name, value in payload["model"].items():
+        if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
+            yield f"model.{name} is no tensor but {type(value).__name__}"
+    pending, visited = [payload], 0  # a value that stands in several places is visited in each
+    while pending and visited < _MOST_VALUES:
+        member, visited = pending.pop(), visited + 1
+        if isinstance(member, torch.Tensor):
+            whole = member.is_meta or member.layout is not torch.strided
+            if not whole and member.nbytes > member.untyped_storage().nbytes():
+                yield f"a tensor of {list(member.shape)} is larger than what is stored of it"
+        elif isinstance(member, dict | list | tuple | set):
+            pending.extend(member.values() if isinstance(member, dict) else member)
+    if pending:
+        yield f"it expands to more than {_MOST_VALUES} values"
 
 
-def _weights_in(folder: Path) -> Path:
-    for parent in (folder / "checkpoints", folder):
-        for name in ("best.pt", "last.pt"):
-            if (parent / name).is_file():
-                return parent / name
-    raise CheckpointError(f"{folder}: it contains neither best.pt nor last.pt")
-
-
-def _weights(path: Path, payload: Any) -> dict[str, torch.Tensor]:
-    if isinstance(payload, Mapping):
-        inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
-        if isinstance(inner, Mapping) and inner:
-            weights = {str(name): value for name, value in inner.items()}
-            if all(isinstance(value, torch.Tensor) for value in weights.values()):
-                return weights
-    raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
+@contextmanager
+def taking_over(what: str) -> Iterator[None]:
+    """Turn exceptions raised by a state that does not fit into a CheckpointError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
+            raise
+        line = (str(error).strip().splitlines() or [""])[0][:500]
+        reason = f"{type(error).__name__}: {line}"
+        raise CheckpointError(f"{what} of the checkpoint cannot be loaded: {reason}") from error

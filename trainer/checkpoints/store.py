@@ -1,35 +1,31 @@
-"""Checkpoints on disk: how they are written, named, verified and removed."""
+"""The checkpoints of a run: how they are written, named, found again and removed."""
 
 import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 
-from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.index import Entry, Index, finite, layout_of
-from trainer.checkpoints.journal import mark
+from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
+from trainer.checkpoints.index import Entry, Index
 from trainer.checkpoints.reader import (
     FORMAT_VERSION,
     compare_names,
     model_only,
     read_checkpoint,
 )
-from trainer.checkpoints.repair import repair
-from trainer.checkpoints.rewind import beyond, rewind
-from trainer.checkpoints.shards import remove_unused, shard_facts
-from trainer.checkpoints.writer import check_room, verify_written, write_checkpoint
+from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
-from trainer.files.atomic import link_or_copy, remove_orphans
+from trainer.files.atomic import link_or_copy, remove_orphans, sync_folder
 from trainer.files.storage import storage_error
 from trainer.runs import manifest
 from trainer.runs.lock import refuse_taken
+from trainer.runs.metrics import read_metrics
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 
@@ -38,17 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `step-00000120.pt`..., and the names `last.pt`, `best.pt`.
+    """The checkpoints of one run: `step-00000120.pt`..., and the names `last.pt`, `best.pt`."""
 
-    `facts` are recorded in the index, together with torch version, threads, device, world size.
-    """
-
-    def __init__(self, folder: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.resumed_from: int | None = None  # step; set by newest() and load(); never pruned
-        self._facts = dict(facts or {})
-        self._cleaned = False
-        self._kept: tuple[Index, Any] | None = None  # and the mark of its files on disk
+        self._in_order = False  # whether files, names and index are known to agree
 
     def save(
         self,
@@ -64,41 +55,29 @@ class CheckpointStore:
         """
         path = self.path_of(step)
         self.prepare()
-        with self._changing() as index:
-            check_room(path, index, payload)
-            if index.files.pop(path.name, None) is not None:
-                index.write(self.folder)  # or the old digest would be compared with the new file
-            content = {**payload, "format_version": FORMAT_VERSION}
-            size, sha256 = write_checkpoint(path, content)
-            verify_written(path, size)
-            facts = {**_circumstances(content), **shard_facts(content), **self._facts}
-            entry = Entry(path.name, step, size, sha256, finite(metrics or {}), facts, "")
-            entry = index.add(entry, layout_of(content.get("model", {})))
-            self._point(index, names, entry)
+        self._in_order = False  # what fails from here on is put right as after a kill
+        index = Index.read(self.folder)
+        if index.files.pop(path.name, None) is not None:
+            index.write(self.folder)  # or the old digest would be compared with the new file
+        finite = {k: float(v) if math.isfinite(v) else None for k, v in (metrics or {}).items()}
+        write_archive(path, {**payload, "format_version": FORMAT_VERSION})
+        entry = self._enter(index, path, payload, finite)
+        self._point(index, dict.fromkeys(names, entry))
+        self._in_order = True
         return path
 
-    def name(self, name: str, step: int) -> Path:
-        """Let `name`.pt refer to the checkpoint of `step`."""
-        with self._changing() as index:
-            entry = index.files.get(self.path_of(step).name)
-            if entry is None:
-                raise CheckpointError(
-                    f"{self.path_of(step)}: there is no such checkpoint to name {name}"
-                )
-            self._point(index, [name], entry)
-        return self.folder / f"{name}.pt"
+    def name(self, names: Mapping[str, int]) -> None:
+        """Let each name refer to the checkpoint of its step, if there is one. Raises StorageError.
 
-    def complete(self, step: int, names: Sequence[str]) -> None:
-        """Give the newest checkpoint its names, if a kill came between it and them.
-
-        Raises StorageError.
+        A kill or a full disk can come between a checkpoint and its names.
         """
-        self.prepare()
-        with self._changing() as index:
-            entry = index.files.get(self.path_of(step).name)  # None: damaged, resumed from a copy
-            lacking = [name for name in names if index.names.get(name) != entry]
-            if entry is not None and lacking:
-                self._point(index, lacking, entry)
+        index = Index.read(self.folder)
+        wanted = {name: index.files.get(self.path_of(step).name) for name, step in names.items()}
+        lacking = {n: entry for n, entry in wanted.items() if entry and index.names.get(n) != entry}
+        if lacking:
+            self._in_order = False
+            self._point(index, lacking)
+            self._in_order = True
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read and verify one checkpoint. Raises CheckpointError."""
@@ -112,39 +91,30 @@ class CheckpointStore:
         """Return path and content of the newest undamaged checkpoint, and why others were skipped.
 
         None if there is no checkpoint. Raises CheckpointError if all are damaged, or one contains
-        code or has a newer format. Steps after `up_to` are ignored.
+        code or has another format. Steps after `up_to` are ignored.
         """
         passed: list[str] = []
-        for path in self._candidates(up_to):
+        for path in self._candidates(math.inf if up_to is None else up_to):
             try:
-                payload = self.load(path)
+                return path, self.load(path), passed
             except DamagedCheckpointError as error:
                 passed.append(str(error))
-                continue
-            return path, payload, passed
         lost = passed or [f"{name} is missing" for name in Index.read(self.folder).files]
         if lost:
             raise CheckpointError(f"{self.folder}: no checkpoint is whole: {'; '.join(lost)}")
         return None
 
     def entries(self) -> list[Entry]:
-        """Return the recorded checkpoints that exist, sorted by step."""
-        return Index.read(self.folder).existing(self.folder)
+        """Return the recorded checkpoints that exist with their size, sorted by step."""
+        return self._existing(Index.read(self.folder))
 
     def holds(self, step: int) -> bool:
         """Return whether the checkpoint of `step` exists, under any name."""
-        names = Index.read(self.folder).names
-        led = (self.folder / f"{name}.pt" for name, entry in names.items() if entry.step == step)
-        return any(path.exists() for path in (self.path_of(step), *led))
+        return any(at == step and path.exists() for path, at in self._steps().items())
 
     def beyond(self, step: int) -> bool:
-        """Return whether a checkpoint of a later step exists."""
-        return beyond(self.folder, self._step_files(), step)
-
-    def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
-        """Move checkpoints after `step` to the folder `into`; `best` ranks the rest."""
-        if self.folder.is_dir():
-            rewind(self.folder, self._step_files(), step, best, into)
+        """Return whether a checkpoint of a later step exists, under any name."""
+        return any(other > step for other in self._steps().values())
 
     def prune(self, keep: Collection[int]) -> list[Path]:
         """Remove checkpoints whose step is not in `keep`; return their paths.
@@ -152,106 +122,180 @@ class CheckpointStore:
         The newest two, those that have a name, and the one resumed from are always kept. A file
         that cannot be removed is a warning.
         """
-        with self._changing() as index:
-            whole = [entry.step for entry in index.existing(self.folder)]
-            if len(whole) < 2:
-                return []
-            named = {entry.step for entry in index.names.values()}
-            kept = {*keep, *whole[-2:], *named, self.resumed_from}
-            files = self._step_files()
-            removed = [path for step, path in files if step not in kept and _remove(path)]
-            if removed:
-                for path in removed:
+        index = Index.read(self.folder)
+        whole = [entry.step for entry in self._existing(index)]
+        if len(whole) < 2:
+            return []
+        named = {entry.step for entry in index.names.values()}
+        kept = {*keep, *whole[-2:], *named, self.resumed_from}
+        removed = []
+        for step, path in self._step_files():
+            try:
+                if step not in kept:
+                    os.unlink(path)
+                    removed.append(path)
                     index.files.pop(path.name, None)
-                index.write(self.folder)
-            remove_unused(self.folder, index)
-        return removed
-
-    def clean(self) -> list[Path]:
-        """Remove and repair what a killed writer left; return the removed files.
-
-        Only for the process that holds the lock of the run.
-        """
-        removed = remove_orphans(self.folder)
-        repair(self.folder, self._step_files())
-        remove_unused(self.folder, Index.read(self.folder))
-        self._cleaned = True
+            except OSError as error:
+                _log.warning("cannot remove %s: %s", path, error.strerror)
+        if removed:
+            index.write(self.folder)
+        self._remove_unused_shards(index)
         return removed
 
     def prepare(self) -> None:
-        """Make the folder; clean it at the first call, when this process holds the lock of the run.
-
-        Raises StorageError.
-        """
+        """Make the folder; clean it at the first call, and after a failure. Raises StorageError."""
         refuse_taken(self.folder.parent)
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise storage_error(self.folder, error) from error
-        if not self._cleaned:
+        if not self._in_order:
             self.clean()
+            self._in_order = True
+
+    def clean(self) -> None:
+        """Remove temporary files, enter whole checkpoints, and correct what each name refers to.
+
+        Only the process that holds the lock of the run may call this. Damaged files are left alone:
+        `newest` reports them.
+        """
+        remove_orphans(self.folder)
+        index = Index.read(self.folder)
+        before = dict(index.files), dict(index.names)
+        for step, path in self._step_files():
+            if path.name not in index.files:
+                try:
+                    payload = read_checkpoint(path)
+                    self._enter(index, path, payload, _logged(self.folder.parent, step))
+                except CheckpointError as error:
+                    _log.warning("left out of the index: %s", error)
+        for name in ("last", *list(index.names)):
+            self._correct(index, name)
+        if before != (index.files, index.names):
+            index.write(self.folder)
+        self._remove_unused_shards(index)
+
+    def _correct(self, index: Index, name: str) -> None:
+        """Record what a name's link leads to; let it lead where the record says if it is none."""
+        path, recorded = self.folder / f"{name}.pt", index.names.get(name)
+        for entry in index.files.values():
+            if not path.is_symlink() and _same(path, self.folder / entry.file):
+                index.names[name] = entry
+                return
+        if recorded is None or (path.is_file() and digest(path) == recorded.sha256):
+            return
+        if index.files.get(recorded.file) == recorded and (self.folder / recorded.file).is_file():
+            _log.warning("%s was another checkpoint and is %s again", path, recorded.file)
+            link_or_copy(self.folder / recorded.file, path)
+
+    def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
+        """Move checkpoints after `step`, and names that refer to them, to the folder `into`.
+
+        `last` becomes the checkpoint of `step`, `best` the first of the steps `best` that exists.
+        Can be interrupted anywhere and called again. Raises OSError and StorageError.
+        """
+        if not self.folder.is_dir():
+            return
+        into.mkdir(parents=True, exist_ok=True)
+        index, left = Index.read(self.folder), Index.read(into)
+        far = [path.name for path, at in self._steps().items() if at > step]
+        had_last = "last" in index.names
+        left.layout = index.layout
+        for here, there in ((index.files, left.files), (index.names, left.names)):
+            there |= {name: entry for name, entry in here.items() if entry.step > step}
+        left.write(into)  # first, so that they stay verified
+        far[:0] = ["best.safetensors"] if "best.pt" in far else []  # first: a kill may follow
+        far += [str(e.facts["shards"]) for e in left.files.values() if "shards" in e.facts]
+        for name in far:
+            if os.path.lexists(self.folder / name):
+                os.replace(self.folder / name, into / name)
+        index.files = {name: e for name, e in index.files.items() if e.step <= step}
+        index.names = {name: e for name, e in index.names.items() if e.step <= step}
+        known = {entry.step: entry for entry in self._existing(index)}
+        names = {"last": known.get(step)} if had_last else {}
+        if "best" not in index.names:
+            names["best"] = next((known[at] for at in best if at in known), None)
+        self._point(index, {name: entry for name, entry in names.items() if entry})
+        sync_folder(into)
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`, whether it exists or not."""
         return self.folder / f"step-{step:08d}.pt"
 
-    @contextmanager
-    def _changing(self) -> Iterator[Index]:
-        """Give the index to be changed: that of the last change, or read anew.
+    def _enter(
+        self,
+        index: Index,
+        path: Path,
+        payload: Mapping[str, Any],
+        metrics: dict[str, float | None],
+    ) -> Entry:
+        state = payload.get("state", {})
+        facts = {"saved": manifest.now(), "world_size": state.get("world_size")}
+        facts |= state.get("made_with", {})
+        if shards := payload.get("shards"):
+            facts["shards"] = Path(shards["folder"]).name
+        step = int(path.stem.removeprefix("step-"))
+        entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts)
+        index.files[path.name] = entry
+        index.layout = {
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in payload.get("model", {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return entry
 
-        It is read where another process has written it, and after a change that failed half-way.
-        """
-        kept, self._kept = self._kept, None
-        known = kept is not None and kept[1] == mark(self.folder)
-        index = kept[0] if kept is not None and known else Index.read(self.folder)
-        yield index
-        self._kept = index, mark(self.folder)
-
-    def _point(self, index: Index, names: Sequence[str], entry: Entry) -> None:
-        for name in names:
+    def _point(self, index: Index, names: Mapping[str, Entry]) -> None:
+        for name, entry in names.items():
             link_or_copy(self.folder / entry.file, self.folder / f"{name}.pt")
             index.names[name] = entry
         index.write(self.folder)
 
+    def _existing(self, index: Index) -> list[Entry]:
+        paths = {entry.file: self.folder / entry.file for entry in index.files.values()}
+        sizes = {name: path.stat().st_size for name, path in paths.items() if path.exists()}
+        whole = [entry for entry in index.files.values() if sizes.get(entry.file) == entry.size]
+        return sorted(whole, key=lambda entry: entry.step)
+
     def _step_files(self) -> list[tuple[int, Path]]:
         """Return step and path of the files named like checkpoints, newest first."""
-        found = [(_STEP_FILE.fullmatch(path.name), path) for path in _listed(self.folder)]
+        found = [(_STEP_FILE.fullmatch(path.name), path) for path in self.folder.glob("step-*.pt")]
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
-    def _candidates(self, up_to: int | None) -> list[Path]:
-        """Return step files, newest first, then names that are copies instead of links."""
+    def _steps(self) -> dict[Path, int]:
+        """Return the step of each step file, newest first, and of each name (-1: unknown)."""
         files = self._step_files()
-        known = Index.read(self.folder).names
-        by_step = sorted(known, key=lambda name: known[name].step, reverse=True)
-        names = dict.fromkeys([*by_step, "last", "best"])
-        copies = [self.folder / f"{name}.pt" for name in names]
-        own = [copy for copy in copies if not any(_same(copy, path) for _, path in files)]
-        bound = math.inf if up_to is None else up_to
-        far = {self.folder / f"{name}.pt" for name in known if known[name].step > bound}
-        steps = [path for step, path in files if step <= bound]
-        return steps + [copy for copy in own if copy not in far and os.path.lexists(copy)]
+        steps = {path: step for step, path in files}
+        known = {name: entry.step for name, entry in Index.read(self.folder).names.items()}
+        known = {"last": -1, "best": -1, **known}
+        for name in sorted(known, key=known.__getitem__, reverse=True):
+            path = self.folder / f"{name}.pt"
+            if os.path.lexists(path):
+                linked = (step for step, file in files if _same(path, file))
+                steps[path] = next(linked, known[name])
+        return steps
+
+    def _candidates(self, up_to: float) -> list[Path]:
+        """Return step files, newest first, then names that are copies instead of links."""
+        files = [path for _, path in self._step_files()]
+        steps = {path: step for path, step in self._steps().items() if step <= up_to}
+        return [p for p in steps if p in files or not any(_same(p, file) for file in files)]
+
+    def _remove_unused_shards(self, index: Index) -> None:
+        """Remove the shards that no checkpoint refers to, as far as possible."""
+        used = {e.facts.get("shards") for e in (*index.files.values(), *index.names.values())}
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _circumstances(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that an exact resume depends on."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    tensors = (t for t in payload.get("model", {}).values() if isinstance(t, torch.Tensor))
-    devices = (t.device for t in tensors)
-    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
-    return {
-        "saved": manifest.now(),
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
-    }
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
+    """Return what a run logged at a step before it saved: the metrics that a save records."""
+    found: dict[str, float | None] = {}
+    for line in read_metrics(run_dir):
+        if line.get("step") == step:
+            found |= {k: v for k, v in line.items() if isinstance(v, float | int | None)}
+    counters = ("step", "epoch")
+    return {k: v for k, v in found.items() if k not in counters and k[:5] not in ("best/", "test/")}
 
 
 def _same(path: Path, other: Path) -> bool:
@@ -259,14 +303,3 @@ def _same(path: Path, other: Path) -> bool:
         return path.samefile(other)
     except OSError:
         return False
-
-
-def _remove(path: Path) -> bool:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        _log.warning("cannot remove %s: %s", path, error.strerror)
-        return False
-    return True

@@ -43,5 +43,5 @@ def write_safetensors(
         content = safetensors.torch.save(values, {**(metadata or {}), "format": "pt"})
     except (SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"cannot write {path}: the format does not support {error}") from error
-    with replacing(path, need=len(content)) as file:
+    with replacing(path) as file:
         file.write(content)

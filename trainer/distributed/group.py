@@ -77,9 +77,9 @@ class Group:
         """Return a context that one process of each machine enters and leaves before the others."""
         return nullcontext()
 
-    def remember(self, key: str, value: str) -> None:
-        """Store a value for the processes that continue after a restart."""
+    def remember_run(self, run_dir: str) -> None:
+        """Store the run directory for the processes that continue after a restart."""
 
-    def recall(self, key: str) -> str | None:
-        """Return a value stored before a restart; None if there is none."""
+    def recall_run(self) -> str | None:
+        """Return the run directory from before a restart; None if there is none."""
         return None

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.distributed import attempts
-from trainer.distributed.agreement import Agreement
+from trainer.distributed.agreement import Agreement, shared_flags
 from trainer.distributed.group import Group
-from trainer.distributed.peers import Board, Cause, peer_trouble
-from trainer.distributed.shared_flags import share_flags
+from trainer.distributed.peers import Board, Cause, attempt, peer_trouble, settle_attempt
 from trainer.errors import EXIT_CODES, Interrupted, PeerError, leave_at_once
 from trainer.state import TrainState
 
@@ -38,7 +36,15 @@ def is_rank() -> bool:
 
 
 class ProcessGroup(Group):
-    """The processes that a launcher started, over torch.distributed."""
+    """The processes that a launcher started, over torch.distributed.
+
+    `control` is the gloo group for communication between hosts, whichever backend the devices use.
+    It exists from `join` on.
+    """
+
+    control: dist.ProcessGroup
+    _agreement: Agreement
+    _board: Board
 
     def __init__(self, backend: str, timeout: float) -> None:
         self.rank = int(os.environ.get("RANK", 0))
@@ -47,26 +53,17 @@ class ProcessGroup(Group):
         self.backend = backend
         self.timeout = timedelta(seconds=timeout)
         self.recognize: Callable[[Exception], Exception | None] = lambda _: None  # a strategy's
-        self._control: dist.ProcessGroup | None = None
-        self._agreement: Agreement | None = None
-        self._board: Board | None = None
         self._failed = False
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """The gloo group for communication between hosts, whichever backend the devices use."""
-        assert self._control is not None
-        return self._control
 
     def join(self, device: torch.device) -> None:
         """Initialize the process groups, without the keys of an attempt before a restart."""
         store, rank, world_size = next(rendezvous("env://", timeout=self.timeout))
-        attempts.settle(store, rank, world_size, self.timeout)
+        settle_attempt(store, rank, world_size, self.timeout)
         self._board = Board(store, rank)
         on_gpus = device.type == "cuda"
         dist.init_process_group(
             self.backend,
-            store=PrefixStore(f"regimen/group-{attempts.attempt()}", store),
+            store=PrefixStore(f"regimen/group-{attempt()}", store),
             rank=rank,
             world_size=world_size,
             timeout=self.timeout + _WATCHDOG_LATER if on_gpus else self.timeout,
@@ -75,12 +72,12 @@ class ProcessGroup(Group):
         # A group of its own, so that communication between hosts never waits for a device.
         control = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(control, dist.ProcessGroup)
-        self._control = control
+        self.control = control
         # With GPUs only the device waits for a collective: hosts may be several updates apart.
         together = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
         on_host = together and device.type == "cpu"
-        flags = share_flags(self, self.timeout.total_seconds()) if on_host else None
-        self._agreement = Agreement(control, world_size, flags)
+        flags = shared_flags(self) if on_host else None
+        self._agreement = Agreement(control, self.timeout, flags)
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes."""
@@ -90,35 +87,35 @@ class ProcessGroup(Group):
 
     def agree(self, state: TrainState, at_once: bool = True, in_step: bool = False) -> None:
         """Stop all processes after the same update if any of them requests it."""
-        assert self._agreement is not None
         self._agreement(state, at_once, in_step)
 
     def on_signal(self) -> None:
         """Exit if the signal was sent because another process failed, and this one hangs."""
-        # `threading` takes locks that the interrupted code may hold.
-        _thread.start_new_thread(self._leave_with_the_failed, ())
 
-    def _leave_with_the_failed(self) -> None:
-        wait = threading.Event()
-        while not wait.wait(_GRACE):
-            if self._board is not None and self._board.cause() is not None:
-                leave_at_once(PeerError.exit_code)
+        def leave_with_the_failed() -> None:
+            wait = threading.Event()
+            while not wait.wait(_GRACE):
+                if self._board.cause() is not None:
+                    leave_at_once(PeerError.exit_code)
+
+        # `threading` takes locks that the interrupted code may hold.
+        _thread.start_new_thread(leave_with_the_failed, ())
 
     def broadcast(self, value: Any) -> Any:
         """Return the main process's value."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._control)
+        dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        dist.barrier(group=self._control)
+        dist.barrier(group=self.control)
 
     @contextmanager
     def one_per_node(self) -> Iterator[None]:
@@ -140,21 +137,16 @@ class ProcessGroup(Group):
             self._failed = True
             for number in EXIT_CODES:  # the launcher stops the others: this one already ends
                 signal.signal(number, signal.SIG_IGN)
-            told = self.in_words(error)
-            assert self._board is not None
+            told = self.recognize(error) or self._told_by_peer(error) or error
             self._board.claim(Cause.of(told, self.rank))
             if told is error:
                 raise
             raise told from error
 
-    def in_words(self, error: Exception) -> Exception:
-        """Return a PeerError if `error` shows that another process is lost, else `error`."""
-        if (known := self.recognize(error)) is not None:
-            return known
+    def _told_by_peer(self, error: Exception) -> PeerError | None:
+        """Return a PeerError if `error` shows that another process is lost, with why if it said."""
         trouble = peer_trouble(error, self.timeout)
-        if trouble is None:
-            return error
-        cause = self._board.cause() if self._board is not None else None
+        cause = self._board.cause() if trouble is not None else None
         if cause is None:
             return trouble
         told = PeerError(f"process {cause.rank} failed: {cause.text}")
@@ -162,15 +154,13 @@ class ProcessGroup(Group):
         told.add_note(f"Process {cause.rank}:\n{cause.traceback}")
         return told
 
-    def remember(self, key: str, value: str) -> None:
-        """Store a value in the launcher's store."""
-        assert self._board is not None
-        self._board.remember(key, value)
+    def remember_run(self, run_dir: str) -> None:
+        """Store the run directory in the launcher's store."""
+        self._board.remember_run(run_dir)
 
-    def recall(self, key: str) -> str | None:
-        """Return a value stored by an earlier attempt."""
-        assert self._board is not None
-        return self._board.recall(key)
+    def recall_run(self) -> str | None:
+        """Return the run directory of an earlier attempt."""
+        return self._board.recall_run()
 
     def leave(self) -> None:
         """Destroy the group, after a barrier so that no process still waits in a collective.

@@ -9,51 +9,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.export.places import LAYERS, Places
-
 LEARNT = "fake_quantization"  # the key of ranges in the state of a callback
-LEVELS = 255  # of activations, as unsigned integers of 8 bits
-LARGEST = 127  # of weights, as signed ones
+LAYERS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_LEVELS = 255  # of activations, as unsigned integers of 8 bits
+_LARGEST = 127  # of weights, as signed ones
 _SMALLEST = 1e-12  # a scale: a channel may be all zeros
 
 
 class Ranges:
-    """The range of the values at each place, to which they are rounded.
+    """The range of the inputs of each layer, to which they are rounded.
 
-    Values are `low` to `high`, [places], and always include zero.
+    Values are `low` to `high`, [layers], and always include zero. Layers are convolutions and
+    linear layers of exactly these classes: a subclass may compute anything.
     """
 
-    def __init__(self, places: Places, device: torch.device) -> None:
-        self.places = places
-        count = len(places.names)
+    def __init__(self, model: nn.Module, device: torch.device | str) -> None:
+        self.layers = [name for name, part in model.named_modules() if type(part) in LAYERS]
+        count = len(self.layers)
         self.low, self.high = (torch.zeros(count, device=device) for _ in range(2))
-        self._seen_low, self._seen_high = (torch.zeros(count, device=device) for _ in range(2))
+        self.seen = torch.zeros(2, count, device=device)  # smallest and largest since `forget`
         self.known = False
-        self.observes: Callable[[], bool] = torch.is_grad_enabled  # training, not evaluation
         self.rounds = True  # where the ranges are known
 
-    def at(self, x: Tensor, place: int) -> Tensor:
-        """Record the values at a place, and round them if its range is known."""
-        if self.observes():
+    def at(self, x: Tensor, number: int) -> Tensor:
+        """Record the inputs of a layer in training, and round them if their range is known."""
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 low, high = x.detach().aminmax()
-                self._seen_low[place] = torch.minimum(self._seen_low[place], low)
-                self._seen_high[place] = torch.maximum(self._seen_high[place], high)
+                self.seen[0, number] = torch.minimum(self.seen[0, number], low)
+                self.seen[1, number] = torch.maximum(self.seen[1, number], high)
         if not (self.known and self.rounds):
             return x
-        scale, zero = scale_and_zero(self.low[place], self.high[place])
-        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, LEVELS)
+        scale = ((self.high[number] - self.low[number]) / _LEVELS).clamp_min(_SMALLEST)
+        zero = (-self.low[number] / scale).round().clamp(0, _LEVELS).to(torch.int32)
+        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
         return rounded.to(x.dtype)
-
-    @property
-    def seen(self) -> Tensor:
-        """The smallest and the largest values since `forget`, [2, places]."""
-        return torch.stack([self._seen_low, self._seen_high])
 
     def forget(self) -> None:
         """Reset the observed values."""
-        self._seen_low.zero_()
-        self._seen_high.zero_()
+        self.seen.zero_()
 
     def follow(self, seen: Tensor, momentum: float) -> None:
         """Move the ranges towards `seen` by `1 - momentum`; the first call sets them."""
@@ -63,33 +57,16 @@ class Ranges:
         self.known = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranges by the names of their places."""
-        return {
-            "places": list(self.places.names),
-            "low": self.low,
-            "high": self.high,
-            "known": self.known,
-        }
+        """Return the ranges by the names of their layers."""
+        return {"layers": self.layers, "low": self.low, "high": self.high, "known": self.known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load ranges. Raises ValueError for those of another network."""
-        if list(state["places"]) != list(self.places.names):
+        if list(state["layers"]) != self.layers:
             raise ValueError("the ranges are of a network with other layers")
         self.low.copy_(state["low"])
         self.high.copy_(state["high"])
         self.known = bool(state["known"])
-
-
-def scale_and_zero(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the step size and the integer for zero, without waiting for the device."""
-    scale = ((high - low) / LEVELS).clamp_min(_SMALLEST)
-    zero = (-low / scale).round().clamp(0, LEVELS)
-    return scale, zero.to(torch.int32)
-
-
-def weight_scale(weight: Tensor) -> Tensor:
-    """Return the step size of each output channel, [channels]."""
-    return (weight.detach().flatten(1).abs().amax(1) / LARGEST).float().clamp_min(_SMALLEST)
 
 
 class _Rounding(torch.autograd.Function):
@@ -101,7 +78,8 @@ class _Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        scale = weight_scale(weight).view(-1, *[1] * (weight.ndim - 1))
+        scale = (weight.flatten(1).abs().amax(1) / _LARGEST).float().clamp_min(_SMALLEST)
+        scale = scale.view(-1, *[1] * (weight.ndim - 1))
         return (weight.float() / scale).round_().mul_(scale).to(weight.dtype)
 
     @staticmethod
@@ -135,25 +113,21 @@ class _Linear(nn.Linear):
         return F.linear(x, rounded_weight(self.weight), self.bias)
 
 
-_ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = dict(
-    zip(LAYERS, (_Conv1d, _Conv2d, _Conv3d, _Linear), strict=True)
-)
+_ROUNDED = dict(zip(LAYERS, (_Conv1d, _Conv2d, _Conv3d, _Linear), strict=True))
 
 
 def attach(model: nn.Module, ranges: Ranges) -> Callable[[], None]:
-    """Make a network round its weights and the values at its places; return the undo function.
+    """Make a network round its layers' weights and inputs; return the undo function.
 
     Names and values of its parameters stay: only the classes of the layers change, to ones that
     round their weights.
     """
-    undo: list[Callable[[], None]] = [
-        _observed(model, name, number, ranges) for number, name in enumerate(ranges.places.names)
-    ]
-    for layer in ranges.places.layers:
-        module = model.get_submodule(layer.name)
-        kind = type(module)
-        module.__class__ = _ROUNDED[kind]
-        undo.append(lambda module=module, kind=kind: setattr(module, "__class__", kind))  # type: ignore[misc]
+    undo: list[Callable[[], None]] = []
+    for number, name in enumerate(ranges.layers):
+        layer = model.get_submodule(name)
+        undo.append(layer.register_forward_pre_hook(_rounds_input(ranges, number)).remove)
+        undo.append(_becomes(layer, type(layer)))
+        layer.__class__ = _ROUNDED[type(layer)]
 
     def detach() -> None:
         for step in undo:
@@ -162,11 +136,9 @@ def attach(model: nn.Module, ranges: Ranges) -> Callable[[], None]:
     return detach
 
 
-def _observed(model: nn.Module, name: str, number: int, ranges: Ranges) -> Callable[[], None]:
-    side, _, path = name.partition(":")
-    module = model.get_submodule(path)
-    if side == "input":
-        before = module.register_forward_pre_hook(lambda _, given: ranges.at(given[0], number))
-        return before.remove
-    after = module.register_forward_hook(lambda _, given, value: ranges.at(value, number))
-    return after.remove
+def _rounds_input(ranges: Ranges, number: int) -> Callable[[nn.Module, Any], Any]:
+    return lambda _, given: (ranges.at(given[0], number), *given[1:])
+
+
+def _becomes(layer: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
+    return lambda: setattr(layer, "__class__", kind)

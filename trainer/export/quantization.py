@@ -5,41 +5,49 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
-from collections.abc import Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from conf.schema import Config
+from data.batch import inputs_of
 from data.errors import DataError
-from trainer.build.data import build_pipeline
+from trainer.assembly.data import build_data
+from trainer.assembly.loaders import train_loader
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import ModelError
 from trainer.export.artefact import (
-    BATCHES,
+    Exportable,
     complete,
-    graph_facts,
-    samples_of,
-    verification,
+    export_folder,
+    graph_of,
+    largest_difference,
+    milliseconds,
 )
-from trainer.export.calibration import calibrated, learnt
-from trainer.export.evaluation import metrics_of
-from trainer.export.folder import export_folder
-from trainer.export.formats import FORMATS, check_libraries, milliseconds, silently
-from trainer.export.integers import integer_network
-from trainer.export.loading import Answering
-from trainer.export.network import Preprocessing, build_network
-from trainer.inference.run import Run
+from trainer.export.evaluation import Answering, metrics_of
+from trainer.export.fake_quantization import LAYERS, LEARNT
+from trainer.export.formats import (
+    FORMATS,
+    Preprocessing,
+    check_libraries,
+    onnx_model,
+    save_onnx,
+    silently,
+)
+from trainer.inference.run import Run, find_checkpoint
+from trainer.strategies.strategy import Strategy
 
 logger = logging.getLogger("regimen")
 
 Method = Literal["auto", "static", "dynamic"]
-METHODS = ("auto", "static", "dynamic")
-_NOISE = {"static": 0.02, "dynamic": 0.1}  # of the largest answer: root mean square of differences
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LATENCIES = (1, 32)  # batch sizes
+_NOISE = 0.1  # of the largest answer: root mean square of the differences that rounding makes
+_PRODUCTS = ("Conv", "Gemm", "MatMul")
+_STATIC = (*_PRODUCTS, "Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "Add")
+_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +62,6 @@ class Quantized:
     after: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    run: Run
-    preprocessing: Preprocessing
-    checkpoint: str
-    samples: int  # for calibration
-    folder: Path  # that is written
-
-
 def quantize_run(
     run: Run,
     method: Method = "auto",
@@ -71,170 +70,214 @@ def quantize_run(
     checkpoint: str = "best",
     samples: int = 512,
     max_drop: float = 0.01,
+    split: str | None = None,
     overwrite: bool = False,
 ) -> Quantized:
     """Write a run's model as ONNX with integers into the folder `out`.
 
     static: 8-bit weights and activations, with the ranges that the run has learnt, or those of
     `samples` training samples. dynamic: 8-bit weights of matrix products. auto: static where most
-    weights are those of convolutions. out: default RUN/exports/quantized.
+    weights are those of convolutions. out: default RUN/exports/quantized. split: where accuracy is
+    measured, by default the test data, or else those of validation.
 
     Raises ModelError for a model that cannot be quantized, or a file whose outputs differ or which
-    loses more than `max_drop` accuracy on the run's test data. Nothing incomplete is left.
+    loses more than `max_drop` accuracy. Nothing incomplete is left.
     """
     check_libraries("onnx")
     if method == "auto":
         method = method_for(run.model(checkpoint))
     with export_folder(run, out, "quantized", overwrite) as (made, folder):
-        request = _Request(run, preprocessing, checkpoint, samples, made)
+        graph = graph_of(run, "onnx", preprocessing, checkpoint)
+        facts, path = graph.facts, made / graph.facts["file"]
+        if not graph.samples.is_floating_point() and preprocessing == "outside":
+            kind = graph.samples.dtype
+            raise ModelError(f"the model takes {kind}, not floats: it cannot be quantized")
+        told: dict[str, Any] = {"method": method, "weights": "int8"}
         with tempfile.TemporaryDirectory(prefix="regimen-") as scratch:
-            facts, before, after = _write(request, method, Path(scratch))
-        _check_drop(before, after, max_drop)
-        complete(run, made, facts)
+            whole = Path(scratch) / path.name
+            proto = onnx_model(graph.network, graph.samples[:2].clone())
+            learnt = _learnt(run, checkpoint, proto)
+            save_onnx(proto, whole, {})
+            if method == "static":
+                told |= {"activations": "uint8", "calibration_samples": samples}
+                told["ranges"] = "learnt in training" if learnt else "of training samples"
+                outside = list(facts["transforms_of_the_caller"])
+                write_static(whole, path, _Reader(run.config, outside, samples), learnt)
+            else:
+                told["ranges"] = "of each batch"
+                write_dynamic(whole, path)
+            facts["quantization"] = told
+            save_onnx(importlib.import_module("onnx").load(str(path)), path, facts)
+            answer = FORMATS["onnx"].load(path, facts)
+            difference = largest_difference(graph, path, answer, _NOISE, 1e-6, squared=True)
+            facts["verified"]["largest_difference"] = difference
+            facts["before"] = _measured(run, whole, graph, split)
+            facts["after"] = _measured(run, path, graph, split)
+        check_drop(facts["before"], facts["after"], max_drop)
+        complete(run, made, folder, facts)
+    own = told["ranges"] == "learnt in training"
     file = folder / facts["file"]
-    own = facts["quantization"]["ranges"] == "learnt in training"
-    return Quantized(folder, file, method, own, before, after)
+    return Quantized(folder, file, method, own, facts["before"], facts["after"])
 
 
 def method_for(model: nn.Module) -> Method:
     """Return static for a network of convolutions, dynamic for one of matrix products."""
     total = sum(p.numel() for p in model.parameters())
-    inside = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
-    return "static" if 2 * sum(m.weight.numel() for m in inside) > total else "dynamic"
+    inside = [m for m in model.modules() if isinstance(m, LAYERS[:3])]
+    return "static" if 2 * sum(m.weight.numel() for m in inside) > total else "dynamic"  # type: ignore[operator,misc]
 
 
-def _write(
-    request: _Request, method: str, scratch: Path
-) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
-    run, form = request.run, FORMATS["onnx"]
-    model, task = run.model(request.checkpoint), run.trainer(request.checkpoint).task
-    pipeline = build_pipeline(run.config, "eval")
-    network, outside = build_network(model, task, pipeline, request.preprocessing)
-    samples, real = samples_of(run, outside)
-    if not samples.is_floating_point() and request.preprocessing == "outside":
-        raise ModelError(f"the model takes {samples.dtype}, not floats: it cannot be quantized")
-    facts = graph_facts(
-        run, "onnx", form.file, request.preprocessing, outside, samples, request.checkpoint
-    )
-    told: dict[str, Any] = {"method": method, "weights": "int8", "ranges": "of each batch"}
-    facts["quantization"] = told
-    whole, path = scratch / form.file, request.folder / form.file
-    form.write(network.eval(), samples[:2].clone(), whole, facts)
-    expected: nn.Module = network
-    if method == "static":
-        example = samples_of(run, list(pipeline.steps))[0][:2]
-        ranges = learnt(run, model, request.checkpoint, example)
-        told["ranges"] = "of training samples" if ranges is None else "learnt in training"
-        if ranges is None:
-            ranges = calibrated(run, model, request.checkpoint, request.samples)
-            told["calibration_samples"] = request.samples
-        told |= {"activations": "uint8", "layers": len(ranges.places.layers)}
-        expected, _ = build_network(
-            integer_network(model, ranges), task, pipeline, request.preprocessing
+def write_static(whole: Path, path: Path, samples: Any, ranges: Mapping[str, Any]) -> None:
+    """Write a model of ONNX with 8-bit weights and activations.
+
+    samples: a CalibrationDataReader of onnxruntime's kind; ranges: those of tensors that are known,
+    each a pair of numpy's numbers.
+    """
+    library: Any = importlib.import_module("onnxruntime.quantization")
+    known = {
+        name: [{"rmin": low, "rmax": high, "quant_type": library.QuantType.QUInt8}]
+        for name, (low, high) in ranges.items()
+    }
+    with silently():
+        library.quantize_static(
+            whole,
+            path,
+            samples,
+            quant_format=library.QuantFormat.QDQ,
+            op_types_to_quantize=list(_STATIC),
+            per_channel=True,
+            activation_type=library.QuantType.QUInt8,
+            weight_type=library.QuantType.QInt8,
+            extra_options={"TensorQuantOverrides": known},
         )
-        form.write(expected.eval(), samples[:2].clone(), path, facts)
-    else:
-        _write_dynamic(whole, path)
-    difference = _compare(expected, path, samples, _NOISE[method])
-    facts["verified"] = verification(real, difference)
-    before, after = (_measured(request, p, facts, samples) for p in (whole, path))
-    facts["before"], facts["after"] = before, after
-    return facts, before, after
+    _refuse_floats(path, "QuantizeLinear", "static", "dynamic")
 
 
-def _write_dynamic(source: Path, target: Path) -> None:
-    onnx: Any = importlib.import_module("onnx")
-    quantization: Any = importlib.import_module("onnxruntime.quantization")
-    plain = onnx.load(str(source))
-    del plain.graph.value_info[:]  # shapes that the quantizer transposes some weights against
-    with _quietly():
-        quantization.quantize_dynamic(
-            plain,
-            target,
+def write_dynamic(whole: Path, path: Path) -> None:
+    """Write a model of ONNX with 8-bit weights of matrix products."""
+    library: Any = importlib.import_module("onnxruntime.quantization")
+    with silently():
+        library.quantize_dynamic(
+            whole,
+            path,
             op_types_to_quantize=["MatMul", "Gemm"],
-            weight_type=quantization.QuantType.QInt8,
+            weight_type=library.QuantType.QInt8,
         )
-    written = onnx.load(str(target))
-    if not any(node.op_type.startswith("MatMulInteger") for node in written.graph.node):
+    _refuse_floats(path, "MatMulInteger", "dynamic", "static")
+
+
+def _refuse_floats(path: Path, integer: str, method: str, other: str) -> None:
+    """Raise ModelError for a file in which nothing was quantized."""
+    nodes = importlib.import_module("onnx").load(str(path)).graph.node
+    if not any(node.op_type.startswith(integer) for node in nodes):
         raise ModelError(
-            "the model has no matrix product with weights that method=dynamic quantizes: "
-            "method=static may do"
+            f"the model has no layer with weights that method={method} quantizes: "
+            f"method={other} may do"
         )
 
 
-def _compare(expected: nn.Module, path: Path, samples: Tensor, noise: float) -> float:
-    """Return the largest difference of outputs. Raises ModelError if it exceeds rounding."""
-    questions = [samples[:size].clone() for size in BATCHES]
-    answer = FORMATS["onnx"].answer
-    largest = 0.0
-    with torch.inference_mode():
-        for asked, found in zip(questions, answer(path, questions, path.parent), strict=True):
-            wanted = expected(asked)
-            if found.shape != wanted.shape:
-                off, scale = torch.tensor([1e9]), 1.0
-            elif wanted.is_floating_point():
-                off, scale = (found - wanted).abs(), max(float(wanted.abs().max()), 1e-6)
-            else:  # class numbers of pixels
-                off, scale = (found != wanted).float(), 1.0
-            root = float(off.square().mean().sqrt())
-            if not root <= noise * scale:
-                raise ModelError(
-                    f"the outputs of the quantized model differ (by {root:.2g} of {scale:.2g}, "
-                    f"batch of {len(asked)}): its values do not fit 8 bits; "
-                    "callbacks=[default,qat] trains for them"
-                )
-            largest = max(largest, float(off.max()))
-    return largest
+def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
+    """Return the ranges that a run has learnt, by the tensors that its layers are given."""
+    path = find_checkpoint(run.path, checkpoint)
+    states = CheckpointStore(path.parent).load(path)["callbacks"].values()
+    state = next((s[LEARNT] for s in states if isinstance(s, Mapping) and LEARNT in s), None)
+    if state is None or not state["known"]:
+        return {}
+    ends = torch.stack([state["low"], state["high"]], 1).float().numpy()
+    layers = dict(zip(state["layers"], ends, strict=True))
+    found: dict[str, Any] = {}
+    made_by = {node.output[0]: node for node in proto.graph.node}
+    for node in proto.graph.node:
+        if node.op_type in _PRODUCTS:
+            scopes = {e.value for e in node.metadata_props if e.key.endswith("name_scopes")}
+            places = {node.input[1].removesuffix(".weight")} | {
+                scope.strip("' ") for text in scopes for scope in text.strip("[]").split(",")
+            }
+            for name in places:
+                if (known := layers.get(name.removeprefix("model."))) is not None:
+                    found |= dict.fromkeys(_shared(node.input[0], made_by), known)
+    return found
 
 
-def _measured(
-    request: _Request, path: Path, facts: Mapping[str, Any], samples: Tensor
-) -> dict[str, float]:
+def _shared(name: str, made_by: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that have the range of one: pooling keeps that of what it is given."""
+    node = made_by.get(name)
+    if node is None or node.op_type not in ("MaxPool", "Reshape", "Flatten"):
+        return [name]
+    return [name, *_shared(node.input[0], made_by)]
+
+
+class _Reader:
+    """Training samples, batch by batch, as onnxruntime's calibration asks for them.
+
+    These are the first samples of the run's first epoch, with the transforms of evaluation that are
+    not part of the graph: the same in each call. Raises ModelError without the training data.
+    """
+
+    def __init__(self, config: Config, names: Sequence[str], samples: int) -> None:
+        self._batches = _training_batches(config, names, samples)
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Return the next batch; None at the end."""
+        batch = next(self._batches, None)
+        return None if batch is None else {"input": batch.numpy()}
+
+
+def _training_batches(config: Config, names: Sequence[str], samples: int) -> Iterator[Any]:
+    steps = {name: config.transforms.eval[name] for name in names}
+    transforms = replace(config.transforms, train=steps, device={})
+    loader = replace(
+        config.loader,
+        batch_size=_BATCH,
+        num_workers=0,
+        sampler=None,
+        batch_sampler=None,
+        shuffle=True,
+        drop_last=False,
+    )
+    options = replace(config.trainer, gradient_accumulation_steps=1, overfit_batches=None)
+    config = replace(config, transforms=transforms, loader=loader, trainer=options)
+    try:
+        found = train_loader(config, build_data(config, ("train",)), Strategy(torch.device("cpu")))
+        for micro in found.epoch(0, 0, min(len(found), -(-samples // _BATCH))):
+            inputs = inputs_of(micro.batch)
+            yield inputs[:, 0] if inputs.ndim == 5 else inputs
+        found.close()
+    except DataError as error:
+        raise ModelError(
+            f"method=static needs training samples, and the run's data are not there ({error}): "
+            "put them back (data.root), or use method=dynamic"
+        ) from error
+
+
+def _measured(run: Run, path: Path, graph: Exportable, split: str | None) -> dict[str, float]:
     """Return size, metrics and latency of a file."""
-    runtime: Any = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def answer(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {"input": x.contiguous().numpy()})[0])
-
+    answer = FORMATS["onnx"].load(path, graph.facts)
     values = {"megabytes": path.stat().st_size / 1e6}
-    values |= _metrics(request, Answering(answer, facts), facts)
-    for size in _LATENCIES:
-        batch = samples[torch.arange(size) % len(samples)]
+    values |= _metrics(run.config, Answering(answer, graph.facts), graph.facts, split)
+    for size in (1, _BATCH):
+        batch = graph.samples[torch.arange(size) % len(graph.samples)]
         values[f"ms_of_{size}"] = milliseconds(answer, batch)
     return values
 
 
-def _metrics(request: _Request, answering: nn.Module, facts: Mapping[str, Any]) -> dict[str, float]:
-    data = request.run.config.data
-    split = next((s for s in ("test", "val") if getattr(data, s) is not None), None)
-    if split is None:
+def _metrics(
+    config: Config, answering: nn.Module, facts: Mapping[str, Any], split: str | None
+) -> dict[str, float]:
+    if split is None and config.data.test is None and config.data.val is None:
         return {}
     try:
-        return metrics_of(request.run.config, answering, facts, split)
+        return metrics_of(config, answering, facts, split)[1]
     except DataError as error:
         logger.warning("the run's data are not there (%s): accuracy is not measured", error)
         return {}
 
 
-def _check_drop(before: Mapping[str, float], after: Mapping[str, float], most: float) -> None:
+def check_drop(before: Mapping[str, float], after: Mapping[str, float], most: float) -> None:
+    """Raise ModelError where more accuracy is lost than `most`."""
     for name, value in before.items():
-        drop = value - after[name]
-        if name.endswith("/accuracy") and not drop <= most:
+        if name.endswith("/accuracy") and not value - after[name] <= most:
             raise ModelError(
                 f"{name} falls from {value:.4f} to {after[name]:.4f}, by more than "
                 f"max_drop={most:g}: nothing is written; callbacks=[default,qat] trains for 8 bits"
             )
-
-
-@contextmanager
-def _quietly() -> Any:
-    """Suppress what onnxruntime's quantizer logs to the root logger."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        with silently():
-            yield
-    finally:
-        root.setLevel(level)

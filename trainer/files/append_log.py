@@ -1,13 +1,15 @@
-"""Append-only logs of complete lines."""
+"""Append-only logs of complete lines: a line that cannot be written is a warning."""
 
 import contextlib
 import logging
 import os
 from pathlib import Path
 
+from trainer.files.log_format import VisibleFormatter
 from trainer.files.storage import storage_error
 
 _BLOCK = 1 << 16
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger(__name__)
 
 
@@ -22,18 +24,26 @@ class AppendLog:
         self.path = path
         self._warned = False
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = whole_lines(self._descriptor)
+            # A link in a run of somebody else's could lead anywhere.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._descriptor = os.open(path, flags, 0o666)
+            self._size = _whole_lines(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
         except OSError as error:
             raise storage_error(path, error) from error
 
     def write(self, line: str) -> None:
         """Append `line`, with a newline if it has none."""
-        content = (line if line.endswith("\n") else line + "\n").encode()
+        content = memoryview((line if line.endswith("\n") else line + "\n").encode())
         try:
-            self._append(content)
+            rest = content
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            self._size += len(content)
         except OSError as error:
+            # An incomplete line would be joined with the next one once there is space again.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
             self._warn(error)
 
     def offset(self) -> int:
@@ -61,25 +71,34 @@ class AppendLog:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _append(self, content: bytes) -> None:
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            # An incomplete line would be joined with the next one once there is space again.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(content)
-
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
             _log.warning("%s; training continues without it", storage_error(self.path, error))
 
 
-def whole_lines(descriptor: int) -> int:
+class LogFileHandler(logging.Handler):
+    """Append records to a file as complete lines. Raises StorageError if it cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = AppendLog(path)  # first: what logging knows of it closes at exit
+        super().__init__()
+        self.setFormatter(VisibleFormatter(_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one record."""
+        try:
+            self._log.write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+        super().close()
+
+
+def _whole_lines(descriptor: int) -> int:
     """Return the offset after the last newline."""
     end = os.fstat(descriptor).st_size
     while end > 0:

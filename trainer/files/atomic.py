@@ -7,45 +7,52 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.files.forks import forget, keep_from_children
 from trainer.files.storage import storage_error
 
 TEMPORARY = ".tmp-"
 _log = logging.getLogger(__name__)
+_kept: set[int] = set()  # descriptors that a forked process closes
+_registered: list[bool] = []  # once, and only by a process that keeps something
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, need: int | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path`, durably, when the block ends without an exception.
 
-    After an exception it is removed. `need` (bytes) is used in the message of a StorageError only.
+    After an exception it is removed. Raises StorageError.
     """
     temporary = _temporary(path)
     try:
-        with _created(temporary) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
+        # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            keep_from_children(descriptor)  # they would hold the space of a file that is removed
+            try:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+                os.replace(temporary, path)
+            finally:
+                forget(descriptor)
         sync_folder(path.parent)
     except OSError as error:
-        _discard(temporary)  # before the free space is measured, since it may fill the disk
-        raise storage_error(path, error, need=need) from error
-    except BaseException:
+        raise storage_error(path, error) from error
+    finally:
         _discard(temporary)
-        raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` (UTF-8)."""
-    content = text.encode()
-    with replacing(path, need=len(content)) as file:
-        file.write(content)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -58,34 +65,42 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     The folder is not synced: the caller's next durable write does that.
     """
-    if _is_name_of(target, source):
-        return  # rename() does nothing between two links to one file and would leave the temporary
     temporary = _temporary(target)
     try:
-        os.link(source, temporary)
-    except OSError:
-        _copy(source, target)
-        return
-    try:
-        os.replace(temporary, target)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            with open(source, "rb") as original, replacing(target) as copy:
+                shutil.copyfileobj(original, copy, 1 << 20)
+        else:
+            os.replace(temporary, target)
     except OSError as error:
-        _discard(temporary)
         raise storage_error(target, error) from error
+    finally:
+        _discard(temporary)  # rename() does nothing between two links to one file
 
 
-def _is_name_of(target: Path, source: Path) -> bool:
-    try:
-        return not target.is_symlink() and target.samefile(source)
-    except OSError:  # one of them does not exist
-        return False
-
-
-def remove_orphans(folder: Path) -> list[Path]:
-    """Remove and return temporary files whose writer is dead; a living one holds a lock."""
-    orphans = [path for path in folder.glob(f"{TEMPORARY}*") if _is_orphan(path)]
-    for path in orphans:
+def remove_orphans(folder: Path) -> None:
+    """Remove temporary files and folders whose writer is dead; a living one holds a lock."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system without locks
+                pass
+            finally:
+                os.close(descriptor)
         _discard(path)
-    return orphans
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a regular file: opening a pipe would wait for ever. Raises OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "is a folder, pipe or device, not a file", str(path))
+    return path
 
 
 def sync_folder(folder: Path) -> None:
@@ -100,57 +115,34 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def keep_from_children(descriptor: int) -> None:
+    """Have processes forked from here on close their copy of `descriptor`: they may live longer."""
+    if not _registered:
+        os.register_at_fork(after_in_child=_close_kept)
+        _registered.append(True)
+    _kept.add(descriptor)
+
+
+def forget(descriptor: int) -> bool:
+    """Leave `descriptor` to its owner again, who may close it unless a fork has: false."""
+    found = descriptor in _kept
+    _kept.discard(descriptor)
+    return found
+
+
+def _close_kept() -> None:
+    while _kept:
+        os.close(_kept.pop())
+
+
 def _temporary(path: Path) -> Path:
     # The suffix comes last: a search for *.pt must not find incomplete files.
     return path.with_name(f"{TEMPORARY}{path.name[:100]}-{os.getpid()}-{time.monotonic_ns():x}")
 
 
-@contextlib.contextmanager
-def _created(path: Path) -> Iterator[BinaryIO]:
-    # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    with open(descriptor, "wb") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A worker forked meanwhile would hold the space of the file, whoever removes it.
-        keep_from_children(descriptor)
-        try:
-            yield file
-        finally:
-            forget(descriptor)
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        with open(source, "rb") as original, replacing(target, need=source.stat().st_size) as copy:
-            shutil.copyfileobj(original, copy, 1 << 20)
-    except OSError as error:
-        raise storage_error(target, error) from error
-
-
-def _is_orphan(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)  # a file or a folder
-    except OSError as error:
-        return error.errno != errno.ENOENT
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return True
-
-
 def _discard(path: Path) -> None:
-    if not os.path.lexists(path):  # unlink on a read-only file system raises another error
-        return
     try:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
+        if os.path.lexists(path):  # unlink on a read-only file system raises another error
+            shutil.rmtree(path) if path.is_dir() else os.unlink(path)
     except OSError as error:
         _log.warning("cannot remove %s: %s", path, error.strerror)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,35 +63,28 @@ def folded(text: str, width: int | None, indent: str = "  ") -> str:
     """Break the lines of a text between words; tables, whose cells are apart, stay as they are."""
     if width is None:
         return text
-    return "\n".join(_folded(line, width, indent) for line in text.split("\n"))
-
-
-def _folded(line: str, width: int, indent: str) -> str:
-    if len(line) <= width or "  " in line.strip():
-        return line
-    margin = line[: len(line) - len(line.lstrip())]
-    room = width - len(margin) - len(indent)
-    lines = [part for words in packed(line.split(), room, " ") for part in path_lines(words, room)]
-    return f"\n{margin}{indent}".join([f"{margin}{lines[0]}", *lines[1:]])
-
-
-def path_lines(path: str, width: int) -> list[str]:
-    """Break a text without spaces behind its slashes where it is too long."""
-    return packed(re.split(r"(?<=/)", path), width, "") if len(path) > width else [path]
+    lines = []
+    for line in text.split("\n"):
+        margin = line[: len(line) - len(line.lstrip())]
+        table = "  " in line.strip()
+        wrapped = textwrap.wrap(
+            line.strip(),
+            width,
+            initial_indent=margin,
+            subsequent_indent=margin + indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(line if table or len(line) <= width else "\n".join(wrapped))
+    return "\n".join(lines)
 
 
 def folded_command(command: str, width: int | None, indent: str = "    ") -> str:
-    """Break a command of the shell between its words, so that it can be pasted nevertheless.
-
-    A path that is too long is broken behind a slash, and goes on at the margin.
-    """
+    """Break a command of the shell between its words, so that it can be pasted nevertheless."""
     if width is None or len(command) <= width:
         return command
-    room = width - len(indent) - len(" \\")
-    lines = packed([shlex.quote(word) for word in shlex.split(command)], room, " ")
-    # Within quotes a backslash is a letter.
-    broken = (path_lines(line, room) if "'" not in line else [line] for line in lines)
-    return f" \\\n{indent}".join("\\\n".join(parts) for parts in broken)
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    return f" \\\n{indent}".join(packed(words, width - len(indent) - len(" \\"), " "))
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int, last: int = 0) -> list[str]:
@@ -107,7 +100,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int, last: int = 0) -> list[st
     for row in rows:
         lines.append(_GAP.join(row[i].ljust(sizes[i]) for i in shown).rstrip())
         below = [f"{rows[0][i]} {row[i]}" for i in range(len(row)) if i not in shown and row[i]]
-        if row is not rows[0]:
-            words = packed(", ".join(below).split(" "), width - len(_GAP), " ") if below else []
-            lines += [_GAP + part for w in words for part in path_lines(w, width - len(_GAP))]
+        if below and row is not rows[0]:
+            words = ", ".join(below).split(" ")
+            lines += [_GAP + line for line in packed(words, width - len(_GAP), " ")]
     return lines

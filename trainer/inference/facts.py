@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config
+from data.batch import inputs_of
 from data.errors import DataError
-from trainer.build.data import Data, build_pipeline
-from trainer.build.nodes import with_classes
+from data.keys import preserved_rng
+from data.transforms import Pipeline
+from trainer.assembly.data import Data, build_pipeline
+from trainer.assembly.parts import with_classes
 from trainer.files.atomic import write_json
 from trainer.runs import manifest
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
@@ -49,7 +52,7 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
     known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
     classes = next((list(c) for s in known if (c := getattr(s, "classes", None))), None)
-    inputs = input_form(known[0])
+    inputs = _input_form(known[0])
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:
         outputs["threshold"] = threshold
@@ -70,48 +73,68 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     )
 
 
-def read_facts(folder: Path) -> InferenceFacts | None:
-    """Read a run's `inference.json`; None for a run of an older version.
-
-    Raises RunDirectoryError for an unknown or damaged file.
-    """
-    found = read_json(folder / INFERENCE)
+def read_facts(folder: Path) -> InferenceFacts:
+    """Read a run's `inference.json`. Raises RunDirectoryError."""
+    path = folder / INFERENCE
+    found = read_json(path)
     if not found:
-        return None
-    version = found.get("format_version")
-    if version != FORMAT_VERSION:
         raise RunDirectoryError(
-            f"{folder / INFERENCE} has format_version {version!r}, but this version of "
-            f"Regimen reads {FORMAT_VERSION}: use the version that made the run"
+            f"{path} is missing, which training writes when it begins: resume=auto writes it again"
+        )
+    if (version := found.get("format_version")) != FORMAT_VERSION:
+        raise RunDirectoryError(
+            f"{path} has format_version {version!r}, but this version of Regimen reads "
+            f"{FORMAT_VERSION}: use the version that made the run"
         )
     try:
         return InferenceFacts(**found)
     except TypeError as error:
-        raise RunDirectoryError(f"{folder / INFERENCE} is damaged: {error}") from error
+        raise RunDirectoryError(f"{path} is damaged: {error}") from error
 
 
-def input_form(dataset: Any) -> dict[str, Any]:
-    """Return the form of samples before the transforms, if the data set declares it."""
-    told = getattr(dataset, "input_form", None)
-    return dict(told()) if callable(told) else {"kind": "array"}
+def _input_form(dataset: Any) -> dict[str, Any]:
+    """Return the form of samples before the transforms: as declared, or as the samples show."""
+    if callable(told := getattr(dataset, "input_form", None)):
+        return dict(told())
+    if not isinstance(pipeline := getattr(dataset, "transform", None), Pipeline):
+        return {"kind": "array"}
+    kept = pipeline.steps, pipeline.deferred
+    pipeline.steps, pipeline.deferred = {}, {}
+    try:
+        with preserved_rng():
+            pictures = [inputs_of(dataset[number]) for number in {0, len(dataset) - 1}]
+    except Exception:  # the user's own data set, which may do anything with what it transforms
+        return {"kind": "array"}
+    finally:
+        pipeline.steps, pipeline.deferred = kept
+    forms = [_picture_form(picture) for picture in pictures]
+    if not all(forms):
+        return {"kind": "array"}
+    channels, sizes = max(form[0] for form in forms if form), {f[1:] for f in forms if f}
+    size = list(sizes.pop()) if len(sizes) == 1 else None
+    return {"kind": "picture", "channels": channels, "size": size}
+
+
+def _picture_form(value: Any) -> tuple[int, int, int] | None:
+    """Return channels, height and width of a Pillow image or a uint8 tensor [C, H, W]."""
+    if hasattr(value, "convert"):
+        return (1 if value.mode in ("1", "L") else 3, value.height, value.width)
+    if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
+        return (len(value), *value.shape[1:]) if len(value) in (1, 3) else None
+    return None
 
 
 def _transformed_form(config: Config, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return shape and type of a picture after the transforms of evaluation; None if unknown."""
     if inputs["kind"] != "picture":
         return None
-    picture = torch.zeros(inputs["channels"], *(inputs["size"] or _ANY_SIZE), dtype=torch.uint8)
+    size: Sequence[int] = inputs["size"] or _ANY_SIZE
     try:
-        return tensor_form(build_pipeline(config, "eval")(picture))
+        made = build_pipeline(config, "eval")(
+            torch.zeros(inputs["channels"], *size, dtype=torch.uint8)
+        )
     except DataError:  # a transform of the user that does not accept such a picture
         return None
-
-
-def tensor_form(value: Any) -> dict[str, Any] | None:
-    """Return a tensor's shape and dtype, or those of each tensor of a mapping."""
-    if isinstance(value, Tensor):
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        forms = {str(key): tensor_form(part) for key, part in value.items()}
-        return forms if all(forms.values()) else None
-    return None
+    if not isinstance(made, Tensor):
+        return None
+    return {"shape": list(made.shape), "dtype": str(made.dtype).removeprefix("torch.")}

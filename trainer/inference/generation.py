@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from data.text import Prompts
-from trainer.build.data import build_pipeline
+from trainer.assembly.data import build_pipeline
 from trainer.inference.facts import InferenceFacts
 from trainer.rng import derived
 

@@ -1,9 +1,10 @@
-"""A finished run from Python: its configuration, metrics, model and predictions."""
+"""A finished run: its configuration, metrics, model and predictions, and its checkpoints tested."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -22,26 +23,30 @@ from data.decode import decode_image, read_image
 from data.errors import DataError
 from data.formats.table import TableRows, rows_to_predict
 from data.loading.collate import collate
+from data.loading.on_device import OnDevice
 from data.pictures import Pictures
-from trainer.build.assembly import Assembly, Known
-from trainer.build.check import check_targets
-from trainer.build.data import build_data, build_pipeline
-from trainer.build.experiment import build_split
-from trainer.build.strategy import build_strategy
-from trainer.inference.checkpoint import as_trained, best_or_last, load_trainer
-from trainer.inference.facts import InferenceFacts, facts_of, read_facts
+from models.weights import no_initial_weights
+from trainer import snapshot
+from trainer.assembly.check import check_targets
+from trainer.assembly.data import build_pipeline, takes_statistics, with_statistics
+from trainer.assembly.experiment import build_evaluator, build_split
+from trainer.assembly.parts import build_strategy
+from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.reader import check_payload
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.inference.facts import InferenceFacts, read_facts
 from trainer.inference.generation import Generation, Sampling, prompts_for
-from trainer.inference.predictor import Answers, Predictor
-from trainer.inference.rows import Row, Rows
+from trainer.inference.predictor import Answers, Predictor, Row, Rows
 from trainer.runs.metrics import read_metrics
 from trainer.runs.status import RunDirectoryError
 from trainer.strategies.strategy import Strategy
-from trainer.targets.allow_list import allow
-from trainer.targets.renamed import with_present_targets
+from trainer.targets.allow_list import allow, close
 from trainer.trainer import Trainer
-from trainer.update.precision import Precision
 
-_SPLITS = ("val", "test")
+logger = logging.getLogger("regimen")
+
+_SPLITS = ("test", "val")
 
 
 def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str] = ()) -> Run:
@@ -52,26 +57,22 @@ def load_run(path: str | Path, device: str = "auto", allow_targets: Iterable[str
     Raises RunDirectoryError if there is no run, ConfigError if its configuration is invalid.
     """
     folder = Path(path).expanduser()
-    values = _values_in(folder / "config.yaml")
+    source = folder / "config.yaml"
+    if not source.is_file():
+        raise RunDirectoryError(f"{folder} holds no run: it has no {source.name}")
+    way_out = "a training with resume=auto restores it from a checkpoint"
+    try:
+        values = plain_values(source.read_text(encoding="utf-8"), str(source))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"cannot read {source}: {error}; {way_out}") from error
+    if not isinstance(values, dict) or not values:
+        raise RunDirectoryError(f"{source} holds no configuration; {way_out}")
     allow(allow_targets)
-    config = parse(dict(with_present_targets(values)))
+    close([str(folder)])
+    config = parse(values)
     check_targets(config)
     strategy: Any = {"name": "single", "accelerator": device}
     return Run(folder, replace(config, strategy=replace(config.strategy, **strategy)))
-
-
-def _values_in(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise RunDirectoryError(f"{path.parent} holds no run: it has no {path.name}")
-    way_out = "a training with resume=auto restores it from a checkpoint"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"cannot read {path}: {error}; {way_out}") from error
-    values = plain_values(text, str(path))
-    if not isinstance(values, dict):
-        raise RunDirectoryError(f"{path} holds no configuration; {way_out}")
-    return values
 
 
 class Run:
@@ -88,19 +89,33 @@ class Run:
     @cached_property
     def facts(self) -> InferenceFacts:
         """The facts about the run's data: classes, the form of inputs and outputs."""
-        return facts_of_run(self.path, self.config)
+        return read_facts(self.path)
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """Everything that was logged, a dict for each line: `step`, `epoch`, `train/loss`..."""
         return list(read_metrics(self.path))
 
+    def trainer(self, checkpoint: str = "best") -> Trainer:
+        """Return a trainer for evaluation and prediction, with the model on its device."""
+        if checkpoint not in self._trainers:
+            strategy = build_strategy(self.config)
+            strategy.setup()
+            self._trainers[checkpoint] = load_trainer(
+                self.path, self.config, self.facts.num_classes, strategy, checkpoint
+            )
+        return self._trainers[checkpoint]
+
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
 
         checkpoint: best, last or a path. Raises CheckpointError.
         """
-        return _with_evaluated_weights(self.trainer(checkpoint))
+        trainer = self.trainer(checkpoint)
+        with trainer.evaluation_weights():  # an average's, if the run used one
+            state = {name: v.clone() for name, v in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(state)
+        return trainer.model.eval()
 
     def predict(
         self,
@@ -153,6 +168,18 @@ class Run:
         found = self._answers(predictor, samples, rows, batch_size)
         return [row["prediction"] for row in found]
 
+    def loader(self, split: str = "val") -> Iterator[Any]:
+        """Yield the batches of the run's own val or test data, transformed, on its device."""
+        if split not in _SPLITS:
+            raise ValueError(f"split is {split!r}, not one of {', '.join(_SPLITS)}")
+        config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
+        loader, _ = build_split(config, build_strategy(config), split)
+        return (micro.batch for micro in loader.epoch(0))
+
+    def pictures(self, paths: Sequence[str]) -> Pictures:
+        """Return picture files as a data set for the run's network."""
+        return pictures_for(self.facts, self.config, paths)
+
     def _answers(
         self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
     ) -> Iterator[Row]:
@@ -167,23 +194,6 @@ class Run:
                 yield from rows(Answers(range(first, first + len(some)), values, None, {}))
                 first += len(some)
 
-    def loader(self, split: str = "val") -> Iterator[Any]:
-        """Yield the batches of the run's own val or test data, transformed, on its device."""
-        _check_split(split)
-        config = as_trained(self.config, best_or_last(self.path / "checkpoints"))
-        loader, _ = build_split(config, build_strategy(config), split)
-        return (micro.batch for micro in loader.epoch(0))
-
-    def trainer(self, checkpoint: str = "best") -> Trainer:
-        """Return a trainer for evaluation and prediction, with the model on its device."""
-        if checkpoint not in self._trainers:
-            strategy = build_strategy(self.config)
-            strategy.setup()
-            self._trainers[checkpoint] = load_trainer(
-                self.path, self.config, self.facts.num_classes, strategy, checkpoint
-            )
-        return self._trainers[checkpoint]
-
     def _samples(self, images: Any) -> Iterator[Any]:
         if self.facts.inputs["kind"] != "picture":
             yield from images
@@ -191,24 +201,7 @@ class Run:
         form = self.pictures([])
         singles = [images] if isinstance(images, (str, bytes, os.PathLike)) else images
         for image in singles:
-            yield form.brought_to_form(as_picture(image, form.channels))
-
-    def pictures(self, paths: Sequence[str]) -> Pictures:
-        """Return picture files as a data set for the run's network."""
-        return pictures_for(self.facts, self.config, paths)
-
-
-def facts_of_run(path: Path, config: Config) -> InferenceFacts:
-    """Return the facts about a run's data; for a run of an older version, from the data."""
-    facts = read_facts(path)
-    if facts is not None:
-        return facts
-    splits = tuple(s for s in _SPLITS if getattr(config.data, s) is not None) or ("train",)
-    config = as_trained(config, best_or_last(path / "checkpoints"))
-    data = build_data(config, splits)
-    on_cpu = Strategy(torch.device("cpu"))
-    parts = Assembly(config, Known(data.num_classes), on_cpu, Precision("fp32", "cpu"))
-    return facts_of(config, data, parts.task)
+            yield form.brought_to_form(_as_picture(image, form.channels))
 
 
 def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
@@ -226,7 +219,7 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
     return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
 
 
-def as_picture(image: Any, channels: int) -> Tensor:
+def _as_picture(image: Any, channels: int) -> Tensor:
     """Return a picture, given in any usual form, as uint8 [channels, H, W]. Raises DataError."""
     if isinstance(image, (str, os.PathLike)):
         return read_image(Path(image), channels)
@@ -247,15 +240,91 @@ def as_picture(image: Any, channels: int) -> Tensor:
     return tensor
 
 
-def _with_evaluated_weights(trainer: Trainer) -> nn.Module:
-    """Return the model with the evaluated weights: an average's, if the run used one."""
-    weights = trainer.evaluation_weights()
-    with weights:
-        state: Mapping[str, Tensor] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-    trainer.model.load_state_dict(state)
-    return trainer.model.eval()
+def load_trainer(
+    run_dir: Path, config: Config, num_classes: int | None, strategy: Strategy, checkpoint: str
+) -> Trainer:
+    """Build a run's model with the weights of a checkpoint (best, last or a path).
+
+    Raises CheckpointError, and what building a model raises.
+    """
+    path = find_checkpoint(run_dir, checkpoint)
+    try:
+        payload = CheckpointStore(path.parent).load(path)
+    except DamagedCheckpointError as error:
+        way_out = f"checkpoint=NAME takes another of {_names(path.parent)}"
+        raise DamagedCheckpointError(f"{error}; {way_out}") from error
+    check_payload(payload, path)
+    with no_initial_weights():  # the checkpoint brings its own
+        trainer = build_evaluator(config, num_classes, strategy)
+    snapshot.load_weights(trainer, payload, path)
+    trainer.state.global_step = snapshot.saved_step(payload)
+    return trainer
 
 
-def _check_split(split: str) -> None:
-    if split not in _SPLITS:
-        raise ValueError(f"split is {split!r}, not one of {', '.join(_SPLITS)}")
+def as_trained(config: Config, checkpoint: Path | None) -> Config:
+    """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
+    if checkpoint is None or not takes_statistics(config):
+        return config
+    return with_statistics(config, CheckpointStore(checkpoint.parent).load(checkpoint))
+
+
+def find_checkpoint(run_dir: Path, name: str) -> Path:
+    """Return a checkpoint's path: `best` (or else the last), `last`, or a path."""
+    folder = run_dir / "checkpoints"
+    known = best_or_last(folder) if name == "best" else folder / f"{name}.pt"
+    path = known if known is not None and known.is_file() else Path(name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"checkpoint={name}: {folder} holds no such checkpoint; there are {_names(folder)}"
+        )
+    return path
+
+
+def _names(folder: Path) -> str:
+    """Return what `checkpoint=` can be in a folder."""
+    return ", ".join(sorted(path.stem for path in folder.glob("*.pt"))[:20]) or "none"
+
+
+def best_or_last(folder: Path) -> Path | None:
+    """Return the checkpoint to test: the best, or else the last; None if there is none."""
+    return next((p for n in ("best", "last") if (p := folder / f"{n}.pt").exists()), None)
+
+
+def open_split(
+    config: Config, strategy: Strategy, split: str | None
+) -> tuple[str, OnDevice, int | None]:
+    """Open `split`, or where none is named the test data, or else those of validation.
+
+    Raises ConfigError for a split that the data do not have.
+    """
+    if split is None and config.data.test is not None:
+        try:
+            return "test", *build_split(config, strategy, "test")
+        except ConfigError as error:
+            if config.data.val is None or [p.key for p in error.problems] != ["data.test"]:
+                raise
+    if split is None and config.data.val is not None:
+        logger.info("the data have no test split: split=val")
+    split = split or ("test" if config.data.val is None else "val")
+    return split, *build_split(config, strategy, split)
+
+
+def evaluate_run(
+    config: Config, run_dir: Path, checkpoint: str, split: str | None
+) -> tuple[str, dict[str, float]]:
+    """Return the split (see `open_split`), and the metrics of `checkpoint` over it.
+
+    Raises CheckpointError, and ConfigError for a split that the data do not have.
+    """
+    path = find_checkpoint(run_dir, checkpoint)
+    strategy = build_strategy(config)
+    strategy.setup()
+    config = as_trained(config, path)
+    split, loader, num_classes = open_split(config, strategy, split)
+    trainer = load_trainer(run_dir, config, num_classes, strategy, str(path))
+    if trainer.average is not None:
+        logger.info("evaluating the average of callbacks.%s", trainer.average.name)
+    with torch.no_grad():
+        metrics = trainer.evaluate(loader, split, step=trainer.state.global_step)
+    loader.close()
+    return split, metrics

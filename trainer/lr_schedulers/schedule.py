@@ -2,34 +2,266 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Mapping
-from typing import Any
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from conf.errors import Problem
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from conf.errors import ConfigError, Problem
+from trainer.checkpoints.plain import plain_part
 from trainer.errors import CheckpointError
-from trainer.lr_schedulers.horizon import Interval, ScheduleError
-from trainer.lr_schedulers.nodes import build_track, takes_metric
-from trainer.lr_schedulers.track import Track
+from trainer.metric_names import epoch_metric
 from trainer.optimizers.optimizers import Optimizers
+from trainer.optimizers.state import type_name
 
-logger = logging.getLogger("regimen")
+Interval = Literal["step", "epoch"]
+
+# The state of torch's ReduceLROnPlateau, in contrast to its settings.
+_PLATEAU_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+# Entries of torch's schedulers that are lists over the parameter groups.
+_BY_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+
+class ScheduleError(ConfigError, ValueError):
+    """An `lr_scheduler` section of the config is invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """Raise learning rates over `ticks` from `start_factor` times their first value to it.
+
+    The factor at tick t is s + (1 - s) t / ticks (linear) or s ** (1 - t / ticks) (exponential).
+    """
+
+    ticks: int = 0
+    every: Interval = "step"  # the unit of `ticks`
+    start_factor: float = 0.01
+    shape: Literal["linear", "exponential"] = "linear"
+
+    def factor(self, tick: int) -> float:
+        """Return the factor of the learning rate at `tick`; 1 from `ticks` on."""
+        if tick >= self.ticks:
+            return 1.0
+        if self.shape == "exponential":
+            return float(self.start_factor ** (1 - tick / self.ticks))
+        return self.start_factor + (1 - self.start_factor) * tick / self.ticks
+
+    def updates(self, steps_per_epoch: int | None) -> int:
+        """Return the number of updates of the warm-up."""
+        return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
+
+    def epochs(self, steps_per_epoch: int | None) -> int:
+        """Return the number of complete epochs of the warm-up."""
+        if self.every == "epoch":
+            return self.ticks
+        return self.ticks // (steps_per_epoch or self.ticks + 1)
+
+
+class Track:
+    """Set the learning rates of one optimizer: by the warm-up, then by a torch scheduler.
+
+    The warm-up ends at the scheduler's first value, so it can precede any scheduler; the
+    scheduler's steps start after it. The position of a track follows from the run's updates and
+    epochs. `settings` are the arguments that the track was built from; a scheduler of the caller's
+    has none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        interval: Interval = "step",
+        monitor: str | None = None,
+        warmup: Warmup | None = None,
+        group_names: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self.groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
+        self.scheduler = scheduler
+        self.interval = interval
+        self.monitor = monitor
+        # The metric by its name for a whole epoch or a validation.
+        self.watched = None if monitor is None else epoch_metric(monitor)
+        self.warmup = warmup or Warmup()
+        self.settings = dict(settings or {})
+        self.group_names = list(group_names) or [
+            str(group.get("name", i)) for i, group in enumerate(self.groups)
+        ]
+        # An epoch is counted after an update with the scheduler's first value.
+        self._warmup_epochs = self.warmup.epochs(steps_per_epoch)
+        self._begins = self.warmup.ticks + 1 if self.warmup.ticks else 0  # the update after it
+        self._at = self._position(0, 0)
+        # What the scheduler begins with: a tensor is changed in place later.
+        self._first = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+            for group in self.groups
+        ]
+        self._start = [float(group["lr"]) for group in self.groups]
+        self._warm()
+
+    def _position(self, updates: int, epochs: int) -> int:
+        # The scheduler's steps so far; -n if the warm-up has n ticks left.
+        ticks, by_step = self.warmup.ticks, self.interval == "step"
+        if not ticks:
+            return updates if by_step else epochs
+        passed = (epochs if self.warmup.every == "epoch" else updates) - ticks
+        return passed if by_step or passed <= 0 else epochs - self._warmup_epochs
+
+    def after_update(self, updates: int, epochs: int) -> None:
+        """Step after an applied update."""
+        if updates == self._begins and self.warmup.every == "step":
+            self._warmup_epochs = epochs
+        self.move(updates, epochs)
+
+    def move(self, updates: int, epochs: int) -> None:
+        """Take the next step, if it is due after this number of updates and epochs."""
+        position = self._position(updates, epochs)
+        if position != self._at:
+            self._at = position
+            if position <= 0:
+                self._warm()
+            elif self.monitor is None:
+                self.scheduler.step()
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Step the scheduler if the metrics contain the monitored one."""
+        if self.watched is not None and self.watched in metrics and self._at >= 0:
+            self.scheduler.step(metrics[self.watched])
+
+    def _warm(self) -> None:
+        # During the warm-up, the learning rates are a fraction of the scheduler's first.
+        if self.warmup.ticks and self._at <= 0:
+            factor = self.warmup.factor(self.warmup.ticks + self._at)
+            for group, start in zip(self.groups, self._start, strict=True):
+                put(group, "lr", start * factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings, and the scheduler's state without functions: plain values."""
+        return {
+            "type": type_name(self.scheduler),
+            "settings": self.settings,
+            "groups": list(self.group_names),
+            "warmup_epochs": self._warmup_epochs,
+            "scheduler": plain_part(self.scheduler.state_dict()),
+            "start": list(self._start),
+            "lr": [float(group["lr"]) for group in self.groups],
+        }
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the settings that differ from those of `state`."""
+        if state["type"] != type_name(self.scheduler):
+            return [f"it is {type_name(self.scheduler)}, it was {state['type']}"]
+        there, here = state["settings"], self.settings
+        found = [
+            f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
+            for key in [*here, *(key for key in there if key not in here)]
+            if here.get(key) != there.get(key)
+        ]
+        new = [name for name in self.group_names if name not in state["groups"]]
+        if new:
+            found.append(f"group {new[0]!r} had no schedule")
+        own = not self.settings or not state["type"].startswith("torch.")
+        if own and self.group_names != state["groups"]:
+            found.append("the parameter groups, or their order, have changed")
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], updates: int, epochs: int) -> None:
+        """Restore `state` exactly; the optimizer's state has the hyper-parameters."""
+        self._warmup_epochs = int(state["warmup_epochs"])
+        self._at = self._position(updates, epochs)
+        order = [state["groups"].index(name) for name in self.group_names]
+        self._start = [state["start"][i] for i in order]
+        self.scheduler.load_state_dict(_reordered(state["scheduler"], order))
+
+    def catch_up(self, state: Mapping[str, Any] | None, updates: int, epochs: int) -> None:
+        """Move to the same updates and epochs in the schedule that is configured here.
+
+        `state` is that of the earlier schedule, if there was one. A plateau scheduler keeps its
+        history and its reduced rates; an object of the user is restored exactly.
+        """
+        self._at = self._position(updates, epochs)
+        if self.monitor is not None and self.settings:
+            self._keep(state or {"type": None})
+        elif self.settings:
+            self._replay()
+        elif state is not None:
+            self.load_state_dict(state, updates, epochs)
+        if self._at < 0:
+            self._warm()
+
+    def _replay(self) -> None:
+        # From the scheduler's first values, not from warmed or loaded ones.
+        for group, first in zip(self.groups, self._first, strict=True):
+            for key in set(first) - {"params"}:
+                if key == "lr" or key not in self.scheduler.optimizer.defaults:
+                    put(group, key, first[key])
+        with warnings.catch_warnings():  # torch misses a step of the optimizer
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(self._at):
+                self.scheduler.step()
+
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        # The history of the metric, and the rates of groups with the same initial rate.
+        reached = {}
+        if state["type"] == type_name(self.scheduler):
+            memory = {key: state["scheduler"][key] for key in _PLATEAU_MEMORY}
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
+            begun = zip(state["groups"], state["start"], strict=True)
+            reached = dict(zip(begun, state["lr"], strict=True))
+        begun = zip(self.group_names, self._start, strict=True)
+        for group, key in zip(self.groups, begun, strict=True):
+            put(group, "lr", reached.get(key, key[1]))
+
+
+def put(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's hyper-parameter; a tensor is changed in place."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler's `step` has a required argument, which is a metric."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in variadic for p in parameters)
+
+
+def _reordered(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    # Of a scheduler and of those inside it: lists by position follow the groups.
+    found = dict(state)
+    for key, value in state.items():
+        if key == "_schedulers":
+            found[key] = [_reordered(inner, order) for inner in value]
+        elif key in _BY_GROUP and isinstance(value, list) and len(value) == len(order):
+            found[key] = [value[i] for i in order]
+    return found
 
 
 class LRSchedule:
-    """Set the learning rates of one or several optimizers, each by its own track."""
+    """Set the learning rates of one or several optimizers, each by its own track.
 
-    def __init__(self, tracks: Mapping[str, Track]) -> None:
+    `rehearsal` makes the same schedule over optimizers that train nothing.
+    """
+
+    def __init__(
+        self,
+        tracks: Mapping[str, Track],
+        steps_per_epoch: int | None = None,
+        rehearsal: Callable[[], LRSchedule] | None = None,
+    ) -> None:
         self.tracks = dict(tracks)
         self.updates = 0  # applied
         self.epochs = 0
         self._tracks = list(self.tracks.values())
-
-    @classmethod
-    def none(cls) -> LRSchedule:
-        """Return the schedule that changes no learning rate."""
-        return cls({})
+        self._steps_per_epoch = steps_per_epoch
+        self._rehearsal = rehearsal
 
     @classmethod
     def wrap(
@@ -42,30 +274,24 @@ class LRSchedule:
         if isinstance(scheduler, LRSchedule):
             return scheduler
         if scheduler is None:
-            return cls.none()
+            return cls({})
         if takes_metric(scheduler) and monitor is None:
             raise ScheduleError(
                 f"{type(scheduler).__name__} monitors a metric: name it with"
                 ' LRSchedule.wrap(scheduler, monitor="val/loss")'
             )
-        track = Track(scheduler.optimizer, scheduler, interval, monitor)
-        return cls({"optimizer": track})
+        return cls({"optimizer": Track(scheduler, interval, monitor)})
 
     @property
     def monitors(self) -> tuple[str, ...]:
         """The metrics that are monitored."""
         return tuple(dict.fromkeys(t.monitor for t in self._tracks if t.monitor is not None))
 
-    def after_update(self) -> bool:
-        """Step after an applied update; a skipped update changes nothing (I10).
-
-        Returns whether a hyper-parameter has changed; groups are written to only then.
-        """
+    def after_update(self) -> None:
+        """Step after an applied update; a skipped update changes nothing (I10)."""
         self.updates += 1
-        moved = False
         for track in self._tracks:
-            moved |= track.after_update(self.updates, self.epochs)
-        return moved
+            track.after_update(self.updates, self.epochs)
 
     def after_epoch(self) -> None:
         """Step after the last update of an epoch."""
@@ -126,91 +352,50 @@ class LRSchedule:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
 
-    def preview(self, step: int) -> dict[str, float]:
-        """Return each group's learning rate after `step` updates.
+    def preview(self, steps: Sequence[int]) -> Iterator[dict[str, float]]:
+        """Yield each group's learning rate after each of `steps` updates, which ascend.
 
-        For a schedule with a metric it is assumed that the metric always improves. Steps far ahead
-        are computed by torch's closed form, or if there is none by stepping the scheduler, which
-        takes some microseconds for each step.
+        For a schedule with a metric it is assumed that the metric always improves. The schedule is
+        walked over optimizers that train nothing, at some microseconds an update.
         """
-        return {
-            name: lr
-            for track in self._tracks
-            for name, lr in zip(track.group_names, track.preview(step), strict=True)
-        }
+        walked = LRSchedule({}) if self._rehearsal is None else self._rehearsal()
+        for step in steps:
+            while walked.updates < step:
+                walked.after_update()
+                if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
+                    walked.after_epoch()
+            yield {
+                name: float(group["lr"])
+                for track in walked.tracks.values()
+                for name, group in zip(track.group_names, track.groups, strict=True)
+            }
+
+    def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
+        """Raise `ScheduleError` if a validation is monitored and there is none."""
+        for monitor in self.monitors:
+            if monitor.startswith("val/") and not (has_data and validates):
+                reason = "no validation before the end" if has_data else "no validation set"
+                message = f"{monitor}: there is {reason}, and the rates would never change"
+                hint = "monitor train/loss, or choose a schedule without a metric"
+                raise ScheduleError(Problem("lr_scheduler.monitor", message, hint))
 
 
-def build_lr_schedule(
-    node: Mapping[str, Any] | None,
-    optimizers: Optimizers,
-    total_steps: int | None,
-    steps_per_epoch: int | None,
-    key: str = "lr_scheduler",
-    guessed: bool = False,
-) -> LRSchedule:
-    """Build the schedule of an `lr_scheduler` node over `optimizers`.
+class StandIn(Optimizer):
+    """An optimizer over one empty parameter for each group, to walk a schedule on."""
 
-    An optimizer with an `lr_scheduler` of its own uses that one. "${total_steps}" is replaced by
-    the scheduler's own horizon: the rest of the run after the warm-up, in updates, or in epochs
-    with `interval: epoch`. Raises `ScheduleError`, also for a schedule that ends before the run,
-    unless the lengths are `guessed`.
-    """
-    groups = optimizers.groups()
-    all_names = [group.name for group in groups]
-    tracks = {}
-    for name, optimizer in optimizers.items():
-        own = optimizers.lr_schedulers.get(name)
-        chosen = node if own is None else own
-        where = key if own is None else f"{optimizers.keys[name]}.lr_scheduler"
-        if chosen:
-            tracks[name] = build_track(
-                chosen,
-                optimizer,
-                optimizers.configured[name],
-                [group.name for group in groups if group.optimizer_name == name],
-                all_names,
-                total_steps,
-                steps_per_epoch,
-                where,
-            )
-    schedule = LRSchedule(tracks)
-    _examine(schedule, total_steps, key, guessed)
-    return schedule
+    def __init__(self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+        # Tensors stay tensors, so that the scheduler rounds as it does on the device.
+        params = [
+            {
+                **{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in group.items()},
+                "params": [nn.Parameter(torch.empty(0))],
+            }
+            for group in groups
+        ]
+        super().__init__(params, dict(defaults))
 
-
-def warn_of_long_warmups(
-    schedule: LRSchedule, total_steps: int | None, steps_per_epoch: int | None
-) -> None:
-    """Warn if a warm-up takes the whole run, which is allowed for short trials."""
-    ramp = max((t.warmup.updates(steps_per_epoch) for t in schedule.tracks.values()), default=0)
-    if total_steps is not None and ramp >= total_steps:
-        logger.warning(
-            "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
-        )
-
-
-def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: bool) -> None:
-    """Check the learning rates of the whole run, since torch validates few arguments."""
-    last = total_steps or 1000
-    try:
-        for step in [*range(0, last, max(1, last // 50)), last]:
-            for group, lr in schedule.preview(step).items():
-                if not math.isfinite(lr):
-                    raise ArithmeticError(f"the learning rate of {group!r} is {lr:g} at {step}")
-                if lr < 0:
-                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
-                    raise ScheduleError(Problem(key, message))
-    except (TypeError, ArithmeticError) as error:
-        message = f"the schedule cannot be computed: {error}"
-        raise ScheduleError(Problem(key, message)) from error
-    except ValueError as error:  # raised by OneCycleLR beyond its last step
-        if "Tried to step" not in str(error):
-            raise
-        if guessed:
-            return
-        message = f"{error}, but the run has {total_steps} updates in all"
-        hint = "set lr_scheduler.total_steps to ${total_steps}"
-        raise ScheduleError(Problem(key, message, hint)) from error
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing; torch warns if schedulers step before it."""
 
 
 def curve(
@@ -218,5 +403,5 @@ def curve(
 ) -> dict[str, list[tuple[int, float]]]:
     """Return (step, learning rate) of each group at about `points` steps of the run."""
     steps = sorted({*range(0, total_steps, max(1, total_steps // points)), max(0, total_steps - 1)})
-    rates = [optimizers.learning_rates() | schedule.preview(step) for step in steps]
+    rates = [optimizers.learning_rates() | at for at in schedule.preview(steps)]
     return {name: [(s, at[name]) for s, at in zip(steps, rates, strict=True)] for name in rates[0]}

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trainer.internals import foreach_div_, foreach_mul_, foreach_norm
+
 
 class Muon(torch.optim.Muon):
     """Train matrices as torch's Muon does, and a kernel (out, in, ...) as the matrix (out, -1).
@@ -84,9 +86,9 @@ class Muon(torch.optim.Muon):
         matrices = [p for group in groups for p in group if p.grad is not None]
         if matrices:
             roots = [math.sqrt(len(p)) for p in matrices]
-            norms = torch._foreach_norm(matrices)
-            torch._foreach_div_(matrices, norms)
-            torch._foreach_mul_(matrices, roots)
+            norms = foreach_norm(matrices)
+            foreach_div_(matrices, norms)
+            foreach_mul_(matrices, roots)
 
     def _init_group(
         self,

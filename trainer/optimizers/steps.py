@@ -90,10 +90,8 @@ def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
     skips leaves uninitialized memory in the buffers. Starting from zeros gives the same result, bit
     for bit.
     """
-    for group in optimizer.param_groups:
-        if group["fused"] and group["momentum"] and not damped(group):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = optimizer.state[parameter]
-                    if state.get("momentum_buffer") is None:
-                        state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    begin = [g for g in optimizer.param_groups if g["fused"] and g["momentum"] and not damped(g)]
+    for parameter in (p for group in begin for p in group["params"] if p.grad is not None):
+        state = optimizer.state[parameter]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)

@@ -1,4 +1,4 @@
-"""Where TensorBoard finds a run, and the command that shows it by its name."""
+"""Where TensorBoard finds a run, and the command that shows it."""
 
 import shlex
 from pathlib import Path
@@ -9,14 +9,9 @@ SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
 
 
 def command(run_dir: Path) -> str:
-    """Return the command that serves a run, under its own name, to this machine only.
+    """Return the command that serves a run to this machine only.
 
     For a job of a sweep it is the sweep's, which shows the job by what varies in it.
     """
-    in_sweep = (run_dir.parent / SWEEP).exists()
-    return sweep_command(run_dir.parent if in_sweep else run_dir)
-
-
-def sweep_command(folder: Path) -> str:
-    """Return the command that serves a sweep, each job under what varies in it."""
-    return f"regimen tensorboard --logdir {shlex.quote(str(folder))}"
+    folder = run_dir.parent if (run_dir.parent / SWEEP).exists() else run_dir
+    return f"tensorboard --logdir {shlex.quote(str(folder / FOLDER))}"

@@ -2,8 +2,8 @@
 
 import contextlib
 import logging
+import math
 import os
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -27,6 +27,7 @@ from trainer.runs.status import (
     RunDirectoryError,
     holds_run,
     read_json,
+    seconds_of,
     seconds_until_killed,
 )
 
@@ -46,13 +47,14 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # user code may change the working directory
         self._lock = RunLock(self.path)
+        self._made: list[Path] = []  # folders
         self._seconds = 0.0  # of training, by the processes before this one
 
     @classmethod
     def create(
         cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
     ) -> Self:
-        """Create a run in `path` and lock it; its parent must exist, but for one like `runs`.
+        """Create a run in `path`, with its parents, and lock it.
 
         Raises RunDirectoryError if `path` holds a run, or files of others that it would overwrite,
         or another process has locked it; StorageError if it cannot be written.
@@ -61,7 +63,7 @@ class RunDirectory:
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             run._refuse_existing()
             run._refuse_foreign()
-        make_folder(path)
+        run._made = make_folder(run.path)
         run._hold()
         try:
             run._refuse_existing()
@@ -113,7 +115,7 @@ class RunDirectory:
         *,
         code: int = 0,
         reason: str | None = None,
-        resume: str | Sequence[str] | None = None,
+        resume: str | None = None,
         results: Mapping[str, float] | None = None,
         best: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
@@ -125,11 +127,10 @@ class RunDirectory:
         time this process trained, which is added to that of those before it. Raises StorageError.
         """
         refuse_taken(self.path)
-        command = resume if isinstance(resume, str) or resume is None else shlex.join(resume)
         end = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
-        found = {"results": _plain(results or {}), "best": best and dict(best)}
-        self._write_status(**end, resume=command, **found)
+        plain = {k: float(v) if math.isfinite(v) else None for k, v in (results or {}).items()}
+        self._write_status(**end, resume=resume, results=plain, best=best and dict(best))
         self.update_manifest({"exit": {**end, "ended": manifest.now()}})
 
     def discard(self) -> None:
@@ -140,7 +141,8 @@ class RunDirectory:
         for name in _FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty
-            self.path.rmdir()
+            for folder in (self.path, *self._made):
+                folder.rmdir()
         self.release()
 
     def release(self) -> None:
@@ -148,10 +150,20 @@ class RunDirectory:
         self._lock.release()
 
     def _hold(self) -> None:
+        self._refuse_links()
         holder = self._lock.acquire()
         if holder is not None:
             message = f"{self.path} is in use by {holder}"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+
+    def _refuse_links(self) -> None:
+        """Refuse links that lead out of a received run: what they name would be changed."""
+        root = os.path.realpath(self.path)
+        for place, folders, files in os.walk(self.path):
+            for path in (Path(place, name) for name in (*folders, *files)):
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                    message = f"{path} is a link that leads out of the run"
+                    raise RunDirectoryError(Problem("run_dir", message, "remove it"))
 
     def _refuse_existing(self) -> None:
         if holds_run(self.path):
@@ -192,29 +204,31 @@ class RunDirectory:
         self._write_status(state="running", started=manifest.now())
 
     def _write_status(self, **fields: Any) -> None:
-        holder = read_holder(self.path)
+        holder, started = read_holder(self.path), None
+        with contextlib.suppress(RunDirectoryError):
+            started = read_json(self.path / STATUS).get("started")
         identity = {
             "pid": holder.pid if holder else os.getpid(),
             "host": holder.host if holder else None,
-            "started": self._started(),
+            "started": started,
             "updated": manifest.now(),
         }
-        empty = {"state": None, "code": None, "reason": None, "resume": None}
-        facts = {**empty, **identity, "seconds": self._seconds, "results": {}, "best": None}
+        ended: dict[str, Any] = {
+            "code": None,
+            "reason": None,
+            "resume": None,
+            "results": {},
+            "best": None,
+        }
+        facts = {"state": None, **ended, **identity, "seconds": self._seconds}
         write_json(self.path / STATUS, {**facts, **fields})
 
     def _seconds_before(self) -> float:
-        with contextlib.suppress(RunDirectoryError, TypeError, ValueError):
-            status = read_json(self.path / STATUS)
-            if status.get("state") == "running":
-                return seconds_until_killed(self.path, status)
-            return float(status.get("seconds") or 0.0)
-        return 0.0
-
-    def _started(self) -> Any:
         with contextlib.suppress(RunDirectoryError):
-            return read_json(self.path / STATUS).get("started")
-        return None
+            status = read_json(self.path / STATUS)
+            killed = status.get("state") == "running"
+            return seconds_until_killed(self.path, status) if killed else seconds_of(status)
+        return 0.0
 
 
 def name_folder(root: Path, name: str) -> Path:
@@ -250,21 +264,14 @@ def reserve(folder: Path, stamp: str) -> Path:
         raise storage_error(folder / stamp, error) from error
 
 
-def in_new_parent(path: Path) -> bool:
-    """Return whether `path` is like `runs/mine`, whose parent is made where it is missing."""
-    return not path.is_absolute() and len(path.parent.parts) == 1 and path.parent != Path("..")
+def make_folder(path: Path) -> list[Path]:
+    """Make a run directory and its parents; return the parents that were missing, inner ones first.
 
-
-def make_folder(path: Path) -> None:
-    """Make a run directory; of its parents only one in the working folder, such as `runs`."""
+    Raises StorageError.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
     try:
-        path.mkdir(parents=in_new_parent(path), exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(path, error) from error
-
-
-def _plain(results: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace NaN and infinity by None, which JSON lacks."""
-    return {
-        key: float(value) if abs(value) < float("inf") else None for key, value in results.items()
-    }
+    return missing

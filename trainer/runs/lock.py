@@ -12,11 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer.errors import StorageError
-from trainer.files.forks import forget, keep_from_children
+from trainer.files.atomic import forget, keep_from_children, regular
 from trainer.files.storage import storage_error
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown
+_WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)  # of a file system
 _held: set[Path] = set()  # lock files that this process has signed
 _log = logging.getLogger(__name__)
 
@@ -32,14 +33,17 @@ class Holder:
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host} since {self.since}"
 
-    @classmethod
-    def this_process(cls) -> "Holder":
-        """Describe the current process."""
-        return cls(os.getpid(), socket.gethostname(), datetime.now().isoformat(" ", "seconds"))
-
     def is_dead(self) -> bool:
         """Return whether the process is known to have ended; False for one on another host."""
-        return self.host == socket.gethostname() and not _alive(self.pid)
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        return False
 
 
 class RunLock:
@@ -71,34 +75,35 @@ class RunLock:
             self._descriptor = None
 
     def _try(self) -> bool:
+        now = datetime.now().isoformat(" ", "seconds")
+        content = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), now))).encode()
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise storage_error(self.path, error) from error
-        if not _lock(descriptor, self.path):
-            os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        keep_from_children(descriptor)  # a worker of a killed run would hold the lock
-        self._sign()
-        _held.add(self.path)
-        return True
-
-    def _sign(self) -> None:
-        assert self._descriptor is not None
-        content = json.dumps(asdict(Holder.this_process())).encode()
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, content, 0)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError as error:
+                if error.errno not in _WITHOUT_LOCKS:
+                    raise
+                warning = "cannot lock %s (%s): a second run here would not be detected"
+                _log.warning(warning, self.path, error)
+            self._descriptor = descriptor
+            keep_from_children(descriptor)  # a worker of a killed run would hold the lock
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
         except OSError as error:
             self.release()
             raise storage_error(self.path, error) from error
+        _held.add(self.path)
+        return True
 
 
 def read_holder(folder: Path) -> Holder | None:
     """Return the last holder written to the lock, dead or alive; None if it cannot be read."""
     try:
-        fields = json.loads((folder / LOCK_FILE).read_text())
+        fields = json.loads(regular(folder / LOCK_FILE).read_text())
         return Holder(int(fields["pid"]), str(fields["host"]), str(fields["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -123,41 +128,16 @@ def refuse_taken(folder: Path) -> None:
 def is_held(folder: Path) -> bool:
     """Return whether a living process holds the run in `folder`."""
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+        descriptor = os.open(regular(folder / LOCK_FILE), os.O_RDONLY)
     except OSError:
         return False
+    holder = read_holder(folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = read_holder(folder)
         return holder is None or not holder.is_dead()
     except OSError:  # a file system without locks: the recorded process decides
-        holder = read_holder(folder)
         return holder is not None and not holder.is_dead()
     finally:
         os.close(descriptor)
     return False
-
-
-def _lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
-            raise storage_error(path, error) from error
-        _log.warning(
-            "cannot lock %s (%s): a second run in this directory would not be detected", path, error
-        )
-    return True
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

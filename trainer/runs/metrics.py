@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.files.atomic import regular
 from trainer.runs.status import METRICS
 
 
@@ -15,7 +16,7 @@ def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[dict[
     Incomplete lines, which a kill leaves, are skipped. last_bytes: read only the end of the file.
     """
     try:
-        with (run_dir / METRICS).open("rb") as file:
+        with regular(run_dir / METRICS).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = 0 if last_bytes is None else max(0, size - last_bytes)
             file.seek(start)

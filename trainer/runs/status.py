@@ -1,6 +1,8 @@
 """Read the status of runs without locking them, and find the run to resume."""
 
+import contextlib
 import json
+import math
 import os
 import time
 from datetime import datetime
@@ -9,7 +11,7 @@ from typing import Any
 
 from conf.errors import ConfigError, Problem
 from trainer.errors import RunError
-from trainer.files.atomic import write_json
+from trainer.files.atomic import regular, write_json
 from trainer.files.storage import storage_error
 from trainer.runs.lock import is_held
 
@@ -32,17 +34,13 @@ def check_run_dir(path: Path) -> None:
     """
     try:
         os.lstat(path)
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-    ):  # a new directory; a missing parent is an error later
-        pass
     except OSError as error:
-        raise storage_error(path, error) from error
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # a new directory
+            raise storage_error(path, error) from error
     if os.path.realpath(path) == os.path.realpath(os.sep):
         hint = "choose a directory for this run alone"
         raise RunDirectoryError(Problem("run_dir", f"{path} is the root of the file system", hint))
-    for place in (path, path.parent):
+    for place in (path, *path.parents):  # of which those that are missing are made
         if os.path.lexists(place) and not place.is_dir():  # a link that leads nowhere is none
             raise RunDirectoryError(Problem("run_dir", f"{place} is no folder", "choose another"))
 
@@ -60,19 +58,24 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
+def seconds_of(status: dict[str, Any]) -> float:
+    """Return the seconds that a status tells of; 0.0 where it tells of none."""
+    seconds = status.get("seconds")
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+
 def seconds_until_killed(path: Path, status: dict[str, Any]) -> float:
     """Return a run's `seconds`, those of its last process included, which wrote `status` and died.
 
     They count up to the last of the files that a run writes as it goes, and not beyond now: a clock
     that was set back leaves files of the future.
     """
-    seconds = float(status.get("seconds") or 0.0)
+    seconds = seconds_of(status)
     try:
         began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
     except ValueError:
         return seconds
-    index = (f"{CHECKPOINTS}/{name}" for name in ("index.json", "index.jsonl"))
-    files = (path / name for name in (LOG, METRICS, *index))
+    files = (path / name for name in (LOG, METRICS, f"{CHECKPOINTS}/index.json"))
     last = max((file.stat().st_mtime for file in files if file.exists()), default=began)
     return seconds + max(0.0, min(last, time.time()) - began)
 
@@ -94,16 +97,12 @@ def find_unfinished(folder: Path) -> Path | None:
         return None
     runs = [path for path in folder.iterdir() if holds_run(path)]
     for path in sorted(runs, key=_created, reverse=True):
-        if not _is_finished(path) and not is_held(path):
+        with contextlib.suppress(RunDirectoryError):  # damaged: its checkpoint decides
+            if read_status(path).get("state") in ENDED_WELL:
+                continue
+        if not is_held(path):
             return path
     return None
-
-
-def _is_finished(path: Path) -> bool:
-    try:
-        return read_status(path).get("state") in ENDED_WELL
-    except RunDirectoryError:  # damaged status: the checkpoint decides when it is resumed
-        return False
 
 
 def _created(path: Path) -> tuple[str, str]:
@@ -113,10 +112,18 @@ def _created(path: Path) -> tuple[str, str]:
         return "", path.name
 
 
+def _number(text: str) -> int | float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return int(text) if text.lstrip("-").isdecimal() else value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} for a missing file. Raises RunDirectoryError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = regular(path).read_text(encoding="utf-8")
+        value = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

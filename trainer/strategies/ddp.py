@@ -1,30 +1,46 @@
 """Distributed data parallelism: a model replica on each process, averaged gradients."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: torch compares the hook's annotations as types.
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.errors import ModelError
-from trainer.strategies.powersgd import PowerSGD
 from trainer.strategies.replicas import Processes, Replicas
+
+
+def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    exchanged: torch.futures.Future[torch.Tensor] = powerSGD_hook(state, bucket)
+    # Its callbacks wait in gloo's two threads, which would have to answer them: with two buckets in
+    # flight both threads would wait forever.
+    if dist.get_backend() == "gloo":
+        exchanged.wait()
+    return exchanged
+
+
+logger = logging.getLogger("regimen")
 
 # torch 2.15 renamed the argument. DDP synchronizes buffers at construction in any case.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 )
-_HOOKS = {
+_HOOKS: dict[str, Any] = {
     "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
+    "powersgd": _powersgd,
 }
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
@@ -61,7 +77,6 @@ class DDP(Replicas):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
-        self._powersgd: PowerSGD | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that averages gradients over the processes."""
@@ -73,10 +88,10 @@ class DDP(Replicas):
         if options["find_unused_parameters"] is None:
             options["find_unused_parameters"] = self.some_unused and not options["static_graph"]
         wrapped = DistributedDataParallel(model, device_ids=ids, **options)
-        if self._comm_hook == "powersgd":
-            self._powersgd = PowerSGD(wrapped, self._comm_hook_options)
-        elif self._comm_hook is not None:
-            wrapped.register_comm_hook(None, _HOOKS[self._comm_hook])
+        if self._comm_hook is not None:
+            compresses = self._comm_hook == "powersgd"
+            state = PowerSGDState(None, **self._comm_hook_options) if compresses else None
+            wrapped.register_comm_hook(state, _HOOKS[self._comm_hook])
         return wrapped
 
     def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -89,30 +104,16 @@ class DDP(Replicas):
 
         DDP orders the buckets by the first backward pass and uses them from the second forward pass
         on. The rounding of sums over three or more processes depends on the position of a gradient
-        in its bucket, and so does PowerSGD's state. Only the order remains: `compute` drops
-        gradients and restores buffers, and the random state is restored here.
+        in its bucket. Only the order remains: `compute` drops gradients and restores buffers, and
+        the random state is restored here.
         """
-        if self.group.world_size < 3 and self._powersgd is None:
-            return
-        before = rng.capture()
-        for _ in range(2):
-            compute()
-        rng.restore(before)
-        if self._powersgd is not None:
-            self._powersgd.forget()
-
-    def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state of this process alone: its buffers, and PowerSGD's error feedback."""
-        state = super().own_state(model)
-        if self._powersgd is not None:
-            state["powersgd"] = self._powersgd.state_dict()
-        return state
-
-    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `own_state` returned."""
-        super().load_own_state(model, state)
-        if self._powersgd is not None and "powersgd" in state:
-            self._powersgd.load_state_dict(state["powersgd"])
+        if self._comm_hook == "powersgd":  # the dropped gradients would become part of its state
+            logger.info("  strategy.comm_hook=powersgd starts anew: its state is not saved")
+        elif self.group.world_size > 2:
+            before = rng.capture()
+            for _ in range(2):
+                compute()
+            rng.restore(before)
 
     def _recognize(self, error: Exception) -> Exception | None:
         """Return an error with the names of unused parameters; DDP's error has their indices."""

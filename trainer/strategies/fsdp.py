@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class FSDP(Replicas):
 
     def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with unsharded tensors on the host; a collective over the same trees."""
-        return map_tensors(_whole, tree)
+        return map_tensors(lambda t: t.full_tensor().cpu() if isinstance(t, DTensor) else t, tree)
 
     def to_save(self, tree: Any) -> Any:
         """Return `tree` unsharded, or with the shards that each process writes itself."""
@@ -141,12 +142,13 @@ class FSDP(Replicas):
         """Return `tree` with this process's shards of the tensors under a parameter's name."""
         if not isinstance(tree, Mapping):
             return tree
-        return {
-            key: _split(value, parameters[key])
-            if key in parameters
-            else self.split_like(value, parameters)
-            for key, value in tree.items()
-        }
+        found: dict[Any, Any] = {}
+        for key, value in tree.items():
+            if key in parameters:
+                found[key] = map_tensors(partial(_part, like=parameters[key]), value)
+            else:
+                found[key] = self.split_like(value, parameters)
+        return found
 
 
 def _forget_gathered(model: nn.Module) -> None:
@@ -154,10 +156,6 @@ def _forget_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def _part(value: Any, like: Any) -> Any:
@@ -168,7 +166,3 @@ def _part(value: Any, like: Any) -> Any:
     value = value.to(like.device, copy=True)
     # Every process has the whole tensor, so nothing has to be sent.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _split(tree: Any, like: Tensor) -> Any:
-    return map_tensors(lambda value: _part(value, like), tree)

@@ -54,15 +54,13 @@ class Replicas(Strategy):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
-        return super().prepare(self._synchronized(model) if self._sync_batchnorm else model)
-
-    def _synchronized(self, model: nn.Module) -> nn.Module:
-        if self.device.type == "cpu":
+        if self._sync_batchnorm and self.device.type == "cpu":
             group = dist.new_group(backend="gloo", timeout=self.group.timeout)
             assert isinstance(group, dist.ProcessGroup)
-            return synchronize(model, group, self._share)
-        changed: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return changed
+            model = synchronize(model, group, self._share)
+        elif self._sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return super().prepare(model)
 
     @contextmanager
     def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:

@@ -7,6 +7,7 @@ has to ask where a run computes. `trainer/strategies/dp.py` uses several devices
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,26 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.group import Group
+from trainer.errors import ResourceError
 
-
-def default_device(index: int = 0) -> torch.device:
-    """Return the accelerator with this index, or the CPU if there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", index)
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
+# Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model,
+# and of a forked worker that has loaded a batch.
+_PROCESS, _WORKER = 300 * 2**20, 50 * 2**20
 
 
 def describe_device(device: torch.device) -> str:
     """Return the product name of a GPU; for other devices their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return `cuda` as `cuda:0`: torch.cuda.set_device needs a device with an index."""
-    bare = device.type == "cuda" and device.index is None
-    return torch.device("cuda", 0) if bare else device
 
 
 def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto") -> int:
@@ -47,7 +38,35 @@ def count_devices(devices: int | Sequence[int] | str, accelerator: str = "auto")
     return max(1, torch.cuda.device_count()) if accelerator in ("auto", "cuda") else 1
 
 
-_ALONE: AbstractContextManager[Any] = nullcontext()
+def check_processes(processes: int, accelerator: str = "auto", backend: str = "auto") -> None:
+    """Raise ResourceError if the machine lacks the memory or the GPUs for these processes."""
+    on_gpus = accelerator in ("auto", "cuda") and torch.cuda.is_available()
+    if backend == "nccl" and not on_gpus:
+        raise ResourceError(
+            "strategy.backend=nccl needs GPUs, and this run has none: set "
+            "strategy.backend=gloo, or auto"
+        )
+    if on_gpus and processes > torch.cuda.device_count():
+        raise ResourceError(
+            f"strategy.devices={processes}: this machine has {torch.cuda.device_count()} GPUs; "
+            "strategy.accelerator=cpu trains on the CPU"
+        )
+    _check_memory("strategy.devices", "processes", processes, processes, _PROCESS)
+
+
+def check_workers(workers: int) -> None:
+    """Raise ResourceError if the machine lacks the memory for the workers of one loader."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _check_memory("loader.num_workers", "workers", workers, workers * ranks, _WORKER)
+
+
+def _check_memory(key: str, kind: str, value: int, count: int, each: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if count > max(8, memory // each):
+        raise ResourceError(
+            f"{key}={value}: {count} {kind} need at least {count * each / 2**30:.0f} GiB, and "
+            f"this machine has {memory / 2**30:.0f} GiB and {os.cpu_count()} cores: lower {key}"
+        )
 
 
 class Strategy:
@@ -63,7 +82,12 @@ class Strategy:
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
     ) -> None:
-        self.device = default_device() if device is None else _indexed(torch.device(device))
+        if device is None:
+            cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+            device = "cuda" if cuda else "mps" if mps else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", 0)  # torch.cuda.set_device needs an index
         self.group = group or Group()
 
     def setup(self) -> None:
@@ -104,7 +128,7 @@ class Strategy:
 
         `counts=False`: the process has no sample in it and computes with a borrowed one.
         """
-        return _ALONE
+        return nullcontext()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of an evaluation, in which all processes have the saved buffers."""
@@ -119,10 +143,6 @@ class Strategy:
 
     def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load what `own_state` returned."""
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the unsharded state of `model`, on every process."""
-        return dict(self.gather_tensors(model.state_dict()))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load an unsharded state into `model`."""

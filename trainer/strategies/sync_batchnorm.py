@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.internals import BATCH_NORMS
 
 
 @dataclass(slots=True)
@@ -19,28 +20,22 @@ class Share:
     counts: bool = True
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """Normalize by mean and variance over the samples of all processes (Ioffe, Szegedy 2015).
 
-    The input is (N, C, ...), as for nn.BatchNorm1d to 3d; parameters and buffers are the same.
-    Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on GPUs, counts
-    borrowed samples as well.
+    The input is (N, C, ...), as for nn.BatchNorm1d to 3d; parameters and buffers are those of
+    `norm`. Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on
+    GPUs, counts borrowed samples as well.
     """
 
-    @classmethod
-    def of(cls, norm: _BatchNorm, group: dist.ProcessGroup, share: Share) -> SyncBatchNorm:
-        """Return a replacement of `norm` that shares its parameters and buffers."""
-        synchronized = cls(
-            norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
-        )
-        synchronized.weight, synchronized.bias = norm.weight, norm.bias
-        synchronized._buffers = norm._buffers
-        synchronized.training = norm.training
-        synchronized._group, synchronized._share = group, share
-        return synchronized
-
-    _group: dist.ProcessGroup
-    _share: Share
+    def __init__(self, norm: Any, group: dist.ProcessGroup, share: Share) -> None:
+        tracks = norm.track_running_stats
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, tracks)
+        self.weight, self.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            setattr(self, name, buffer)
+        self.train(norm.training)
+        self._group, self._share = group, share
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training a collective. Raises ValueError for a single value."""
@@ -73,13 +68,12 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         """Update the running statistics; without a momentum they are the mean over all batches."""
-        if not self.track_running_stats:
+        if self.num_batches_tracked is None or self.running_mean is None:
             return
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:
-            momentum = 1 / float(self.num_batches_tracked or 1)
+            momentum = 1 / float(self.num_batches_tracked)
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
             running.lerp_(value.to(running.dtype), momentum)
@@ -87,8 +81,8 @@ class SyncBatchNorm(_BatchNorm):
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
     """Return `module` with its BatchNorm layers replaced."""
-    if isinstance(module, _BatchNorm):
-        return SyncBatchNorm.of(module, group, share)
+    if isinstance(module, BATCH_NORMS):
+        return SyncBatchNorm(module, group, share)
     for name, child in module.named_children():
         setattr(module, name, synchronize(child, group, share))
     return module

@@ -1,34 +1,41 @@
-"""The allow-list: what a `_target_` may name of Regimen and of the libraries.
+"""What a `_target_` may name of libraries and of Regimen, whatever a configuration says.
 
-A module that is not listed offers nothing. A listed one offers the kinds of objects listed for it,
-so a new file cannot be named until it is added here.
+A library's module that is not listed here offers nothing, a listed one the kinds of objects listed
+for it. Of Regimen's modules, those offer something of which a shipped YAML (`conf/`) names
+something: their public classes if it names a class, and the functions that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = ("callbacks", "data", "models", "trainer")
+_TARGET = re.compile(r"_target_:\s*([\w.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be named in a listed module, as `module.Name`."""
+    """What may be named in a module, as `module.Name`."""
 
     inside: str  # the package or module in which the objects must be defined
     classes: bool = True
-    functions: bool | tuple[str, ...] = False  # all that are documented, or these
-    only: tuple[str, ...] = ()  # these names; (): all that the module documents
+    functions: bool | Collection[str] = False  # all that are documented, or these
+    only: Collection[str] = ()  # these names; (): all that the module documents
     without: tuple[str, ...] = ()  # patterns of names
-    constructors: tuple[str, ...] = ()  # class methods, as `Class.method`
     compiled: tuple[str, ...] = ()  # `__module__` of its compiled functions
 
 
-def _ours(module: str, *functions: str, classes: bool = True) -> tuple[str, Offer]:
-    return module, Offer(inside=module, classes=classes, functions=functions)
-
-
-def _metrics(part: str = "", *only: str) -> tuple[str, Offer]:
-    return f"torchmetrics{part}", Offer("torchmetrics", only=only)
+def _metrics(names: str = "") -> Offer:
+    return Offer("torchmetrics", only=names.split())
 
 
 def _networks(package: str) -> Offer:
@@ -37,15 +44,37 @@ def _networks(package: str) -> Offer:
     return Offer(package, functions=True, without=without)
 
 
+_SAMPLERS = (
+    "BatchSampler DistributedSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler"
+    " WeightedRandomSampler default_collate default_convert"
+)
+_DATASETS = "ChainDataset ConcatDataset StackDataset Subset TensorDataset"
+# Of these three modules what downloads no network; some of those are pickled.
+_AUDIO = (
+    "ComplexScaleInvariantSignalNoiseRatio PermutationInvariantTraining"
+    " ScaleInvariantSignalDistortionRatio ScaleInvariantSignalNoiseRatio SignalDistortionRatio"
+    " SignalNoiseRatio SourceAggregatedSignalDistortionRatio"
+)
+_IMAGE = (
+    "ErrorRelativeGlobalDimensionlessSynthesis MultiScaleStructuralSimilarityIndexMeasure"
+    " PeakSignalNoiseRatio PeakSignalNoiseRatioWithBlockedEffect RelativeAverageSpectralError"
+    " RootMeanSquaredErrorUsingSlidingWindow SpatialCorrelationCoefficient SpectralAngleMapper"
+    " SpectralDistortionIndex StructuralSimilarityIndexMeasure TotalVariation"
+    " UniversalImageQualityIndex VisualInformationFidelity"
+)
+_TEXT = (
+    "BLEUScore CHRFScore CharErrorRate EditDistance ExtendedEditDistance MatchErrorRate Perplexity"
+    " SQuAD TranslationEditRate WordErrorRate WordInfoLost WordInfoPreserved"
+)
+# Class methods that may be named, where others could be called on any object.
+CONSTRUCTORS = ("torch.nn.Embedding.from_pretrained", "torch.nn.EmbeddingBag.from_pretrained")
 LIBRARIES: Mapping[str, Offer] = {
-    "torch.nn": Offer(
-        "torch.nn", constructors=("Embedding.from_pretrained", "EmbeddingBag.from_pretrained")
-    ),
+    "torch.nn": Offer("torch.nn"),
     "torch.nn.functional": Offer(
         "torch.nn.functional",
         classes=False,
         functions=True,
-        without=("upsample", "upsample_bilinear", "upsample_nearest"),  # deprecated
+        without=("upsample*",),  # deprecated
         compiled=("torch", "torch._C._nn"),
     ),
     "torch.nn.utils.parametrizations": Offer(
@@ -55,24 +84,7 @@ LIBRARIES: Mapping[str, Offer] = {
     "torch.optim.lr_scheduler": Offer("torch.optim.lr_scheduler"),
     "torch.optim.swa_utils": Offer("torch.optim.swa_utils", only=("SWALR",)),
     "torch.utils.data": Offer(
-        "torch.utils.data",
-        functions=True,
-        only=(
-            "BatchSampler",
-            "ChainDataset",
-            "ConcatDataset",
-            "DistributedSampler",
-            "RandomSampler",
-            "Sampler",
-            "SequentialSampler",
-            "StackDataset",
-            "Subset",
-            "SubsetRandomSampler",
-            "TensorDataset",
-            "WeightedRandomSampler",
-            "default_collate",
-            "default_convert",
-        ),
+        "torch.utils.data", functions=True, only=f"{_SAMPLERS} {_DATASETS}".split()
     ),
     "torchvision.transforms": Offer("torchvision.transforms"),
     "torchvision.transforms.v2": Offer("torchvision.transforms"),
@@ -82,151 +94,103 @@ LIBRARIES: Mapping[str, Offer] = {
     "torchvision.models.video": _networks("torchvision.models.video"),
     "torchvision.ops": Offer("torchvision.ops", functions=True),
     # LSUN unpickles a file beside the data; the other two fetch URLs listed in a file.
-    "torchvision.datasets": Offer(
-        "torchvision.datasets", without=("Kinetics", "LSUN", "LSUNClass", "SBU")
-    ),
-    **dict(
-        (
-            _metrics(),
-            _metrics(".classification"),
-            _metrics(".clustering"),
-            _metrics(".nominal"),
-            _metrics(".regression"),
-            _metrics(".retrieval"),
-            _metrics(".segmentation"),
-            _metrics(".wrappers"),
-            # The other metrics of these three modules download networks, some of them pickled.
-            _metrics(
-                ".audio",
-                "ComplexScaleInvariantSignalNoiseRatio",
-                "PermutationInvariantTraining",
-                "ScaleInvariantSignalDistortionRatio",
-                "ScaleInvariantSignalNoiseRatio",
-                "SignalDistortionRatio",
-                "SignalNoiseRatio",
-                "SourceAggregatedSignalDistortionRatio",
-            ),
-            _metrics(
-                ".image",
-                "ErrorRelativeGlobalDimensionlessSynthesis",
-                "MultiScaleStructuralSimilarityIndexMeasure",
-                "PeakSignalNoiseRatio",
-                "PeakSignalNoiseRatioWithBlockedEffect",
-                "RelativeAverageSpectralError",
-                "RootMeanSquaredErrorUsingSlidingWindow",
-                "SpatialCorrelationCoefficient",
-                "SpectralAngleMapper",
-                "SpectralDistortionIndex",
-                "StructuralSimilarityIndexMeasure",
-                "TotalVariation",
-                "UniversalImageQualityIndex",
-                "VisualInformationFidelity",
-            ),
-            _metrics(
-                ".text",
-                "BLEUScore",
-                "CHRFScore",
-                "CharErrorRate",
-                "EditDistance",
-                "ExtendedEditDistance",
-                "MatchErrorRate",
-                "Perplexity",
-                "SQuAD",
-                "TranslationEditRate",
-                "WordErrorRate",
-                "WordInfoLost",
-                "WordInfoPreserved",
-            ),
-        )
-    ),
-    "timm": Offer("timm", classes=False, functions=("create_model",), only=("create_model",)),
+    "torchvision.datasets": Offer("torchvision.datasets", without=("Kinetics", "LSUN*", "SBU")),
+    "torchmetrics": _metrics(),
+    "torchmetrics.classification": _metrics(),
+    "torchmetrics.clustering": _metrics(),
+    "torchmetrics.nominal": _metrics(),
+    "torchmetrics.regression": _metrics(),
+    "torchmetrics.retrieval": _metrics(),
+    "torchmetrics.segmentation": _metrics(),
+    "torchmetrics.wrappers": _metrics(),
+    "torchmetrics.audio": _metrics(_AUDIO),
+    "torchmetrics.image": _metrics(_IMAGE),
+    "torchmetrics.text": _metrics(_TEXT),
+    "timm": Offer("timm", classes=False, functions=("create_model",)),
 }
-OURS: Mapping[str, Offer] = dict(
-    (
-        _ours("callbacks.checkpoint"),
-        _ours("callbacks.compression.pruning"),
-        _ours("callbacks.compression.qat"),
-        _ours("callbacks.early_stopping"),
-        _ours("callbacks.ema"),
-        _ours("callbacks.histograms"),
-        _ours("callbacks.lr_finder"),
-        _ours("callbacks.lr_monitor"),
-        _ours("callbacks.memory"),
-        _ours("callbacks.model_summary"),
-        _ours("callbacks.overfit"),
-        _ours("callbacks.pictures.classes"),
-        _ours("callbacks.pictures.generated"),
-        _ours("callbacks.pictures.graph"),
-        _ours("callbacks.pictures.layers"),
-        _ours("callbacks.pictures.masks"),
-        _ours("callbacks.pictures.samples"),
-        _ours("callbacks.pictures.texts"),
-        _ours("callbacks.profiler"),
-        _ours("callbacks.progress"),
-        _ours("callbacks.state_dump"),
-        _ours("callbacks.swa"),
-        _ours("callbacks.tensorboard"),
-        _ours("callbacks.throughput"),
-        _ours("callbacks.trackers.csv"),
-        _ours("callbacks.trackers.mlflow"),
-        _ours("callbacks.trackers.wandb"),
-        _ours("callbacks.trial"),
-        _ours("callbacks.unfreeze"),
-        _ours("callbacks.whitening"),
-        _ours("data.batch_transforms"),
-        _ours("data.formats.huggingface", "huggingface", classes=False),
-        _ours("data.formats.huggingface_stream", "streamed", classes=False),
-        _ours("data.formats.shards", "tar_shards", classes=False),
-        _ours("data.formats.table", "table", classes=False),
-        _ours("data.formats.tokens", "token_blocks", classes=False),
-        _ours("data.image_folder", "image_folder"),
-        _ours("data.noise"),
-        ("data.orders", Offer("data.orders", without=("Permut*",))),
-        ("data.samplers", Offer("data.samplers", only=("PerClass",))),
-        _ours("data.scenes"),
-        _ours("data.sources"),
-        _ours("data.streams"),
-        _ours("data.tabular"),
-        ("data.text", Offer("data.text", only=("StandardLibraryText",))),
-        (
-            "data.transforms",
-            Offer(
-                "data.transforms",
-                only=(
-                    "Mirrored",
-                    "ProgressiveResize",
-                    "Shifted",
-                    "StackViews",
-                    "Standardize",
-                    "ToFloat",
-                ),
-            ),
-        ),
-        _ours("models.airbench"),
-        _ours("models.gan"),
-        _ours("models.gpt"),
-        _ours("models.mlp"),
-        _ours("models.pretrained", "fine_tune", classes=False),
-        _ours("models.resnet"),
-        _ours("models.sequential", "from_layers"),
-        _ours("models.small_cnn"),
-        _ours("models.timm_adapter", "build"),
-        _ours("models.torchvision_adapter", "build"),
-        _ours("models.transformer"),
-        _ours("models.transformers_adapter", "build", classes=False),
-        _ours("models.unet"),
-        _ours("models.vit"),
-        _ours("trainer.tasks.losses", "vector"),
-        _ours("trainer.optimizers.muon"),
-        _ours("trainer.tasks.penalties"),
-        _ours("trainer.tasks.metrics"),
-        _ours("trainer.tasks.classification"),
-        _ours("trainer.tasks.gan"),
-        _ours("trainer.tasks.language_model"),
-        _ours("trainer.tasks.multilabel"),
-        _ours("trainer.tasks.own_loss"),
-        _ours("trainer.tasks.regression"),
-        _ours("trainer.tasks.segmentation"),
-    )
-)
-OFFERS: Mapping[str, Offer] = {**LIBRARIES, **OURS}
+
+
+@lru_cache(maxsize=1)
+def offers() -> Mapping[str, Offer]:
+    """Return what each module offers."""
+    named: dict[str, set[str]] = {}
+    for file in (_ROOT / "conf").rglob("*.yaml"):
+        for path in _TARGET.findall(file.read_text(encoding="utf-8")):
+            module, _, name = path.rpartition(".")
+            if module.partition(".")[0] in _OURS:
+                named.setdefault(module, set()).add(name)
+    ours = {
+        module: Offer(
+            module,
+            classes=any(map(_is_class, names)),
+            functions=[name for name in names if not _is_class(name)],
+        )
+        for module, names in named.items()
+    }
+    return {**LIBRARIES, **ours}
+
+
+def split(path: str) -> tuple[str, str] | None:
+    """Return the listed module that a path begins with, and the rest; None if there is none."""
+    module = path
+    while (at := module.rfind(".")) > 0:
+        module = module[:at]
+        if module in offers():
+            return module, path[at + 1 :]
+    return None
+
+
+def refusal_by_name(module: str, name: str) -> str | None:
+    """Return why `name` of a listed module may not be a target, judging by the name alone."""
+    offer = offers()[module]
+    if f"{module}.{name}" in CONSTRUCTORS:
+        return None
+    if "." in name:
+        return "it is not directly in a listed module"
+    if name.startswith("_"):
+        return "it is private"
+    kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
+    if not isinstance(offer.functions, bool):  # names tell classes from functions
+        kept |= not offer.classes if _is_class(name) else name not in offer.functions
+    if kept or (offer.only and name not in offer.only):
+        return f"{module} offers it, but not to configurations"
+    return None
+
+
+def refusal_of(module: ModuleType, name: str, found: Any) -> str | None:
+    """Return why `found`, called `name` in a listed module, may not be a target; None if it may."""
+    offer = offers()[module.__name__]
+    if f"{module.__name__}.{name}" in CONSTRUCTORS:
+        return None
+    documented = getattr(module, "__all__", None)
+    if documented is not None and name not in documented:
+        return f"{module.__name__} does not document it"
+    owner = getattr(found, "__module__", None) or type(found).__module__
+    compiled = owner in offer.compiled and not isinstance(found, type)
+    if not (f"{owner}.".startswith(f"{offer.inside}.") or compiled):
+        return f"it belongs to {owner}"
+    if "_deprecated" in owner.split(".") or "__deprecated__" in getattr(found, "__dict__", {}):
+        return "it is deprecated"
+    kind = "class" if isinstance(found, type) else "function"
+    wanted = offer.classes if isinstance(found, type) else bool(offer.functions)
+    if not wanted or (isinstance(found, type) and issubclass(found, BaseException)):
+        return f"it is a {kind} that a configuration cannot use"
+    return None
+
+
+def is_offered(found: Any) -> bool:
+    """Return whether some listed module offers an object."""
+    name, owner = getattr(found, "__name__", None), getattr(found, "__module__", None)
+    if not isinstance(name, str) or not isinstance(owner, str):
+        return False
+    for listed, offer in offers().items():
+        within = f"{owner}.".startswith(f"{offer.inside}.")
+        if within and refusal_by_name(listed, name) is None:
+            module = importlib.import_module(listed)
+            if getattr(module, name, None) is found:
+                return refusal_of(module, name, found) is None
+    return False
+
+
+def _is_class(name: str) -> bool:
+    return name[0].isupper()

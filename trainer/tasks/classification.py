@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses, how_many
+from trainer.tasks.losses import Losses
 from trainer.tasks.supervised import Scores, Supervised
 
 
@@ -32,6 +32,8 @@ class Classification(Supervised):
     ) -> None:
         super().__init__(Losses.of(loss or nn.CrossEntropyLoss()), metrics)
         self.num_classes = num_classes
+        if min(top_k, default=1) < 1:
+            raise ModelError(Problem("task.top_k", f"expected numbers >= 1, got {list(top_k)}"))
         self._top_k = [k for k in top_k if k <= num_classes]
         self.score_names = [_accuracy(k) for k in self._top_k]
 
@@ -68,6 +70,6 @@ def _accuracy(k: int) -> str:
 
 def _hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     if k == 1:
-        return how_many(torch.eq, logits.argmax(1), labels)
+        return (logits.argmax(1) == labels).count_nonzero()
     best = logits.detach().topk(k, dim=1).indices
     return (best == labels[:, None]).any(1).count_nonzero()

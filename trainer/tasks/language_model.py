@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses, how_many
+from trainer.tasks.losses import Losses
 from trainer.tasks.metrics import Perplexity
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -53,5 +52,5 @@ class LanguageModel(Supervised):
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the tokens that are predicted correctly."""
-        right = how_many(torch.eq, output.detach().argmax(1), target)
-        return {"token_accuracy": (right, how_many(torch.ne, target, self._ignore_index))}
+        right = (output.detach().argmax(1) == target).count_nonzero()
+        return {"token_accuracy": (right, (target != self._ignore_index).count_nonzero())}

@@ -10,12 +10,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from conf.errors import Problem
 from data.batch import least_of
 from trainer.errors import ModelError
 from trainer.task import SUM
 from trainer.tasks.penalties import GradientPenalty
 
-MOST = 2**20  # values that `how_many` counts in float32, which holds all integers up to 2**24
 _REMEMBERED = 256  # batches whose denominators are known; an update has as many micro-batches
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -65,6 +65,11 @@ class Losses:
         terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
         if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
+        for name, term in terms.items():
+            smoothing = getattr(term.loss, "label_smoothing", 0.0)
+            if smoothing < 0:  # which torch takes as none
+                message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
+                raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
         counted = [name for name, term in terms.items() if _is_counted(term.loss)]
         simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
         simple = simple and _reduction(terms[""].loss) != "sum"
@@ -81,17 +86,6 @@ class Losses:
         named = [f"loss_{name}" for name, wrt in self.wrt.items() if name and not wrt]
         return ["loss", *named]
 
-    @property
-    def masks(self) -> bool:
-        """Whether the gradient of a batch without a label that counts is 0, though its loss is NaN.
-
-        torch's cross entropies write no gradient for an ignored label. With class weights they
-        divide by the sum of weights, which may be 0 for labels that are not ignored.
-        """
-        (term, *more) = self.terms.values()
-        plain = type(term.loss) in _CROSS_ENTROPIES and getattr(term.loss, "weight", 0) is None
-        return plain and not more
-
     def counting(self, target: Tensor) -> tuple[Tensor, Tensor | int]:
         """Return class labels, of which those that are ignored equal none, and how many count."""
         if target.is_floating_point():
@@ -105,7 +99,7 @@ class Losses:
             if self._counts_labels(self.terms[name].loss):
                 count = known
         if count is None:
-            count = how_many(torch.ne, target, self.ignored)
+            count = (target != self.ignored).count_nonzero()
         labels = target if self.ignored < 0 else target.where(target != self.ignored, -1)
         return labels, count
 
@@ -178,18 +172,6 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.movedim(1, -1).flatten(0, -2), target.flatten()
 
 
-def how_many(compare: Callable[..., Tensor], values: Tensor, others: Tensor | int) -> Tensor:
-    """Return for how many `values` a comparison such as `torch.eq` holds; `others` as many or one.
-
-    To add up booleans a GPU converts them first, by a kernel of its own. Written as float32 they
-    are added up as they are.
-    """
-    if not values.is_cuda or values.numel() > MOST:
-        return compare(values, others).count_nonzero()
-    found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    return compare(values, others, out=found).sum()
-
-
 def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
     if not isinstance(loss, _CROSS_ENTROPIES) or output.ndim < 3 or target.is_floating_point():
         value: Tensor = loss(output, target)
@@ -223,7 +205,7 @@ def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
     if loss.weight is None:
         if _all_count(target, loss.ignore_index):
             return target.numel()
-        return how_many(torch.ne, target, loss.ignore_index)
+        return (target != loss.ignore_index).count_nonzero()
     valid = target != loss.ignore_index
     weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
     return (weights * valid).sum()

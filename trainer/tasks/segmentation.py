@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses, how_many
+from trainer.tasks.losses import Losses
 from trainer.tasks.metrics import MeanIoU
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -47,6 +46,11 @@ class Segmentation(Supervised):
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Raise ModelError unless the output has one logit for each class and pixel."""
+        if target.ndim < 2:
+            raise ModelError(
+                f"segmentation takes masks [n, H, W] of class numbers, not {list(target.shape)}: "
+                "one class for each sample is task=classification"
+            )
         wanted = (len(target), self.num_classes, *target.shape[1:])
         if output.shape != wanted:
             raise ModelError(
@@ -57,5 +61,5 @@ class Segmentation(Supervised):
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""
         # `ignore_index` is never predicted.
-        right = how_many(torch.eq, output.detach().argmax(1), target)
-        return {"pixel_accuracy": (right, how_many(torch.ne, target, self._ignore_index))}
+        right = (output.detach().argmax(1) == target).count_nonzero()
+        return {"pixel_accuracy": (right, (target != self._ignore_index).count_nonzero())}

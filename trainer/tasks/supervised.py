@@ -30,7 +30,6 @@ class Supervised(Task):
     def __init__(self, losses: Losses, metrics: Mapping[str, Metric | None] | None = None) -> None:
         self.losses = losses
         self.count_names = losses.counted
-        self.masks_uncounted = losses.masks
         self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
         for name, metric in self._metrics.items():
             if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:

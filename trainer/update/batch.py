@@ -1,15 +1,18 @@
-"""Sources of updates and their micro-batches: our loaders, or any iterable of batches."""
+"""Where updates come from: our loaders or any iterable of batches, read until a signal comes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from data.batch import MicroBatch, Piece, map_tensors
 from trainer.nested import first_tensor
+from trainer.state import TrainState
+
+T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -55,60 +58,32 @@ class PlainBatches:
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
-        for update, batch in enumerate(itertools.islice(_walked(self._loader), stop)):
+        for update, batch in enumerate(itertools.islice(iter(self._loader), stop)):
             if update < start:
                 continue
             tensor = first_tensor(batch)
             total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
             if self._steps == 1:
                 yield MicroBatch(batch, Piece((), total, 0, total, 0, 1, epoch, update))
-            else:
-                yield from self._cut(batch, total, epoch, update)
-
-    def _cut(self, batch: Any, total: int, epoch: int, update: int) -> Iterator[MicroBatch]:
-        steps = min(self._steps, total)
-        bounds = [total * m // steps for m in range(steps + 1)]
-        for m, (low, high) in enumerate(itertools.pairwise(bounds)):
-            part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
-            yield MicroBatch(part, Piece((), high - low, low, total, m, steps, epoch, update))
+                continue
+            steps = min(self._steps, total)
+            bounds = [total * m // steps for m in range(steps + 1)]
+            for m, (low, high) in enumerate(itertools.pairwise(bounds)):
+                part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
+                yield MicroBatch(part, Piece((), high - low, low, total, m, steps, epoch, update))
 
     def close(self) -> None:
         """Do nothing: the iterable belongs to the caller."""
 
 
-def _walked(loader: Any) -> Iterator[Any]:
-    """Iterate over a loader's batches.
+def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> BatchSource:
+    """Return `loader` itself if it knows epochs and updates, else wrap it.
 
-    Of a DataLoader without workers, as its own iterator does, but without the profiler's label
-    around each batch, which costs 6 us.
+    Raises TypeError, with the argument's `name`, where it can be read only once or not at all.
     """
-    iterator: Iterator[Any] = iter(
-        loader
-    )  # a DataLoader's draws a seed: random numbers stay the same
-    plain = type(loader) is DataLoader and not (loader.num_workers or loader.pin_memory)
-    if not plain or isinstance(loader.dataset, IterableDataset):
-        return iterator
-    dataset, collate = loader.dataset, loader.collate_fn
-    if loader.batch_sampler is None:
-        return (collate(dataset[index]) for index in loader.sampler)
-    several = getattr(dataset, "__getitems__", None)
-    if several:
-        return (collate(several(indices)) for indices in loader.batch_sampler)
-    return (collate([dataset[i] for i in indices]) for indices in loader.batch_sampler)
-
-
-def as_source(loader: Any, gradient_accumulation_steps: int) -> BatchSource:
-    """Return `loader` itself if it knows epochs and updates, else wrap it."""
     if hasattr(loader, "epoch"):
         source: BatchSource = loader
         return source
-    return PlainBatches(loader, gradient_accumulation_steps)
-
-
-def repeatable(loader: Any, name: str) -> Any:
-    """Return `loader`. Raises TypeError if it is not iterable, or can be read only once."""
-    if hasattr(loader, "epoch"):
-        return loader
     if isinstance(loader, Iterator):
         raise TypeError(
             f"{name} is an iterator ({type(loader).__name__}), which is read only once: give what "
@@ -117,4 +92,40 @@ def repeatable(loader: Any, name: str) -> Any:
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"{name} is not an iterable of batches: {type(loader).__name__}")
-    return loader
+    return PlainBatches(loader, gradient_accumulation_steps)
+
+
+class Waiting:
+    """Read streams until a signal asks for a stop.
+
+    The signal's handler raises nothing, as it may interrupt code that loads data. Sources call
+    `is_over` between two samples and while they wait for a worker. Only a process that is `alone`
+    stops at once: several processes agree at a boundary.
+    """
+
+    def __init__(self, state: TrainState, alone: bool) -> None:
+        self._state, self._alone = state, alone
+        self._active = False
+
+    def is_over(self) -> bool:
+        """Return whether a signal ends the current wait; False outside of one."""
+        return self._active and self._alone and self._state.signal is not None
+
+    def attend(self, source: BatchSource) -> BatchSource:
+        """Connect a source to `is_over`, if it supports that; return it."""
+        heed = getattr(source, "heed", None)
+        if heed is not None:
+            heed(self.is_over)
+        return source
+
+    def next(self, stream: Iterator[T]) -> T | None:
+        """Return the stream's next item; None at its end, or when a signal ends the wait."""
+        self._active = True
+        try:
+            item = None if self.is_over() else next(stream, None)
+            if not self.is_over():
+                return item
+            self._state.settle()  # a batch that arrived meanwhile is loaded again after the resume
+            return None
+        finally:
+            self._active = False

@@ -1,81 +1,36 @@
-"""Gradients between backward and step: their norm, clipping and noise."""
+"""Gradients between backward and step: are they finite, and what if not; clipping and noise."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
+from data.batch import MicroBatch
+from trainer.nested import first_tensor
 from trainer.optimizers.optimizers import Optimizers
-from trainer.options import Clipping, GradientNoise
+from trainer.optimizers.steps import can_leave_out, take_step
+from trainer.options import TrainerOptions
 from trainer.rng import derived
+from trainer.state import TrainState
+from trainer.update import sums
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
-@torch.no_grad()
-def add_noise(
-    noise: GradientNoise, parameters: Sequence[Tensor], update: int, turn: str = ""
-) -> None:
-    """Add an update's noise to the gradients, drawn on their device."""
-    std, seed = noise.std(update), derived(noise.seed, "gradient noise", update, turn)
-    generators: dict[torch.device, torch.Generator] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        if grad.device not in generators:
-            generators[grad.device] = torch.Generator(grad.device).manual_seed(seed)
-        drawn = torch.randn(
-            grad.shape, generator=generators[grad.device], dtype=grad.dtype, device=grad.device
-        )
-        grad.add_(_placed_like(drawn, grad), alpha=std)
+def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the p-norm of all gradients as one vector; a scalar tensor on their device."""
+    return _norm([p.grad for p in parameters if p.grad is not None], norm_type)
 
 
-def _placed_like(noise: Tensor, grad: Any) -> Tensor:
-    """Return the shard of noise that every process has drawn in full."""
-    if not hasattr(grad, "device_mesh"):
-        return noise
-    from torch.distributed.tensor import distribute_tensor  # an import of 0.5 s that few runs need
-
-    return distribute_tensor(noise, grad.device_mesh, grad.placements, src_data_rank=None)
-
-
-def without_effect(
-    precision: str, norm: float | None, value: float | None, noise: object
-) -> list[str]:
-    """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
-    asked = {
-        "precision": precision == "fp16",
-        "clip_grad_norm": norm is not None,
-        "clip_grad_value": value is not None,
-        "gradient_noise": noise is not None,
-    }
-    return [key for key, is_asked in asked.items() if is_asked]
-
-
-def total_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, alike: bool = False) -> Tensor:
-    """Return the p-norm of all gradients as one vector; a scalar tensor on their device.
-
-    Parameters that are `alike` are not grouped by device and dtype again.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not alike or not gradients:
-        return _norm(gradients, norm_type)
-    norms = torch._foreach_norm(gradients, norm_type)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm
-
-
-def are_alike(parameters: Sequence[Tensor]) -> bool:
-    """Return whether parameters are plain tensors of one device and one dtype."""
-    plain = all(type(p) in (Tensor, nn.Parameter) for p in parameters)
-    return plain and len({(p.device, p.dtype) for p in parameters}) == 1
-
-
-def largest(parameters: Sequence[Tensor]) -> Tensor:
+def largest(parameters: Iterable[Tensor]) -> Tensor:
     """Return the largest entry of all parameters; NaN if any is NaN."""
     return _norm([p.detach() for p in parameters], math.inf)
 
@@ -86,44 +41,249 @@ def _norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip(
-    clipping: Clipping,
-    optimizers: Optimizers,
-    parameters: Sequence[Tensor],
-    norm: Tensor,
-    alike: bool = False,
+    options: TrainerOptions, optimizers: Optimizers, parameters: Sequence[Tensor], norm: Tensor
 ) -> None:
-    """Clip the gradients in place; `norm` is their norm before, `alike` as for `total_norm`."""
-    if clipping.norm is not None:
-        if clipping.per_group:
-            for group in optimizers.groups():
-                members = group.options["params"]
-                _clip_norm(members, clipping.norm, total_norm(members, clipping.norm_type), alike)
-        else:
-            _clip_norm(parameters, clipping.norm, norm, alike)
-    if clipping.value is not None:
-        # Real and imaginary parts of complex gradients are clipped separately.
-        grads = [_real(p.grad) for p in parameters if p.grad is not None]
-        torch._foreach_clamp_min_(grads, -clipping.value)
-        torch._foreach_clamp_max_(grads, clipping.value)
+    """Clip the gradients in place; `norm` is their norm before."""
+    bound, value = options.clip_grad_norm, options.clip_grad_value
+    if bound is not None and options.clip_grad_per_group:
+        for group in optimizers.groups():
+            members = group.options["params"]
+            _clip_norm(members, bound, total_norm(members, options.clip_grad_norm_type))
+    elif bound is not None:
+        _clip_norm(parameters, bound, norm)
+    if value is not None:
+        clip_grad_value_([p for p in parameters if not p.is_complex()], value)
+        for parameter in parameters:  # real and imaginary parts are clipped separately
+            if parameter.is_complex() and parameter.grad is not None:
+                torch.view_as_real(parameter.grad).clamp_(-value, value)
 
 
-def _real(grad: Tensor) -> Tensor:
-    return torch.view_as_real(grad) if grad.is_complex() else grad
-
-
-def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor, alike: bool) -> None:
+def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None:
     # torch multiplies by min(1, bound / (norm + 1e-6)); on a CPU the norm is there to be looked
     # at, and the pass over all gradients is saved when the factor is 1.
-    on_cpu = norm.device.type == "cpu"
-    if on_cpu and bound / (norm.item() + 1e-6) >= 1:
-        return
-    if on_cpu or not alike:
+    if norm.device.type != "cpu" or bound / (norm.item() + 1e-6) < 1:
         clip_grads_with_norm_(parameters, bound, norm)
-    else:  # the same, but a number divided by a tensor is two kernels, a tensor by a tensor one
-        factor = torch.div(torch.tensor(bound, dtype=norm.dtype), norm + 1e-6).clamp_(max=1.0)
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
-def is_finite(norm: Tensor) -> bool:
-    """Return whether a norm, and so every gradient, is finite; waits for the device."""
-    return math.isfinite(norm.item())
+@torch.no_grad()
+def add_noise(
+    options: TrainerOptions, parameters: Sequence[Tensor], update: int, turn: str = ""
+) -> None:
+    """Add an update's noise, if any is asked for, to the gradients, drawn on their device.
+
+    It is a function of seed and update alone: the same after a resume, and on every process.
+    """
+    if options.gradient_noise is None:
+        return
+    std = options.gradient_noise.std(update)
+    seed = derived(options.seed, "gradient noise", update, turn)
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None:
+            continue
+        if grad.device not in generators:
+            generators[grad.device] = torch.Generator(grad.device).manual_seed(seed)
+        drawn = torch.randn(
+            grad.shape, generator=generators[grad.device], dtype=grad.dtype, device=grad.device
+        )
+        if hasattr(grad, "device_mesh"):  # each process has drawn it in full, and takes its shard
+            from torch.distributed.tensor import distribute_tensor  # takes 0.5 s, and few need it
+
+            drawn = distribute_tensor(drawn, grad.device_mesh, grad.placements, src_data_rank=None)
+        grad.add_(drawn, alpha=std)
+
+
+def without_effect(precision: str, options: TrainerOptions) -> list[str]:
+    """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
+    asked = {
+        "precision": precision == "fp16",
+        "clip_grad_norm": options.clip_grad_norm is not None,
+        "clip_grad_value": options.clip_grad_value is not None,
+        "gradient_noise": options.gradient_noise is not None,
+    }
+    return [key for key, is_asked in asked.items() if is_asked]
+
+
+class Guard:
+    """Keep an update that is not finite from being applied: no parameter, buffer or state moves.
+
+    Mostly the host reads the norm of the gradients, once an update. Where it would have to wait for
+    it, the run ends with such an update anyway, and the optimizers' kernels can leave a step out,
+    the device decides: after the first such update it leaves out all further ones, and `confirm`
+    tells the host of them and puts everything back to what it was before the first.
+
+    `early`: the optimizers that step before the last gradient of an update is known.
+    """
+
+    def __init__(self, trainer: Trainer, early: Sequence[Optimizer]) -> None:
+        self.by_device = (
+            sums.waits_for(trainer.strategy.device)
+            and trainer.options.on_nonfinite == "stop"
+            and not trainer.precision.scales
+            and not trainer.strategy.updates_on_host
+            and all(can_leave_out(o) for o in trainer.optimizers.optimizers.values())
+        )
+        # Lets an optimizer step; its kernel leaves the step out as for torch's GradScaler.
+        self.step = self._step_unless_bad if self.by_device else take_step
+        parts = [trainer.model, *trainer.task.own_modules().values()]
+        self._owners = [m._buffers for part in parts for m in part.modules() if m._buffers]
+        self._early = early
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._states: list[dict[Any, Any]] = []  # of each early optimizer
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of all tensors of a device and dtype, as one vector
+        # A sum of zeros until a norm is not finite; then NaN, and so 1 for the kernels.
+        self._poison = torch.zeros((), device=trainer.strategy.device)
+        self._bad, self._skipped = self._poison.clone(), self._poison.clone()
+
+    def remember(self) -> None:
+        """Begin an update: copy what it changes before it is known to be finite.
+
+        A forward pass writes to buffers (BatchNorm's statistics), or replaces them
+        (`self.centre = new`), before a NaN is detected.
+        """
+        if self.by_device:
+            self._skipped.add_(self._bad)
+        self.settle()
+        self._buffers = [
+            (owner, name, buffer)
+            for owner in self._owners
+            for name, buffer in owner.items()
+            # Sparse ones (a graph, say) are constants; they cannot be joined.
+            if buffer is not None and buffer.numel() and buffer.layout is torch.strided
+        ]
+        if not self._buffers and not self._early:
+            return
+        states = [{p: _structure(s) for p, s in o.state.items()} for o in self._early]
+        every = [s.values() for state in states for s in state.values() if isinstance(s, Mapping)]
+        tensors = [
+            *(buffer for _, _, buffer in self._buffers),
+            *(p for o in self._early for group in o.param_groups for p in group["params"]),
+            *(value for values in every for value in values if isinstance(value, Tensor)),
+        ]
+        # Of a sharded tensor, this process's part.
+        self._copy([t.to_local() if hasattr(t, "to_local") else t for t in tensors], states)
+
+    @torch.no_grad()
+    def _copy(self, tensors: list[Tensor], states: list[dict[Any, Any]]) -> None:
+        former = self._copies if list(map(_kind, tensors)) == [*map(_kind, self._tensors)] else []
+        # State that the last update created has no copy yet: the host asks if one was left out.
+        if self.by_device and self._copies and not former and self._bad.item():
+            return
+        self._tensors, self._states = tensors, states
+        self._copies = [torch.cat([t.reshape(-1) for t in group]) for group in _alike(tensors)]
+        if self.by_device and former:
+            stays = self._bad.bool()
+            pairs = zip(former, self._copies, strict=True)
+            self._copies = [torch.where(stays.to(old.device), old, new) for old, new in pairs]
+
+    def refuses(self, norm: Tensor) -> bool:
+        """Look at the norm of the gradients; if True, the caller ends the update by `restore`."""
+        if not self.by_device:
+            return not math.isfinite(norm.item())
+        norm = norm.to(self._bad.device, non_blocking=True)  # without gradients it is on the host
+        self._bad.copy_(self._poison.add_(norm, alpha=0).ne(0))  # 0 times infinity is NaN
+        return False
+
+    def _step_unless_bad(self, optimizer: Optimizer) -> None:
+        optimizer.grad_scale, optimizer.found_inf = None, self._bad  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the known tensors the buffers again, with the values of those assigned meanwhile.
+
+        Averages and wrappers refer to them. One of another shape or dtype replaces the known one.
+        """
+        for owner, name, known in self._buffers:
+            new = owner.get(name)
+            if new is not known and new is not None and _kind(new) == _kind(known):
+                owner[name] = known.copy_(new)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was remembered; state that did not exist is dropped."""
+        for owner, name, buffer in self._buffers:
+            owner[name] = buffer
+        for group, flat in zip(_alike(self._tensors), self._copies, strict=True):
+            parts = torch.split(flat, [tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        for optimizer, states in zip(self._early, self._states, strict=False):
+            optimizer.state.clear()
+            optimizer.state.update({p: _structure(s) for p, s in states.items()})
+
+    def confirm(self) -> int:
+        """Return how many of the last updates, in a row, the device has left out; undo the first.
+
+        Waits for the device, if that decides.
+        """
+        if not self.by_device or not self._bad.item():
+            return 0
+        skipped = int(self._skipped.item()) + 1
+        self.restore()
+        for number in (self._poison, self._bad, self._skipped):
+            number.zero_()
+        return skipped
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def _structure(values: Any) -> Any:
+    # One parameter's state: its tensors themselves, copies of all other values.
+    if not isinstance(values, Mapping):
+        return copy.deepcopy(values)
+    return {k: v if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
+
+
+def explain(
+    model: nn.Module,
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[Tensor],
+) -> tuple[int, str]:
+    """Name the origin of a non-finite update: a sample, a parameter, the loss or a gradient.
+
+    With its distance from the origin: of several processes the one that is closest tells it.
+    """
+    where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
+    advice = (
+        "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
+        "or leave such updates out with trainer.on_nonfinite=skip"
+    )
+    for micro_batch in micro_batches:
+        inputs, indices = first_tensor(micro_batch.batch), micro_batch.piece.indices
+        if inputs is not None and inputs.ndim and (bad := _nonfinite(inputs)).any():
+            row = int((bad.flatten(1).any(1) if bad.ndim > 1 else bad).int().argmax())
+            sample = indices[row] if row < len(indices) else row
+            return 0, f"sample {sample} holds NaN or infinity, {where}: {advice}"
+    for name, weight in model.named_parameters():
+        if _nonfinite(weight).any():
+            return 1, f"parameter {name} is not finite, {where}: {advice}"
+    bad_gradients = (
+        n for n, p in model.named_parameters() if p.grad is not None and _nonfinite(p.grad).any()
+    )
+    name = next(bad_gradients, "")
+    # A non-finite loss makes all gradients non-finite.
+    of_loss = not name or any(_nonfinite(loss).any() for loss in losses)
+    what = "loss" if of_loss else f"gradient of {name}"
+    seen = [str(i) for m in micro_batches for i in m.piece.indices]
+    shown = f"; samples {', '.join(seen[:8])}{', ...' if len(seen) > 8 else ''}" if seen else ""
+    return 2 if of_loss else 3, f"the {what} is not finite, {where}{shown}: {advice}"
+
+
+def _nonfinite(tensor: Tensor) -> Tensor:
+    return ~torch.isfinite(tensor)

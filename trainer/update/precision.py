@@ -111,17 +111,6 @@ def cpu_formats(cpuinfo: Path = _CPU_INFO) -> set[str] | None:
     return {name for flag, name in _CPU_FLAGS.items() if flag in words}
 
 
-def emulation_remark(precision: str, device: torch.device, cpuinfo: Path = _CPU_INFO) -> str | None:
-    """Return a remark if a run on the CPU has to emulate its number format; else None."""
-    fast, wanted = cpu_formats(cpuinfo), precision.removesuffix("_true")
-    if device.type != "cpu" or fast is None or wanted not in ("bf16", "fp16") or wanted in fast:
-        return None
-    return (
-        f"trainer.precision={precision} is emulated on this CPU, which has no instructions for it: "
-        "trainer.precision=fp32 is probably faster here, with almost the same results"
-    )
-
-
 def _backward(loss: Tensor) -> None:
     """Compute `loss.backward()` on a CPU without the checks of its arguments, which take 30 us."""
     if type(loss) is not Tensor or not loss.is_floating_point():

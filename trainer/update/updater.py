@@ -5,121 +5,170 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from data.batch import MicroBatch, joined
 from trainer.errors import DivergedError, ModelError, SampleError
-from trainer.optimizers.optimizers import needs_closure
+from trainer.optimizers.steps import needs_closure
 from trainer.task import StepOutput, as_output, unsound
-from trainer.update.copies import Backup
-from trainer.update.gradients import add_noise, clip, largest, total_norm, without_effect
-from trainer.update.guard import Guard, guard_of
-from trainer.update.labels import Labels, refuse_without
-from trainer.update.misfit import MISFITS, misfit
-from trainer.update.nonfinite import explain
-from trainer.update.parts import Parts
-from trainer.update.shares import Shares, Total, add_up
-from trainer.update.sums import Sums
-from trainer.update.turn import Turn, refuse_missing_turns, turns_of
+from trainer.update.gradients import (
+    Guard,
+    add_noise,
+    clip,
+    explain,
+    largest,
+    total_norm,
+    without_effect,
+)
+from trainer.update.sums import Labels, Shares, Sums, add_up
+from trainer.user_code import MISFITS, misfit
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class Turn:
+    """Optimizers that step together on one loss; without a name if it has all of them."""
+
+    def __init__(self, name: str, optimizers: Sequence[Optimizer]) -> None:
+        self.name = name
+        self.every = optimizers
+        # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
+        self.optimizers = [o for o in optimizers if not needs_closure(o)]
+        self.searching = [o for o in optimizers if needs_closure(o)]
+        self._sizes: list[int] = []
+        self._parameters: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups: a callback may add groups during the run."""
+        sizes = [len(group["params"]) for o in self.every for group in o.param_groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            groups = [group for o in self.every for group in o.param_groups]
+            self._parameters = [p for group in groups for p in group["params"]]
+        return self._parameters
 
 
 class Updater:
-    """Apply updates to a model, and skip those that are not finite."""
+    """Apply updates to a trainer's model, and skip those that are not finite."""
 
-    def __init__(self, parts: Parts) -> None:
-        device = parts.strategy.device
+    def __init__(self, trainer: Trainer) -> None:
+        device, task = trainer.strategy.device, trainer.task
+        self._trainer = trainer
         self.epoch_sums = Sums(device)
         self.sums = Sums(device, over=self.epoch_sums)  # since the last log
-        self._shares = Shares(parts.task, parts.strategy, self.sums.dtype)
-        self.keeps_updates = False  # for callbacks that ask for an update's batch and outputs
+        self._shares = Shares(task, trainer.strategy)
+        # For callbacks that ask for an update's batch and outputs.
+        self._keeps = trainer.hooks.asks_for_batches
         self._last_batches: Sequence[MicroBatch] = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
-        self._labels = Labels()
-        self._parts = parts
-        self._turns = turns_of(parts.optimizers, parts.task)
-        others = list(parts.task.own_modules().values())
-        # A non-finite turn undoes those before it; a search may end at any evaluation.
-        early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
-        optimizers = list({o: None for t in early for o in t.every})
-        self._backup = Backup([parts.model, *others], optimizers)
-        self._apart = [p for module in others for p in module.parameters()]
-        _refuse_what_a_search_leaves_out(parts)
+        self.labels = Labels()
+        known = trainer.optimizers.optimizers
+        # Turns without an optimizer are left out: an evaluation has none, and needs none.
+        named = [Turn(name, [known[name]]) for name in task.turns if name in known]
+        self._turns = named if task.turns else [Turn("", list(known.values()))]
+        self._apart = [p for module in task.own_modules().values() for p in module.parameters()]
+        searching = [o for turn in self._turns for o in turn.searching]
+        keys = without_effect(trainer.precision.name, trainer.options)
+        if keys and searching:
+            raise ModelError(
+                f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
+                f"{', trainer.'.join(keys)} cannot reach them: leave that out"
+            )
 
     @functools.cached_property
-    def _guard(self) -> Guard:
-        refuse_missing_turns(self._turns, self._parts.optimizers, self._parts.task)
-        return guard_of(self._parts, self._backup)
+    def guard(self) -> Guard:
+        """What keeps non-finite updates from being applied; made by the first update."""
+        task, known = self._trainer.task, self._trainer.optimizers.optimizers
+        if task.turns and [turn.name for turn in self._turns] != list(task.turns):
+            raise ModelError(
+                f"the optimizers are {', '.join(known)}, but those of task.turns "
+                f"{', '.join(task.turns)}"
+            )
+        # A non-finite turn undoes those before it; a search may end at any evaluation.
+        early = [t for t in self._turns if t is not self._turns[-1] or t.searching]
+        return Guard(self._trainer, list({o: None for turn in early for o in turn.every}))
 
     def apply(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Run micro-batches (forward, scaled backward) -> unscale -> clip -> step -> zero.
 
         Once for each turn. Returns False if the update was skipped.
         """
-        parts, guard, taken = self._parts, self._guard, []
+        trainer, options, guard, taken = self._trainer, self._trainer.options, self.guard, []
         guard.remember()
-        if self.keeps_updates:
+        if self._keeps:
             self._last_batches, self._last_outputs = micro_batches, {}
         for turn in self._turns:
             outputs, shares = self._accumulate(turn, micro_batches)
-            parts.timer.lap("forward + backward")
-            parts.precision.unscale(turn.optimizers)
+            trainer.timer.lap("forward + backward")
+            trainer.precision.unscale(turn.optimizers)
             parameters = turn.parameters
-            norm = total_norm(parameters, parts.options.clipping.norm_type, turn.alike)
+            norm = total_norm(parameters, options.clip_grad_norm_type)
             if guard.refuses(norm):
                 return self._refuse(micro_batches, shares)
-            clip(parts.options.clipping, parts.optimizers, parameters, norm, turn.alike)
-            if parts.options.gradient_noise is not None:
-                add_noise(parts.options.gradient_noise, parameters, parts.state.updates, turn.name)
-            parts.hooks.emit("on_gradients", parts)
+            clip(options, trainer.optimizers, parameters, norm)
+            add_noise(options, parameters, trainer.state.updates, turn.name)
+            trainer.hooks.emit("on_gradients", trainer)
             for optimizer in turn.optimizers:
                 guard.step(optimizer)
             if turn.searching:
                 self._search(turn, micro_batches, shares)
                 if guard.refuses(largest(parameters)):
                     return self._refuse(micro_batches, shares)
-            parts.precision.update_scale()
-            parts.optimizers.zero_grad()
+            trainer.precision.update_scale()
+            trainer.optimizers.zero_grad()
             taken.append((turn, outputs, norm))
-        self._backup.settle()
+        guard.settle()
+        once = int(trainer.group.is_main)  # the norm is the same on every process
         for turn, outputs, norm in taken:
-            self._add_sums(turn, micro_batches, outputs, norm)
+            self._add_outputs(self.sums, turn, micro_batches, outputs)
+            self.sums.add(f"grad_norm_{turn.name}" if turn.name else "grad_norm", norm, once, once)
         self.sums.pack()
-        parts.timer.lap("optimizer")
+        trainer.timer.lap("optimizer")
         return True
 
     def try_out(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute an update's gradients and drop them: for `Strategy.warm_up` and a dry run."""
-        self._guard.remember()
+        self.guard.remember()
         for turn in self._turns:
             outputs, _ = self._accumulate(turn, micro_batches)
-            self._parts.optimizers.zero_grad()
-            self._add_outputs(Sums(self._parts.strategy.device), turn, micro_batches, outputs)
-        self._guard.restore()
+            self._trainer.optimizers.zero_grad()
+            self._add_outputs(Sums(self._trainer.strategy.device), turn, micro_batches, outputs)
+        self.guard.restore()
 
     def _accumulate(
         self, turn: Turn, micro_batches: Sequence[MicroBatch]
     ) -> tuple[list[StepOutput], list[Tensor]]:
-        """Return each micro-batch's results and its share of the update's loss."""
-        parts, totals = self._parts, self._totals(micro_batches)
-        outputs, shares = [], []
+        trainer, outputs, shares = self._trainer, [], []
+        try:
+            totals = self._shares.totals(micro_batches)
+        except MISFITS as error:
+            if known := misfit(error, micro_batches[0].batch, trainer.state.updates):
+                raise known from error
+            raise
         for micro_batch in micro_batches:
             last, counts = micro_batch is micro_batches[-1], micro_batch.piece.count > 0
-            with parts.strategy.accumulate(parts.wrapped, last, counts):
-                with parts.precision.autocast():
+            with trainer.strategy.accumulate(trainer.wrapped, last, counts):
+                with trainer.precision.autocast():
                     output = self._forward(turn, micro_batch.batch)
                 try:
                     share = self._shares.of(output, micro_batch.piece, totals)
                     # The process that owns a borrowed sample checks its loss.
-                    parts.precision.backward(share if counts else share.nan_to_num())
+                    trainer.precision.backward(share if counts else share.nan_to_num())
                 except MISFITS as error:
                     raise self._unsound(turn, output) or error from None
             outputs.append(output)
             shares.append(share)
-        if parts.strategy.group.world_size > 1:
-            self._exchange_apart()
-        if self.keeps_updates:
+        if trainer.group.world_size > 1:  # the wrapper knows the model's parameters, not the task's
+            for parameter in self._apart:
+                if parameter.grad is not None:
+                    whole = trainer.group.reduce(parameter.grad)
+                    parameter.grad = whole / trainer.strategy.gradient_scale
+        if self._keeps:
             self._last_outputs[turn.name] = outputs
         return outputs, shares
 
@@ -129,43 +178,25 @@ class Updater:
         outputs = [output for turn in self._last_outputs.values() for output in turn]
         return {"batch": joined(batches) if batches else None, "outputs": outputs}
 
-    def _exchange_apart(self) -> None:
-        # The strategy's wrapper knows the model's parameters, not those of losses.
-        strategy = self._parts.strategy
-        for parameter in self._apart:
-            if parameter.grad is not None:
-                parameter.grad = strategy.group.reduce(parameter.grad) / strategy.gradient_scale
-
-    def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Total]:
-        try:
-            return self._shares.totals(micro_batches)
-        except MISFITS as error:
-            batch, updates = micro_batches[0].batch, self._parts.state.updates
-            if (known := misfit(error, batch, updates)) is not None:
-                raise known from error
-            raise
-
     def _forward(self, turn: Turn, batch: Any) -> StepOutput:
-        parts = self._parts
+        task, model = self._trainer.task, self._trainer.wrapped
         try:
             if turn.name:
-                result = parts.task.turn_step(parts.wrapped, batch, turn.name)
-                return as_output(result, parts.task, "turn_step")
-            result = parts.task.training_step(parts.wrapped, batch)
-            return as_output(result, parts.task, "training_step")
+                return as_output(task.turn_step(model, batch, turn.name), task, "turn_step")
+            return as_output(task.training_step(model, batch), task, "training_step")
         except MISFITS as error:
             if "more than 1 value per channel" in str(error):
                 raise SampleError(
                     "BatchNorm has no statistics of a single sample: leave a short last batch out "
                     "with loader.drop_last=true, or change loader.batch_size"
                 ) from error
-            if (known := misfit(error, batch, parts.state.updates)) is not None:
+            if known := misfit(error, batch, self._trainer.state.updates):
                 raise known from error
             raise
 
     def _unsound(self, turn: Turn, output: StepOutput) -> Exception | None:
         step = "turn_step" if turn.name else "training_step"
-        return unsound(output, self._parts.task, step, self._parts.model)
+        return unsound(output, self._trainer.task, step, self._trainer.model)
 
     def _search(
         self, turn: Turn, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]
@@ -177,39 +208,26 @@ class Updater:
         def evaluate() -> Tensor:
             if known:
                 return known.pop()
-            self._parts.optimizers.zero_grad()
+            self._trainer.optimizers.zero_grad()
             return self._loss(self._accumulate(turn, micro_batches)[1])
 
         for optimizer in turn.searching:
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
-        strategy = self._parts.strategy
+        strategy = self._trainer.strategy
         return strategy.group.reduce(add_up(shares).detach()) / strategy.gradient_scale
 
     def _refuse(self, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]) -> bool:
-        parts = self._parts
-        self._guard.restore()
-        if parts.precision.scales:
-            parts.precision.update_scale()
-        elif parts.options.on_nonfinite == "stop":
-            here = explain(parts.model, parts.state, micro_batches, shares)
-            raise DivergedError(min(parts.strategy.group.gather(here)).text)
-        parts.optimizers.zero_grad()
+        trainer = self._trainer
+        self.guard.restore()
+        if trainer.precision.scales:
+            trainer.precision.update_scale()
+        elif trainer.options.on_nonfinite == "stop":
+            here = explain(trainer.model, trainer.state, micro_batches, shares)
+            raise DivergedError(min(trainer.group.gather(here))[1])
+        trainer.optimizers.zero_grad()
         return False
-
-    def _add_sums(
-        self,
-        turn: Turn,
-        micro_batches: Sequence[MicroBatch],
-        outputs: Sequence[StepOutput],
-        norm: Tensor,
-    ) -> None:
-        suffix = f"_{turn.name}" if turn.name else ""
-        self._add_outputs(self.sums, turn, micro_batches, outputs)
-        # The norm is the same on every process, so one of them counts it.
-        once = int(self._parts.strategy.group.is_main)
-        self.sums.add(f"grad_norm{suffix}", norm, once, once)
 
     def _add_outputs(
         self,
@@ -227,44 +245,44 @@ class Updater:
 
     def take_means(self) -> dict[str, float]:
         """Return `train/<name>`, the means since the last call. Raises DivergedError."""
-        parts = self._parts
-        means = self.sums.means(parts.strategy.group.reduce)
+        trainer = self._trainer
+        means = self.sums.means(trainer.group.reduce)
         self.sums.reset()
-        self._labels.look("train", self.sums, parts.strategy.group.is_main)
+        self.labels.look("train", self.sums, trainer.is_main)
         bad = [name for name, value in means.items() if not math.isfinite(value)]
-        if bad and parts.options.on_nonfinite == "stop":
+        if bad and trainer.options.on_nonfinite == "stop":
             raise DivergedError(
-                f"train/{bad[0]} is {means[bad[0]]} (step {parts.state.global_step}, epoch "
-                f"{parts.state.epoch}): lower optimizer.lr, or go on with trainer.on_nonfinite=skip"
+                f"train/{bad[0]} is {means[bad[0]]} (step {trainer.state.global_step}, epoch "
+                f"{trainer.state.epoch}): lower optimizer.lr, or go on with "
+                "trainer.on_nonfinite=skip"
             )
         return {f"train/{name}": value for name, value in means.items()}
 
     def epoch_means(self, ended: bool) -> dict[str, float]:
         """Return `train/epoch_<name>`: the means over the epoch so far; reset them if `ended`."""
-        means = self.epoch_sums.means(self._parts.strategy.group.reduce)
+        means = self.epoch_sums.means(self._trainer.group.reduce)
         if ended:
             self.epoch_sums.reset()
-            refuse_without(self.epoch_sums, self._parts.state.epoch - 1)
+            self.labels.refuse_none(self.epoch_sums, self._trainer.state.epoch - 1)
         return {f"train/epoch_{name}": value for name, value in means.items()}
 
     def counts(self) -> dict[str, float]:
         """Return the loss scale and the number of skipped updates, where there are any."""
-        precision, skipped = self._parts.precision, self._parts.state.skipped_updates
+        precision, skipped = self._trainer.precision, self._trainer.state.skipped_updates
         scale = {"train/loss_scale": precision.scale} if precision.scales else {}
         return scale | ({"train/skipped_updates": skipped} if skipped else {})
 
-    def count_skipped(self, count: int) -> None:
-        """Count updates that were not applied; too many in a row end the run."""
-        parts, state = self._parts, self._parts.state
-        state.skipped_updates += count
-        state.skipped_in_a_row += count
-        if state.skipped_in_a_row >= parts.options.max_skipped_in_a_row:
-            scale = parts.precision.scale if parts.precision.scales else None
+    def count_skipped(self) -> None:
+        """Count an update that was not applied; too many in a row end the run."""
+        trainer, state = self._trainer, self._trainer.state
+        state.skipped_updates += 1
+        state.skipped_in_a_row += 1
+        if state.skipped_in_a_row >= trainer.options.max_skipped_in_a_row:
+            scale = f", loss scale {trainer.precision.scale:g}" if trainer.precision.scales else ""
             raise DivergedError(
                 f"the last {state.skipped_in_a_row} updates were not finite (after step "
-                f"{state.global_step}, epoch {state.epoch}"
-                + (f", loss scale {scale:g}" if scale is not None else "")
-                + "): lower optimizer.lr, or allow more with trainer.max_skipped_in_a_row"
+                f"{state.global_step}, epoch {state.epoch}{scale}): lower optimizer.lr, or allow "
+                "more with trainer.max_skipped_in_a_row"
             )
 
     def confirm(self) -> None:
@@ -273,7 +291,7 @@ class Updater:
         With a guard on the device a skipped update ends the run: parameters, buffers, optimizer
         state and `global_step` are then those from before it. Raises DivergedError.
         """
-        count, state = self._guard.confirm(), self._parts.state
+        count, state = self.guard.confirm(), self._trainer.state
         if not count:
             return
         state.global_step -= count
@@ -284,17 +302,4 @@ class Updater:
             f"{state.global_step + 1}, epoch {state.epoch}): the update was not applied{later}; "
             "lower optimizer.lr, bound it with trainer.clip_grad_norm, or leave such updates out "
             "with trainer.on_nonfinite=skip"
-        )
-
-
-def _refuse_what_a_search_leaves_out(parts: Parts) -> None:
-    clipping, options = parts.options.clipping, parts.options
-    keys = without_effect(
-        parts.precision.name, clipping.norm, clipping.value, options.gradient_noise
-    )
-    searching = [o for o in parts.optimizers.optimizers.values() if needs_closure(o)]
-    if keys and searching:
-        raise ModelError(
-            f"{type(searching[0]).__name__} computes its gradients by itself, where trainer."
-            f"{', trainer.'.join(keys)} cannot reach them: leave that out"
         )

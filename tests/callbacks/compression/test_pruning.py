@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.compression.masks import PruningSettings, Rules, Schedule, extend
-from callbacks.compression.pruning import Pruning
+from callbacks.compression.pruning import Pruning, PruningSettings, Rules, Schedule, extend
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
 from trainer import snapshot
-from trainer.build.assembly import Assembly, Known
+from trainer.assembly.parts import Assembly, Known
 from trainer.callback import Average, Callback
 from trainer.checkpoints.store import CheckpointStore
 from trainer.checkpoints.weights import read_safetensors
-from trainer.options import Clipping
 
 WEIGHTS = {"weights": {"kind": "matrix"}}
 FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]
@@ -179,7 +177,7 @@ def gradual(**options: Any) -> Pruning:
 
 def test_trains_as_written_out_by_hand(make_trainer: Any) -> None:
     trainer = make_trainer(
-        {"pruning": gradual(), "zeros": Zeros()}, clipping=Clipping(norm=0.5), max_epochs=2
+        {"pruning": gradual(), "zeros": Zeros()}, clip_grad_norm=0.5, max_epochs=2
     )
     model = copy.deepcopy(trainer.model)
     batches = [b for _ in range(2) for b in trainer.train_loader._loader]

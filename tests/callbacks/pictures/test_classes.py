@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from callbacks.pictures import drawing
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from callbacks.pictures.samples import Misclassified
-from callbacks.support import drawing
 from toy_pictures import CLASSES, Gallery, images, trainer_of
 from trainer.media import PRCurve
 from trainer.task import Task
@@ -89,23 +89,34 @@ def test_the_misclassified_are_the_most_surely_wrong(monkeypatch: pytest.MonkeyP
     assert torch.equal(seen[-1], torch.cat([x for x, _ in val])[wrong[:4]])
 
 
-def test_several_processes_count_together() -> None:
+@pytest.mark.parametrize("kind", [ConfusionMatrix, PRCurves, Misclassified])
+def test_several_processes_are_shown_together(kind: Any) -> None:
     val = images(2, 1)
 
-    def counted(batches: Any, reduced: Any = None) -> Tensor:
-        callback = ConfusionMatrix()
-        run = trainer_of({"g": Gallery(), "c": callback}, val=batches, max_epochs=1)
-        totals: list[Tensor] = []
+    def shown(batches: Any, of_other: Any = None) -> tuple[Any, Gallery]:
+        gallery, own = Gallery(), []
+        run = trainer_of({"g": gallery, "c": kind()}, val=batches, max_epochs=1)
 
-        def reduce(tensor: Tensor) -> Tensor:
-            if tensor.numel() == CLASSES**2:  # of the matrix
-                totals.append(tensor if reduced is None else tensor + reduced)
-                return totals[-1]
-            return tensor
+        def gather(value: Any) -> list[Any]:
+            own.append(value)
+            return [value] if of_other is None else [value, of_other[len(own) - 1]]
 
-        run.group.reduce = reduce  # type: ignore[method-assign]
+        run.group.gather = gather  # type: ignore[method-assign, assignment]
+        run.evaluate = lambda *args, **more: evaluated(run, args, more)  # type: ignore[method-assign]
         run.fit()
-        return totals[-1]
+        return own, gallery
 
-    halves = counted(val[1:])
-    assert torch.equal(counted(val[:1], reduced=halves), counted(val))
+    def evaluated(run: Any, args: Any, more: Any) -> Any:
+        gather, run.group.gather = run.group.gather, lambda value: [value]  # of the sums
+        try:
+            return Trainer.evaluate(run, *args, **more)
+        finally:
+            run.group.gather = gather
+
+    second, _ = shown(val[1:])
+    _, together = shown(val[:1], second)
+    _, whole = shown(val)
+    assert together.shown.keys() == whole.shown.keys()
+    for name in whole.shown:
+        (_, ours), (_, expected) = together.shown[name][0], whole.shown[name][0]
+        assert all(map(np.array_equal, ours, expected))

@@ -1,5 +1,4 @@
 import csv
-import errno
 import json
 import logging
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from callbacks.metrics_log import MetricsLog
 from callbacks.trackers.csv import CSV
 from trainer.callback import Results
+from trainer.errors import StorageError
 
 
 def rows(run: Path) -> list[dict[str, str]]:
@@ -103,13 +103,13 @@ def test_a_full_disk_is_one_warning(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise StorageError("cannot write csv/config.csv: no space left")
 
     trainer = make_trainer({"csv": CSV()}, tmp_path)
     monkeypatch.setattr("callbacks.trackers.csv.write_text", full)
     with caplog.at_level(logging.WARNING):
         trainer.fit()
     assert [record.getMessage() for record in caplog.records] == [
-        f"cannot write {tmp_path}/csv: no space left; training continues without it"
+        "callbacks.csv: cannot write csv/config.csv: no space left; training continues without it"
     ]
     assert trainer.state.global_step == 10

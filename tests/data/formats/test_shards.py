@@ -185,3 +185,11 @@ def test_a_dry_run_keeps_no_index(folder: Path) -> None:
     assert sorted(folder.rglob("*")) == before
     opened(folder)
     assert sorted(folder.rglob("*")) != before
+
+
+def test_a_class_number_is_bounded(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.tar", {**sample(0, "99999999999"), **sample(1, "0")})
+    with pytest.raises(DataError, match=r"99999999999 is not below the number of samples .*, 2: "):
+        opened(tmp_path)
+    with pytest.raises(DataError, match=r"99999999999 is not below data\.num_classes, 10: "):
+        opened(tmp_path, num_classes=10)

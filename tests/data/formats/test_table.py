@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from data.errors import DataError
+from data.formats.columns import class_names
 from data.formats.table import rows_to_predict, table
-from trainer.build.statistics import changed_data, data_facts
+from trainer.assembly.data import changed_data, data_facts
 
 HEADER = "rooms,area,town,price"
 
@@ -111,6 +112,7 @@ def test_a_missing_value_is_the_mean_where_that_is_wanted(file: Path) -> None:
         ),
         pytest.param(f"{HEADER}\n1,2,B\n", {}, "row 2 has 3 cells, the header 4", id="short"),
         pytest.param(f"{HEADER}\n", {}, "has no rows", id="empty"),
+        pytest.param(f"{HEADER}\n1,2,B,3\n", {"features": []}, "to predict from", id="none"),
         pytest.param("", {}, "first row must name every column", id="nothing"),
         pytest.param("a,a\n1,2\n", {}, "two columns are named 'a'", id="twice"),
         pytest.param(f"{HEADER}\n1,2,B,3\n", {"target": "prize"}, "no column 'prize'", id="target"),
@@ -176,3 +178,10 @@ def test_a_checkpoint_keeps_and_compares_what_a_table_was(file: Path) -> None:
     (line,) = changed_data(then, now)
     assert line.startswith("data.train: the rows are not those of the checkpoint; they are encoded")
     assert line.endswith("by other statistics than before")
+
+
+def test_class_numbers_count_from_zero_and_are_bounded() -> None:
+    assert class_names({"3", "0"}, None, 9, "here") == ["0", "1", "2", "3"]
+    assert class_names({"b", "10", "a"}, None, 2, "here") == ["10", "a", "b"]
+    with pytest.raises(DataError, match=r"here: class number 99999999999 is not below the number"):
+        class_names({"0", "99999999999"}, None, 9, "here")

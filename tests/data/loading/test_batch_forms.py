@@ -11,12 +11,14 @@ from torchvision.transforms import v2
 
 from conf.check import parse
 from data import batch_transforms as batched
+from data.decode import quick_form
 from data.errors import DataError
 from data.keys import Draws
-from data.loading.batch_forms import batch_form, check_per_sample, defer, quick_form
+from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
 from scripts.composition.compose import compose
-from trainer.build.data import build_data, eval_loader, train_loader
+from trainer.assembly.data import build_data
+from trainer.assembly.loaders import eval_loader, train_loader
 
 SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
 
@@ -24,12 +26,10 @@ SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
 @pytest.mark.parametrize(
     ("steps", "left"),
     [
-        pytest.param([v2.RandomCrop(8, 2), v2.RandomHorizontalFlip(), SCALED, PLAIN], 0, id="all"),
-        pytest.param([v2.RandomAffine(5, (0.1, 0.1)), SCALED], 0, id="affine"),
-        pytest.param([v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), SCALED], 1, id="part"),
+        pytest.param([batched.RandomCrop(8, 2), SCALED, PLAIN], 0, id="all"),
+        pytest.param([v2.RandomCrop(8, 2), batched.ColorJitter(0.1), SCALED], 1, id="part"),
         pytest.param([v2.RandomCrop(8), v2.RandAugment(), SCALED], 2, id="needs-single-images"),
         pytest.param([SCALED, PLAIN, Shifted(), Mirrored()], 0, id="views"),
-        pytest.param([SCALED, batched.ColorJitter(0.1)], 0, id="named-as-such"),
         pytest.param([ProgressiveResize([8, 16]), SCALED], 0, id="of-an-epoch"),
         pytest.param([], 0, id="none"),
     ],
@@ -42,30 +42,39 @@ def test_the_last_steps_that_can_are_deferred(steps: list[Any], left: int) -> No
     check_per_sample(pipeline, "transforms.train")
 
 
+def test_torchvisions_transforms_are_not_replaced() -> None:
+    for step in (v2.RandomHorizontalFlip(), v2.RandomCrop(8), v2.RandomAffine(5)):
+        assert batch_form(step) is None
+
+
+def test_a_step_for_batches_takes_single_images_before_one_that_does() -> None:
+    steps = {"flip": batched.RandomHorizontalFlip(), "nothing": v2.ColorJitter()}
+    pipeline = Pipeline(steps)
+    defer(pipeline, "train")
+    check_per_sample(pipeline, "transforms.train")
+    image = _pictures(torch.uint8)[0]
+    torch.manual_seed(0)
+    seen = [pipeline(image) for _ in range(20)]
+    turned = sum(torch.equal(one, image.flip(-1)) for one in seen)
+    assert 4 < turned < 16
+    assert turned + sum(torch.equal(one, image) for one in seen) == 20
+    torch.manual_seed(0)
+    assert all(torch.equal(pipeline(image), one) for one in seen)
+
+
 @pytest.mark.parametrize(
     "step",
     [
-        v2.RandomCrop(8, pad_if_needed=True),
-        v2.RandomCrop(8, (1, 2)),
-        v2.RandomCrop(8, 2, fill=[1, 2, 3]),
-        v2.RandomErasing(value="random"),
-        v2.RandomAffine((0, 5)),
-        v2.RandomAffine(5, shear=3),
-        v2.RandomAffine(5, fill=1),
-        v2.RandomAffine(5, interpolation=v2.InterpolationMode.BICUBIC),
-        v2.RandomResizedCrop(8),
-        v2.ColorJitter(0.1),
+        batched.AlternatingFlip(),
+        batched.RandomCrop(8, masks=True),
+        ProgressiveResize([8]),
     ],
-    ids=repr,
+    ids=lambda step: type(step).__name__,
 )
-def test_without_an_equal_form_a_transform_sees_single_images(step: Any) -> None:
-    assert batch_form(step) is None
-
-
-def test_a_batched_step_before_one_of_single_images_is_refused() -> None:
-    pipeline = Pipeline({"flip": batched.RandomHorizontalFlip(), "augment": v2.RandAugment()})
+def test_what_single_images_cannot_have_is_refused(step: Any) -> None:
+    pipeline = Pipeline({"step": step, "augment": v2.RandAugment()})
     defer(pipeline, "train")
-    with pytest.raises(DataError, match=r"transforms\.train\.flip: RandomHorizontalFlip treats"):
+    with pytest.raises(DataError, match=r"transforms\.train\.step: \w+ treats whole batches"):
         check_per_sample(pipeline, "transforms.train")
 
 

@@ -77,46 +77,6 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     assert _equal(_images(steps=alone), _images(steps=with_flips))
 
 
-def _batches(samples: int | None, epoch: int, *sizes: int) -> list[Tensor]:
-    """Return what batches of images of these sizes become, with and without tables of draws."""
-    steps = {
-        "affine": batched.RandomAffine(10, (0.1, 0.1)),
-        "resized": batched.RandomResizedCrop(12),
-        "crop": batched.RandomCrop(8, padding=2),
-        "turns": batched.AlternatingFlip(),
-        "upside": batched.RandomVerticalFlip(),
-        **STEPS,
-    }
-    del steps["crop"]  # of STEPS, which would come too early
-    transforms = DeviceTransforms({**steps, "last": STEPS["crop"]}, seed=3, samples=samples)
-    found = []
-    for update, size in enumerate(sizes):
-        piece = Piece(tuple(range(7 * update, 7 * update + 7)), 7, 0, 7, 0, 1, epoch, update)
-        images = torch.arange(7 * 3 * size * size).remainder(251).byte().view(7, 3, size, size)
-        found.append(transforms((images, torch.zeros(7)), piece)[0])
-    return found
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_draws_of_an_epoch_at_once_are_those_of_batches(epoch: int) -> None:
-    sizes = (20, 20, 16, 20)
-    for one, other in zip(_batches(60, epoch, *sizes), _batches(None, epoch, *sizes), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_draws_of_an_epoch_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    flip = batched.RandomHorizontalFlip()
-    draw = flip.draw
-    monkeypatch.setattr(flip, "draw", lambda d, *size: drawn.append(len(d)) or draw(d, *size))
-    transforms = DeviceTransforms({"flip": flip}, seed=3, samples=50)
-    for epoch, size, last in [(0, 4, 5), (0, 4, 49), (0, 6, 5), (1, 6, 5), (1, 6, 50)]:
-        piece = Piece((3, last), 2, 0, 2, 0, 1, epoch, 0)
-        transforms(torch.zeros(2, 3, size, size), piece)
-    # Of all; of a batch of another size; of all; of one beyond the data set's length.
-    assert drawn == [50, 2, 50, 2]
-
-
 def test_a_users_own_transform_draws_for_batches_only() -> None:
     class Noise:
         drawn = 0
@@ -129,32 +89,20 @@ def test_a_users_own_transform_draws_for_batches_only() -> None:
             return images + noise
 
     noise = Noise()
-    DeviceTransforms({"noise": noise}, seed=3, samples=50)(torch.zeros(4, 1, 8, 8), _piece(4))
+    DeviceTransforms({"noise": noise}, seed=3)(torch.zeros(4, 1, 8, 8), _piece(4))
     assert noise.drawn == 4
 
 
-@pytest.mark.parametrize("width", [16, 13])
-@pytest.mark.parametrize("masks", [False, True])
-def test_what_a_step_may_overwrite_is_nobody_elses(width: int, masks: bool) -> None:
-    """A flip changes what a crop has made; the data, and targets that no crop made, stay."""
-    images = torch.randint(0, 256, (12, 3, width, width), dtype=torch.uint8)
-    targets = torch.randint(0, 9, (12, width, width))
-    kept = images.clone(), targets.clone()
-    crop = batched.RandomCrop(width, padding=2)
-    flips = {"flip": batched.RandomHorizontalFlip(masks=masks), "no": lambda x: x}
-    upside = {"upside": batched.RandomVerticalFlip(masks=masks)}
-    found = []
-    for steps in (
-        {"crop": crop, **flips, **upside},  # in place
-        {"crop": crop, "nothing": lambda x: x, **flips, **upside},
-    ):
-        found.append(DeviceTransforms(steps, seed=3)((images, targets), _piece(12)))
-        assert torch.equal(images, kept[0])
-        assert torch.equal(targets, kept[1])
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(targets, found[0][1]) is not masks
-    assert not torch.equal(images, found[0][0])
+@pytest.mark.parametrize("normalize", [Standardize([0.3], [0.3]), None])
+def test_what_a_step_may_overwrite_is_nobody_elses(normalize: Any) -> None:
+    """Boxes are erased from what the standardization made; the data stay."""
+    images = torch.rand(12, 3, 16, 16)
+    before = images.clone()
+    erase = batched.RandomErasing(p=1.0, value=9.0)
+    found = DeviceTransforms({"normalize": normalize, "erase": erase}, seed=3)(images, _piece(12))
+    assert torch.equal(images, before)
+    assert (found == 9.0).any()
+    assert not erase.in_place
 
 
 def test_training_rng_is_untouched() -> None:

@@ -14,15 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
 from data.images import ImageTensors
+from data.loading.cache import Kept, can_be_kept
 from data.loading.device_transforms import DeviceTransforms
-from data.loading.kept import Kept, can_be_kept
 from data.loading.loader import Loader
 from data.loading.on_device import OnDevice
 from data.orders import Sequential, Shuffled
 from data.transforms import Standardize, ToFloat
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose
-from trainer.build.data import build_data, eval_loader, train_loader
+from trainer.assembly.data import build_data
+from trainer.assembly.loaders import eval_loader, train_loader
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BASE = ["loader.batch_size=12", "loader.eval_batch_size=5", "trainer.gradient_accumulation_steps=2"]
@@ -59,7 +60,7 @@ def _same(first: list[Any], second: list[Any]) -> bool:
     [
         pytest.param(["experiment=resnet18"], id="digits"),
         pytest.param(["experiment=resnet18", "transforms=on_device"], id="on-device"),
-        pytest.param(["experiment=resnet18", "transforms=airbench"], id="views"),
+        pytest.param(["experiment=resnet18", "transforms=mirrored"], id="views"),
         pytest.param(["experiment=resnet18", "transforms=mixup"], id="mixup"),
         pytest.param(["experiment=segmentation"], id="masks"),
     ],
@@ -73,13 +74,18 @@ def test_the_network_sees_the_same(words: list[str]) -> None:
 
 
 def test_image_files_are_decoded_and_kept(digit_photographs: Path) -> None:
-    words = ["experiment=cifar10_fast", f"data.root={digit_photographs}", "data.val_fraction=0.1"]
+    words = [
+        "experiment=resnet18",
+        "data=cifar10_folder",
+        f"data.root={digit_photographs}",
+        "data.val_fraction=0.1",
+    ]
     every = zip(_loaders(words, "ram"), _loaders(words, "device", workers=2), strict=True)
     for ram, kept in every:
         assert _same(_leaves(ram), _leaves(kept))
         assert kept.loader.kept is not None
         assert kept.loader.kept.ready
-        assert kept.loader._workers == []  # they would have nothing to do
+        assert kept.loader._workers is None  # they would have nothing to do
 
 
 def test_images_of_several_sizes_stay_where_they_are(

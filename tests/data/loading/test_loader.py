@@ -1,17 +1,26 @@
 """Loading: the same tensors for any number of workers, from any position, and every fault told."""
 
+import ctypes
+import errno
+import multiprocessing
 import os
 import random
+import select
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchvision import tv_tensors
 
 from data.errors import DataError, WorkerError
+from data.loading.fetch import memory_error
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.sources import Digits
@@ -26,6 +35,11 @@ def loading(dataset: Any, order: Any = None, batch_size: int = 6, **options: Any
         yield loader
     finally:
         loader.close()
+
+
+def processes(loader: Loader) -> list[Any]:
+    assert loader._workers is not None
+    return list(loader._workers.processes)
 
 
 def drain(loader: Loader, epoch: int, start: int = 0) -> list[torch.Tensor]:
@@ -45,9 +59,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_workers_do_not_change_order_or_augmentation(
     noisy: Any, workers: int, persistent: bool
 ) -> None:
-    with (
-        loading(noisy()) as plain,
-        loading(noisy(), num_workers=workers, persistent_workers=persistent) as parallel,
+    options = {"num_workers": workers, "persistent_workers": persistent}
+    with (  # more batches than all workers have ahead
+        loading(noisy(), batch_size=2) as plain,
+        loading(noisy(), batch_size=2, **options) as parallel,
     ):
         epochs = [drain(plain, epoch) for epoch in range(2)]
         assert same(drain(parallel, 0), epochs[0])
@@ -141,8 +156,7 @@ def test_a_worker_that_stops_before_it_hands_its_batch_over_is_named(noisy: Any)
     with loading(noisy(), num_workers=1, timeout=2.0) as loader:
         epoch = loader.epoch(0)
         next(epoch)
-        assert loader._iterator._worker_result_queue._reader.poll(60)  # the next one is announced
-        os.kill(loader._workers[0].pid, signal.SIGSTOP)
+        os.kill(processes(loader)[0].pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"worker 0 gave no batch for 2 s \(loader.timeout\)"):
             list(epoch)
 
@@ -156,7 +170,7 @@ def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: A
     with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
         before = signal.getsignal(signal.SIGCHLD)
         expected = drain(loader, 0)
-        workers = list(loader._workers)
+        workers = processes(loader)
         for worker in workers:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(worker.pid, number)
@@ -178,18 +192,17 @@ def test_abandoned_epoch_leaves_no_worker(noisy: Any) -> None:
     with loading(noisy(), num_workers=2) as loader:
         epoch = loader.epoch(0)
         next(epoch)
-        workers = list(loader._workers)
+        workers = processes(loader)
         assert len(workers) == 2
         epoch.close()
         assert not any(worker.is_alive() for worker in workers)
 
 
-def test_close_kills_a_worker_that_hangs(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+def test_close_kills_a_worker_that_hangs(noisy: Any) -> None:
     with loading(noisy(bad={19: "hang"}), Sequential(20), num_workers=1) as loader:
         epoch = loader.epoch(0)
         next(epoch)
-        workers = list(loader._workers)
+        workers = processes(loader)
     assert not workers[0].is_alive()
 
 
@@ -211,7 +224,6 @@ def test_unpicklable_data_set_with_spawn_names_the_key(noisy: Any) -> None:
     with (
         loading(dataset, num_workers=1, multiprocessing_context="spawn") as loader,
         pytest.raises(DataError, match=r"loader\.multiprocessing_context"),
-        pytest.warns(UserWarning, match="pickle"),
     ):
         drain(loader, 0)
 
@@ -255,3 +267,123 @@ def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error: Any) -> 
         loader = Loader(dataset, sampler, seed=0, on_error=on_error)
         labels[dataset] = torch.cat([micro.batch[1] for micro in loader.epoch(0)])
     assert torch.equal(labels[own], 9 - labels[plain])
+
+
+class _Kinds:
+    """Samples of everything that a batch may hold."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "half": torch.full((3, 2), index, dtype=torch.bfloat16),
+            "bits": torch.tensor([True, False]),
+            "complex": torch.ones(2, dtype=torch.complex64).conj(),
+            "none": torch.empty(0, 3),
+            "sparse": torch.eye(3).to_sparse(),
+            "image": tv_tensors.Image(torch.ones(1, 2, 2)),
+            "number": torch.tensor(float(index)),
+            "deep": SimpleNamespace(text="a", tensor=torch.arange(6).view(2, 3).T),
+        }
+
+
+def _as_list(samples: list[Any]) -> Any:
+    return samples
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context: str) -> None:
+    with (
+        loading(_Kinds(), Sequential(4), collate_fn=_as_list) as plain,
+        loading(
+            _Kinds(),
+            Sequential(4),
+            collate_fn=_as_list,
+            num_workers=1,
+            multiprocessing_context=context,
+        ) as parallel,
+    ):
+        expected, found = (next(iter(loader.epoch(0))).batch for loader in (plain, parallel))
+    for one, other in zip(expected, found, strict=True):
+        deep, same_deep = one.pop("deep"), other.pop("deep")
+        assert torch.equal(deep.tensor, same_deep.tensor)
+        assert deep.text == same_deep.text
+        for name, value in one.items():
+            assert type(other[name]) is type(value)
+            assert other[name].dtype == value.dtype
+            assert torch.equal(other[name].to_dense(), value.to_dense())
+        other["half"].add_(1)  # it is the receiver's own
+        assert not torch.equal(other["half"], one["half"])
+
+
+class _Unsendable(_Kinds):
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock()
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_not_a_hang() -> None:
+    with (
+        loading(_Unsendable(), num_workers=1, collate_fn=_as_list) as loader,
+        pytest.raises(DataError, match=r"cannot be sent from a worker process .*lock"),
+    ):
+        next(loader.epoch(0))
+
+
+def test_workers_leave_when_their_parent_is_gone(noisy: Any) -> None:
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if not parent:
+        try:
+            sampler = UpdateSampler(Sequential(20), batch_size=6)
+            loader = Loader(noisy(), sampler, seed=5, num_workers=2)
+            epoch = loader.epoch(0)
+            next(epoch)
+            os.write(writer, b"".join(worker.pid.to_bytes(4) for worker in processes(loader)))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for pid in (int.from_bytes(os.read(reader, 4)) for _ in range(2)):
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        assert select.select([descriptor], [], [], 20)[0]
+        os.close(descriptor)
+
+
+NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+
+
+def _first_batch(noisy: Any) -> None:
+    ctypes.CDLL(None).unshare(NEW_MOUNTS)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", "/dev/shm"], check=True)
+    with loading(noisy(), num_workers=2, multiprocessing_context="fork") as loader:
+        next(loader.epoch(0))
+
+
+def test_a_small_dev_shm_is_enough(noisy: Any) -> None:
+    """Containers have 64 MB there, which torch's workers fill."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_first_batch, args=(noisy,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        pytest.param(MemoryError(), "out of memory", id="python"),
+        pytest.param(OSError(errno.ENOMEM, "Cannot allocate"), "out of memory", id="system"),
+        pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out", id="torch"),
+        pytest.param(RuntimeError("sizes differ"), None, id="another"),
+    ],
+)
+def test_what_is_a_lack_of_memory(error: Exception, text: str | None) -> None:
+    found = memory_error(error)
+    assert (found is None) == (text is None)
+    assert text is None or text in str(found)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.catalog.completion import completions
-from scripts.completion import completion
+from scripts.completion import completion, completions
 
 COMMANDS = ["train", "runs"]
 
@@ -40,6 +39,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_a_word_can_become(line: str, expected: list[str]) -> None:
     assert completions(line, COMMANDS) == expected
+
+
+def test_the_name_of_a_run_is_no_command() -> None:
+    place = Path("runs") / "a;touch b" / "now"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    assert "'runs/a;touch b/now'" in completions("evaluate run=", COMMANDS)
 
 
 def test_every_group_and_key_is_offered_once() -> None:

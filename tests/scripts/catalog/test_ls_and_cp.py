@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.catalog.copying import shown_use
-from scripts.catalog.groups import description
 from scripts.composition.compose import compose
-from scripts.composition.sources import CONF
-from scripts.cp import cp
-from scripts.ls import ls
+from scripts.composition.folders import CONF
+from scripts.ls import description, ls
+from scripts.new import cp, shown_use
 
 
 @pytest.fixture
@@ -85,10 +83,7 @@ def test_a_copy_is_the_file_and_can_be_picked(
     assert cp(["experiment/resnet18", "conf/experiment/mine.yaml"]) == 0
     copy = tmp_path / "conf/experiment/mine.yaml"
     shipped = (CONF / "experiment/resnet18.yaml").read_text(encoding="utf-8")
-    place = f"$schema={CONF}/editor/experiment.json"  # where an editor finds it from anywhere
-    assert copy.read_text(encoding="utf-8") == shipped.replace(
-        "$schema=../editor/experiment.json", place
-    )
+    assert copy.read_text(encoding="utf-8") == shipped
     assert "train --config-dir conf experiment=mine\n" in capsys.readouterr().out
     assert compose(["--config-dir", "conf", "experiment=mine"]).config["name"] == "resnet18"
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.catalog.project import project_files
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.composition.compose import compose, split_jobs
-from scripts.new import new
+from scripts.new import new, project_files
 from scripts.regimen import COMMANDS
 
 
@@ -84,9 +83,21 @@ def test_the_commands_of_its_readme_are_sound(project: Path) -> None:
 def test_it_depends_on_this_clone_and_hides_none_of_its_packages(project: Path) -> None:
     facts = tomllib.loads((project / "pyproject.toml").read_text())
     assert facts["project"]["name"] == "flowers"
-    assert facts["tool"]["uv"]["sources"]["regimen"] == {"path": str(ROOT), "editable": True}
+    source = facts["tool"]["uv"]["sources"]["regimen"]
+    assert (project / source["path"]).resolve() == ROOT
+    assert source["editable"]
+    texts = [path.read_text() for path in project.rglob("*") if path.is_file()]
+    absolute = re.compile(rf"(?<!\.\.){re.escape(str(ROOT))}")
+    assert not any(map(absolute.search, texts))  # a team shares the project
     assert not {path.stem for path in project.rglob("*.py")} & set(PACKAGES)
-    assert [path.name for path in (project / "conf").rglob("*.yaml")] == ["mine.yaml"]
+    (config,) = (project / "conf").rglob("*.yaml")
+    (schema,) = re.findall(r"\$schema=(.*)", config.read_text())
+    assert json.loads((config.parent / schema).read_text())["title"] == "experiment"
+
+
+def test_a_name_has_an_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 100 letters"):
+        new([str(tmp_path / ("n" * 300))])
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """From a command line to a configuration."""
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
+from hydra.version import VersionBase
 
+from conf.check import parse
 from conf.errors import ConfigError
-from conf.yaml_dump import dump
+from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
-from scripts.composition.argument_names import accepted
-from scripts.composition.compose import Composed, compose
+from scripts.composition.compose import Composed, compose, config_text
+from trainer.assembly.check import check_targets
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"
 
@@ -144,68 +146,11 @@ def test_group_files_may_leave_our_keys_out(mine: Path) -> None:
 
 def test_where_a_key_was_written(mine: Path) -> None:
     write(mine, "experiment/mine.yaml", EXPERIMENT + "loader:\n  batch_size: 3\n")
-    origins = composed("--config-dir", str(mine), "experiment=mine", "seed=3").origins
-    assert origins.of("loader.batch_size") == f"{mine / 'experiment/mine.yaml'}:4"
-    assert origins.of("seed") == "command line: seed=3"
-    assert "conf/loader/default.yaml:" in (origins.of("loader.num_workers") or "")
-    assert origins.of("nothing") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("name: x\n", "must open with `# @package _global_`", id="no-package"),
-        pytest.param(
-            EXPERIMENT + "defaults:\n  - override /model: resnet19\n",
-            "model/resnet19",
-            id="unknown-group",
-        ),
-        pytest.param(
-            EXPERIMENT + "defaults:\n  - override /modle: mlp\n", "modle", id="override-of-nothing"
-        ),
-        pytest.param(EXPERIMENT + "defaults:\n  - /../../secret\n", "secret", id="traversal"),
-        pytest.param(EXPERIMENT + "name: x\nname: y\n", "mine.yaml:4", id="duplicate"),
-        pytest.param(EXPERIMENT + "trainer:\n\tmax_epochs: 1\n", "mine.yaml:4", id="tab"),
-        pytest.param(EXPERIMENT + "trainer: {max_epochs: 1\n", "mine.yaml:", id="unclosed"),
-        pytest.param(EXPERIMENT + "trainer: {compile: no}\n", "read as false", id="no"),
-        pytest.param(EXPERIMENT + "name: ${nowhere}\n", "refers to nothing", id="dead-end"),
-        pytest.param(EXPERIMENT + "seed: ${trainer.max_epoch}\n", "max_epochs}?", id="near"),
-        pytest.param(EXPERIMENT + "name: ${name}\n", "back to itself", id="loop"),
-        pytest.param(EXPERIMENT + "- a\n", "keys and values", id="a-list"),
-        pytest.param(b"\xff\xfe\x00", "UTF-8", id="bytes"),
-        pytest.param(EXPERIMENT + "model:\n  zz: ???\n", "model.zz: missing", id="missing"),
-    ],
-)
-def test_a_broken_experiment_is_named(mine: Path, text: str | bytes, expected: str) -> None:
-    write(mine, "experiment/mine.yaml", text)
-    assert expected in refused("--config-dir", str(mine), "experiment=mine")
-
-
-HYDRA = {
-    "callbacks": "hydra:\n  callbacks:\n    x: {_target_: pathlib.Path.touch, self: CANARY}\n",
-    "environment": "hydra:\n  job:\n    env_set:\n      REGIMEN_CANARY: sings\n",
-    "run-dir": "hydra:\n  run:\n    dir: CANARY\n",
-    "search-path": "hydra:\n  searchpath:\n    - file://CANARY\n",
-    "launcher": "defaults:\n  - override /hydra/launcher: basic\n",
-    "launcher-here": "defaults:\n  - /hydra/launcher@_global_.hydra.launcher: basic\n",
-    "logging": "hydra:\n  job_logging:\n    handlers:\n      x:\n        (): os.system\n",
-}
-
-
-@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in HYDRA.items()])
-def test_a_file_may_not_set_hydras_keys(mine: Path, text: str) -> None:
-    canary = mine / "canary"
-    write(mine, "experiment/mine.yaml", EXPERIMENT + text.replace("CANARY", str(canary)))
-    message = refused("--config-dir", str(mine), "experiment=mine")
-    assert "Hydra's own keys cannot be set" in message
-    assert "mine.yaml" in message
-    assert not canary.exists()
-    assert "REGIMEN_CANARY" not in os.environ
-
-
-def test_a_file_may_not_call_itself_part_of_hydra(mine: Path) -> None:
-    write(mine, "experiment/mine.yaml", "# @package hydra.job\nenv_set: {A: b}\n")
-    assert "Hydra's own keys" in refused("--config-dir", str(mine), "experiment=mine")
+    origin = composed("--config-dir", str(mine), "experiment=mine", "seed=3").origin
+    assert origin("loader.batch_size") == f"{mine / 'experiment/mine.yaml'}:4"
+    assert origin("seed") == "command line: seed=3"
+    assert "conf/loader/default.yaml:" in (origin("loader.num_workers") or "")
+    assert origin("nothing") is None
 
 
 @pytest.mark.parametrize("option", ["../secret", "../../secret", "/tmp/secret", "a/../../secret"])
@@ -219,39 +164,15 @@ def test_a_choice_cannot_leave_the_folder(mine: Path, option: str) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(["--config-dir", "nowhere"], id="no-folder"),
-        pytest.param(["--config-name", "trian"], id="no-primary"),
         pytest.param(["--config-name", "../train"], id="outside"),
-        pytest.param(["--nonsense"], id="unknown-option"),
-        pytest.param(["--experimental-rerun", "x.pickle"], id="what-would-unpickle"),
         pytest.param(["a=" + "[" * 5000], id="deep"),
         pytest.param(["a." * 300 + "b=1"], id="deep-key"),
         pytest.param(["a=" + "x" * 30_000], id="long"),
-        pytest.param(["=1"], id="no-key"),
         pytest.param(["name=a\0b"], id="nul"),
-        pytest.param(["seed.x=1"], id="below-a-value"),
-        pytest.param(["model.widths.9=1"], id="beyond-a-list"),
     ],
 )
 def test_a_bad_command_line_is_answered_in_one_message(argv: list[str]) -> None:
     assert refused(*argv)
-
-
-def test_alias_bombs_end_at_once(mine: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    write(mine, "experiment/mine.yaml", EXPERIMENT + "\n".join(lines))
-    started = time.perf_counter()
-    assert "aliases" in refused("--config-dir", str(mine), "experiment=mine")
-    assert time.perf_counter() - started < 2
-
-
-def test_interpolation_bombs_end_at_once() -> None:
-    bomb = ",".join(f"k{i}:" + f"'{'${model.x.k' + str(i + 1) + '}'}'" for i in range(30))
-    wide = bomb.replace("}'", "}" + "${model.dropout}" * 3 + "'")
-    started = time.perf_counter()
-    refused("+model.x={" + wide + ",k30:${model.x}}")
-    assert time.perf_counter() - started < 2
 
 
 def test_nothing_of_torch_is_imported() -> None:
@@ -261,31 +182,109 @@ def test_nothing_of_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_a_part_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"there is no optimiser.*did you mean optimizer\?"):
+        config_text(parse_arguments(["--cfg", "job", "-p", "optimiser"]))
+
+
+def test_a_key_that_an_interpolation_reads_is_kept() -> None:
+    line = ["experiment=resnet18", "+data.width=48", "+model.num_classes=${data.width}"]
+    assert compose(line).config["data"]["width"] == 48
+
+
+def test_a_saved_configuration_keeps_keys_whose_readers_are_resolved(tmp_path: Path) -> None:
+    saved = "name: saved\ndata:\n  image_size: 16\n"
+    (tmp_path / "config.yaml").write_text(f"defaults:\n  - train\n  - _self_\n{saved}")
+    line = ["--config-dir", str(tmp_path), "--config-name", "config", "data.image_size=24"]
+    assert compose(line).config["data"]["image_size"] == 24
+
+
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("overrides", "key", "kept"),
     [
-        pytest.param("optimizer.lrr=1", "optimizer.lrr", id="torch's"),
-        pytest.param("model.widht=3", "model.widht", id="ours"),
-        pytest.param("+callbacks.checkpoint.foo=1", "callbacks.checkpoint.foo", id="nested"),
         pytest.param(
-            "+transforms.train.affine.degree=1", "transforms.train.affine.degree", id="v2"
+            ["optimizer._target_=torch.optim.SGD"],
+            "optimizer",
+            {"lr", "weight_decay", "param_groups"},
+            id="those-that-both-take",
+        ),
+        pytest.param(
+            ["task.loss._target_=torch.nn.MultiMarginLoss"], "task.loss", set(), id="nested"
+        ),
+        pytest.param(
+            ["model={_target_: models.mlp.MLP, hidden: [3]}"],
+            "model",
+            {"num_classes", "in_channels", "image_size", "activation", "hidden"},
+            id="given-with-it",
+        ),
+        pytest.param(
+            ["task._target_=trainer.tasks.segmentation.Segmentation", "task/loss=weighted_sum"],
+            "task",
+            {"loss", "metrics", "num_classes"},
+            id="chosen",
         ),
     ],
 )
-def test_a_wrong_argument_is_found_by_composing(override: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(["experiment=resnet18", override])
-    assert [problem.key for problem in caught.value.problems] == [key]
+def test_a_replaced_target_takes_over_what_it_takes(
+    overrides: list[str], key: str, kept: set[str]
+) -> None:
+    node = compose(["experiment=resnet18", *overrides]).config
+    for name in key.split("."):
+        node = node[name]
+    assert node.keys() - {"_target_"} == kept
 
 
-def test_a_name_that_is_bound_twice_is_left_to_the_signature(tmp_path: Path) -> None:
-    (tmp_path / "twice.py").write_text(
-        "def one(a): ...\ndef two(a): ...\ntwo = print\nif one:\n    def three(a): ...\n"
-    )
-    sys.path.append(str(tmp_path))
-    try:
-        assert accepted("twice.one") == ("a",)
-        assert accepted("twice.two") is None
-        assert accepted("twice.three") is None
-    finally:
-        sys.path.remove(str(tmp_path))
+def test_an_inline_node_of_an_experiment_drops_what_the_default_group_brought(
+    tmp_path: Path,
+) -> None:
+    text = "model: {_target_: models.mlp.MLP, dept: 2}\n"
+    write(tmp_path, "experiment/mine.yaml", EXPERIMENT + text)
+    model = compose(["--config-dir", str(tmp_path), "experiment=mine"]).config["model"]
+    assert set(model) - {"in_channels", "num_classes", "image_size"} == {
+        "_target_",
+        "activation",
+        "dept",
+    }
+
+
+def test_another_training_set_drops_the_splits_of_the_one_before(tmp_path: Path) -> None:
+    mine = "{_target_: torchvision.datasets.FakeData, size: 8}"
+    text = f"data:\n  train: {mine}\n  val: {mine}\n"
+    write(tmp_path, "experiment/mine.yaml", EXPERIMENT + text)
+    line = ["--config-dir", str(tmp_path), "experiment=mine"]
+    data = compose(line).config["data"]
+    assert (data["val"]["size"], data["test"]) == (8, None)
+    data = compose([*line, "data.test._target_=data.sources.Digits", "data.test.split=test"]).config
+    assert data["data"]["test"]["split"] == "test"
+    alone = compose(["experiment=resnet18", f"data.train={mine}"]).config["data"]
+    assert (alone["val"], alone["test"]) == (None, None)
+    assert compose(["experiment=resnet18", "data.train.image_size=8"]).config["data"]["test"]
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    write(tmp_path, "experiment/mine.yaml", f"\ufeff{EXPERIMENT}name: marked\r\n")
+    assert composed("--config-dir", str(tmp_path), "experiment=mine").config["name"] == "marked"
+
+
+def test_a_file_of_another_ending_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "experiment/short.yml", f"{EXPERIMENT}name: short\n")
+    with pytest.raises(ConfigError, match=r"its file must be called short\.yaml"):
+        compose(["--config-dir", str(tmp_path), "experiment=short"])
+
+
+@pytest.mark.parametrize("rules", ["1.2", "1.3"])
+def test_a_caller_that_uses_hydra_itself_changes_nothing_and_keeps_its_own(
+    tmp_path: Path, rules: str
+) -> None:
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base=rules):
+        test_a_file_of_another_ending_is_named(tmp_path)
+        assert hydra.compose("config") == {"mine": 1}
+        assert str(VersionBase.instance().version_base) == rules
+
+
+def test_a_value_that_is_taken_from_another_key_names_the_override_that_gave_it() -> None:
+    composed = compose(["experiment=resnet18", "data.split_seed=abc"])
+    with pytest.raises(ConfigError) as caught, composed.locating():
+        check_targets(parse(composed.config))
+    assert {p.file for p in caught.value.problems} == {"command line: data.split_seed=abc"}

@@ -1,39 +1,47 @@
 """Which failure of several processes is told as the cause."""
 
 import re
+from dataclasses import asdict
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from scripts.launching.launch import _first
-from scripts.launching.notes import FailureReport, LaunchNotes
-from trainer.errors import SilentPeerError
+from scripts.launching.launch import first_failure
+from scripts.launching.rank import Failure, Notes
+
+SILENT = Failure(0, 6, "another process did not answer", 9.0, by_peer=True, unanswered=True)
+LOST = Failure(0, 6, "another process was lost", 1.0, by_peer=True)
+OWN = Failure(1, 3, "a broken sample", 8.0)
+TERMINATED = Failure(2, 143, "stopped by SIGTERM", 2.0)
+KILLED = r"process 1 \(pid 101\) was killed by SIGKILL, often for lack of memory"
 
 
 def ended(codes, seconds):
     failures = {r: ProcessFailure(r, 100 + r, code, "none") for r, code in codes.items()}
     for rank, failure in failures.items():
-        failure.timestamp = 1000 + seconds[rank]
+        failure.timestamp = 1000 + seconds.get(rank, 0)
     return ChildFailedError("rank", failures)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("told", "codes", "seconds", "stopping", "expected"),
     [
-        pytest.param(30, "another process did not answer within 8 s", id="by-torch-afterwards"),
-        pytest.param(0, r"process 1 \(pid 101\) was killed by SIGKILL", id="by-someone"),
+        pytest.param([SILENT], {0: 6, 1: -9}, {1: 30}, False, (6, SILENT.text), id="torch kills"),
+        pytest.param([SILENT], {0: 6, 1: -9}, {}, False, (6, KILLED), id="someone kills"),
+        pytest.param([LOST, OWN, TERMINATED], {0: 6}, {}, False, (3, OWN.text), id="own"),
+        pytest.param([LOST], {0: 6}, {}, False, (6, "process 1 left before"), id="left"),
+        pytest.param([TERMINATED], {}, {}, True, (143, TERMINATED.text), id="signal"),
+        pytest.param([], {}, {}, True, (143, "stopped before"), id="signal at the start"),
     ],
 )
-def test_a_process_that_torch_kills_in_the_end_is_not_the_cause(
-    tmp_path, monkeypatch, seconds, text
-):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    notes = LaunchNotes(tmp_path)
-    error = SilentPeerError.after(8)
-    notes.report(
-        FailureReport.of(
-            error, rank=0, code=6, text=str(error), time=1000.0, by_peer=True, unanswered=True
-        )
-    )
-    end = ended({0: 6, 1: -9}, {0: 0, 1: seconds})
-    assert re.match(text, _first(end, 2, notes).text)
+def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stopping, expected):
+    notes = Notes(tmp_path)
+    for failure in told:
+        notes.write(f"rank-{failure.rank}", {"pid": 1, "failure": asdict(failure)})
+    if stopping:
+        notes.stopping.touch()
+    found = first_failure(ended(codes, seconds) if codes else None, 3 if OWN in told else 2, notes)
+    assert found.code == expected[0]
+    assert re.match(expected[1], found.text)
+    assert len(notes.signed()) == len(told)
+    assert Failure(**asdict(found)) == found

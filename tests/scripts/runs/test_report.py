@@ -1,5 +1,6 @@
-"""The closing block: whole words at any width, commands that can be pasted."""
+"""The closing block: shares of the time, whole words at any width, commands that can be pasted."""
 
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 
 from callbacks.checkpoint import Checkpoint
 from scripts.cli.request import Request
-from scripts.runs.account import Account
-from scripts.runs.report import final_block, result_line
-from trainer.state import MAX_TIME, PRUNED, TrainState
+from scripts.runs.report import Account, final_block, result_line
+from scripts.runs.run import kept_log
+from trainer.files.append_log import LogFileHandler
+from trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
 
 RESULTS = {
     "train/epoch_loss": 0.25,
@@ -42,19 +44,17 @@ def experiment() -> Any:
         done=False,
     )
     config = SimpleNamespace(trainer=SimpleNamespace(max_time="0:10:00"))
-    return SimpleNamespace(
-        trainer=trainer, config=config, data=SimpleNamespace(sets={"test": object()})
-    )
+    sets = {"train": range(1200), "val": None, "test": [1, 2]}
+    return SimpleNamespace(trainer=trainer, config=config, data=SimpleNamespace(sets=sets))
 
 
-def account() -> Account:
-    kinds = ("forward + backward", "data", "optimizer", "evaluation", "checkpoints", "callbacks")
-    return Account(dict.fromkeys(kinds, 1.0))  # type: ignore[arg-type]
+def six_seconds() -> Account:
+    return Account(dict.fromkeys(KINDS[:6], 1.0))
 
 
 def block(experiment: Any, run_dir: Path, columns: int | None = None) -> str:
     request = Request(CONFIG, [], {}, ["experiment=resnet18"])
-    return final_block(request, experiment, run_dir, RESULTS, account(), columns)
+    return final_block(request, experiment, run_dir, RESULTS, six_seconds(), columns)
 
 
 def commands_in(text: str, name: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | 
     experiment.trainer.state.stop_reason = MAX_TIME
     text = block(experiment, run_dir, columns)
     assert commands_in(text, "again") == ["evaluate", f"run={run_dir}"]
-    assert commands_in(text, "look") == ["regimen", "tensorboard", "--logdir", str(run_dir)]
+    assert commands_in(text, "look") == ["tensorboard", "--logdir", str(run_dir / "tensorboard")]
     assert commands_in(text, "go on")[-2:] == [f"run_dir='{run_dir}'", "resume=auto"]
 
 
@@ -81,6 +81,7 @@ def test_facts_are_broken_between_words(experiment: Any, columns: int | None) ->
     lines = text.strip().splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     names = [line[:8].strip() for line in lines]
+    assert "data     train range 1,200, test list 2" in lines
     assert ("" in names) == (columns is not None)  # elsewhere each line can be found by its name
     said: dict[str, list[str]] = {}
     for name, line in zip(names, lines, strict=True):
@@ -106,6 +107,91 @@ def test_why_a_run_ended_is_said_in_words(
     experiment: Any, reason: str | None, said: str | None
 ) -> None:
     experiment.trainer.state.stop_reason = reason
-    line = result_line(experiment, RESULTS, account()).replace("\n", ", ")
+    line = result_line(experiment, RESULTS, six_seconds()).replace("\n", ", ")
     told = "best val/accuracy 0.9000 at step 40, test/accuracy 0.8000, 1 epoch, 60 updates, 6.0 s"
     assert line == ", ".join(filter(None, [told, said]))
+
+
+OPTIONS: dict[str, Any] = {
+    "loader": {"num_workers": 0},
+    "trainer": {"validate_every_n_epochs": 1, "log_every_n_steps": 50},
+    "callbacks": {"checkpoint": {"every_n_epochs": 1}},
+}
+
+
+def account(**seconds: float) -> Account:
+    named = {k.replace("_and_", " + "): s for k, s in seconds.items()}
+    return Account({kind: named.get(kind, 0.0) for kind in KINDS})
+
+
+def test_shares_are_of_the_whole_time_and_the_largest_comes_first() -> None:
+    it = account(data=4.2, forward_and_backward=5.0, optimizer=0.8, callbacks=0.001)
+    assert it.seconds == pytest.approx(10.001)
+    assert it.text() == "50% forward + backward, 42% waiting for data, 8% optimizer"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        pytest.param("data", "42% waiting for data: loader.num_workers=4", id="data"),
+        pytest.param(
+            "evaluation", "42% evaluation: trainer.validate_every_n_epochs=2", id="evaluation"
+        ),
+        pytest.param(
+            "checkpoints", "42% checkpoints: callbacks.checkpoint.every_n_epochs=2", id="saves"
+        ),
+        pytest.param(
+            "callbacks", "42% callbacks and logging: trainer.log_every_n_steps=100", id="callbacks"
+        ),
+    ],
+)
+def test_a_large_part_that_can_be_avoided_gets_a_hint(kind: str, expected: str) -> None:
+    it = account(forward_and_backward=5.8, **{kind: 4.2})
+    assert it.hint(OPTIONS) == expected
+
+
+def test_a_small_part_and_the_computation_itself_get_none() -> None:
+    assert account(forward_and_backward=9.0, data=1.0).hint(OPTIONS) == ""
+    assert account(forward_and_backward=1.0, data=8.0).hint(OPTIONS) == ""  # a short run
+    assert account().hint(OPTIONS) == ""
+    assert account().text() == ""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_moment_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("trainer.state.perf_counter", clock)
+    timer = Timer()
+    clock.now = 1.0
+    timer.lap("data")
+    with timer.spending("evaluation"):
+        clock.now = 3.0
+        with timer.spending("checkpoints"):
+            clock.now = 3.5
+        clock.now = 7.0
+    clock.now = 7.25
+    assert timer.total == 1.25  # evaluation and checkpoints are no training
+    assert timer.data == 1.0
+    assert timer.spent["evaluation"] == 5.5
+    assert timer.spent["checkpoints"] == 0.5
+    timer.reset()
+    assert timer.total == timer.data == 0
+    assert sum(timer.spent.values()) == clock.now
+
+
+def test_the_log_of_a_run_has_what_was_said_before_its_file(tmp_path: Path) -> None:
+    logger, path = logging.getLogger("regimen"), tmp_path / "train.log"
+    with kept_log() as log:
+        logger.warning("before")
+        log.setTarget(file := LogFileHandler(path))
+        log.flush()
+        logger.warning("within")
+    logger.warning("behind")
+    file.close()
+    assert [line.split()[-1] for line in path.read_text().splitlines()] == ["before", "within"]

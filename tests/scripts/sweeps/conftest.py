@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from scripts.cli.arguments import parse_arguments
-from scripts.sweeps import grid
+from scripts.sweeps import grid, local
 from scripts.sweeps import sweep as sweep_module
-from scripts.sweeps.grid import sweep
-from scripts.sweeps.launchers import local, server
+from scripts.sweeps.grid import searches, sweep
+from scripts.sweeps.search import search
 
 # Stands for `scripts.train`: does what optimizer.lr tells it, and leaves a status as a run does.
 JOB = """
@@ -56,7 +56,7 @@ def main():
         status["seconds"] = 1.5
     if lr < 3:
         folder.joinpath("status.json").write_text(json.dumps(status))
-    sys.exit(5 if lr > 1 else 0)
+    sys.exit(0 if lr <= 1 else 5 if lr < 3 else 3)
 
 if __name__ == "__main__":
     main()
@@ -80,20 +80,35 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(JOB)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
-    # Not syspath_prepend, which forgets the caches of all packages.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(script.parent)])
+    monkeypatch.setenv("PYTHONPATH", str(script.parent))
     monkeypatch.setattr(local, "TRAIN", "small_job")
-    monkeypatch.setattr(server, "WARM_UP", None)
-    monkeypatch.setattr(grid, "check_built", lambda *_: None)
-    monkeypatch.setattr(sweep_module, "report", lambda folder: None)
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, 0))
+    monkeypatch.setattr(sweep_module, "write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     return script
 
 
 @pytest.fixture
+def command(job: Path) -> list[str]:
+    """Return the command of a sweep of the small job in a process of its own."""
+    code = "import sys; from scripts.sweeps import grid, local, sweep\n"
+    code += "grid.check_built = lambda *_: (None, 0)\n"
+    code += "sweep.write_report = lambda *_: None\n"
+    code += "from scripts.cli.arguments import parse_arguments\n"
+    code += "local.TRAIN = 'small_job'\n"
+    code += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
+    return [sys.executable, "-c", code, "-m", "--config-path", "conf", "run_dir=there"]
+
+
+@pytest.fixture
 def sweep_of() -> Callable[..., int]:
     """Run a sweep in this process."""
-    return lambda *argv: sweep(parse_arguments(["-m", "--config-path", "conf", *argv]))
+
+    def run(*argv: str) -> int:
+        arguments = parse_arguments(["-m", "--config-path", "conf", *argv])
+        return search(arguments) if searches(arguments) else sweep(arguments)
+
+    return run
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -13,25 +14,16 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.sweeps.launchers import on_node
-from scripts.sweeps.launchers.launcher import Launch
-from scripts.sweeps.launchers.on_node import NodeJob
+from scripts.sweeps.clusters import NodeJob
+from scripts.sweeps.leaderboard import Job
 
 Sweep = Callable[..., int]
 Rows = Callable[[Path], list[dict[str, str]]]
 SUBMITIT = ["sweep.launcher=submitit", "+sweep.launcher_options.cluster=local"]
 
 
-@pytest.fixture
-def remote(job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The small job, where processes elsewhere find it."""
-    monkeypatch.setenv("PYTHONPATH", str(job.parent))
-    monkeypatch.setattr(on_node, "TRAIN", "small_job")
-    return job
-
-
 def test_a_grid_goes_through_submitit(
-    remote: Path,
+    job: Path,
     sweep_of: Sweep,
     rows_of: Rows,
     capfd: pytest.CaptureFixture[str],
@@ -57,10 +49,10 @@ def launched(lr: float, *more: str) -> NodeJob:
     folder = Path("there/0")
     argv = [f"optimizer.lr={lr}", *more, "run_dir='there/0'"]
     folder.mkdir(parents=True)
-    return NodeJob.of(Launch(0, argv, folder, Path("there/output/0.txt")))
+    return NodeJob.of(Job(0, folder, {}), argv)
 
 
-def test_a_preempted_job_saves_and_goes_on_from_the_queue(remote: Path) -> None:
+def test_a_preempted_job_saves_and_goes_on_from_the_queue(job: Path) -> None:
     pytest.importorskip("submitit")
     job, codes = launched(0.5, "resume=some.pt"), []
     assert "resume=some.pt" in job.words()
@@ -75,7 +67,7 @@ def test_a_preempted_job_saves_and_goes_on_from_the_queue(remote: Path) -> None:
     assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
 
 
-def test_a_job_leaves_the_signal_of_submitit_alone(remote: Path) -> None:
+def test_a_job_leaves_the_signal_of_submitit_alone(job: Path) -> None:
     job = launched(0.1)
     assert job() == 0
     status = "import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"
@@ -118,7 +110,7 @@ def test_a_launcher_needs_its_package(
 
 @pytest.fixture
 def ray_sweep(
-    remote: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
+    job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., int]]:
     """Run a sweep on a Ray of its own, whatever runs on this machine besides."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -159,7 +151,7 @@ def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep: Sweep, rows_of: Rows) -> 
     assert rows["0.1"]["status"] == "not started"
 
 
-def test_cancelling_a_job_lets_it_save(remote: Path) -> None:
+def test_cancelling_a_job_lets_it_save(job: Path) -> None:
     job, codes = launched(0.5), []
     thread = threading.Thread(target=lambda: codes.append(job()))
     thread.start()
@@ -168,3 +160,31 @@ def test_cancelling_a_job_lets_it_save(remote: Path) -> None:
     job.stop(signal.SIGTERM)
     thread.join(60)
     assert codes == [143]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        pytest.param("submitit", "slurm_setup: ['touch canary']", id="shell-lines"),
+        pytest.param("submitit", 'slurm_qos: "a\\ntouch canary"', id="a-line-in-a-word"),
+        pytest.param("ray", "runtime_env: {py_executable: ./canary}", id="a-program"),
+        pytest.param("ray", "address: '192.0.2.1:6379'", id="a-machine"),
+    ],
+)
+def test_programs_of_a_launcher_come_from_the_command_line_only(
+    job: Path, sweep_of: Sweep, launcher: str, options: str
+) -> None:
+    name = options.partition(":")[0]
+    Path("conf/sweep").mkdir()
+    text = f"launcher: {launcher}\nlauncher_options: {{{options}}}\n"
+    Path("conf/sweep/theirs.yaml").write_text(text)
+    for more in ([], ["sweep.launcher_options={num_cpus: 1}"]):
+        with pytest.raises(ConfigError, match="comes from the command line only") as caught:
+            sweep_of("optimizer.lr=0.1,0.2", "+sweep=theirs", *more)
+        (problem,) = caught.value.problems
+        assert (problem.key, caught.value.exit_code) == (f"sweep.launcher_options.{name}", 2)
+    (typed,) = shlex.split((problem.hint or "").partition(": ")[2])
+    with pytest.raises(ConfigError) as caught:  # what is printed is accepted: the next mistake
+        sweep_of("optimizer.lr=0.1,0.2", "+sweep=theirs", typed, "sweep.group_by=nothing")
+    assert "command line only" not in str(caught.value)
+    assert not Path("runs").exists()

@@ -5,24 +5,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from scripts.sweeps import display, search
+from scripts.sweeps import jobs as jobs_module
+from scripts.sweeps import local, search
 from scripts.sweeps import sweep as sweep_module
-from scripts.sweeps.launchers import local
-from scripts.sweeps.launchers.launcher import Launch
-from scripts.sweeps.launchers.server import WARM_UP, Server
-from scripts.sweeps.launchers.slots import Slots, device_names, share_of_threads, usable_cpus
-from scripts.sweeps.launchers.warm import modules_of
-from scripts.sweeps.process import Outcome
-from scripts.sweeps.progress import JobProgress, in_words, progress_of, seconds_left
+from scripts.sweeps.leaderboard import Job
+from scripts.sweeps.local import Slots, device_names, share_of_threads, usable_cpus
 from trainer.files.storage import storage_error
 
 Sweep = Callable[..., int]
@@ -41,29 +36,13 @@ def test_jobs_run_side_by_side(
     assert Path("there/output/1.txt").read_text() == "job output 0.6\n"
 
 
-def test_a_terminal_shows_one_table(
-    job: Path, sweep_of: Sweep, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "30")
-    argv = ["optimizer.lr=0.6,0.4", "sweep.jobs=2", "sweep.retries=1"]
-    assert sweep_of("run_dir=there", *argv) == 0
-    out = capfd.readouterr().out
-    shown = out[: out.index("sweep there")]
-    assert "job 1 starts again: killed by SIGKILL" in shown
-    *_, first, second, _, facts, _ = [line.split() for line in shown.splitlines()]
-    assert [word for word in first if word != "│"] == ["0", "finished", "0.6", "0.4000"]
-    assert [word for word in second if word != "│"] == ["1", "finished", "0.4", "0.6000"]
-    assert " ".join(facts) == "2 of 2 done; best val/accuracy 0.6000 (job 1)"
-
-
 def test_a_job_that_fails_beside_others_says_why(
     job: Path, sweep_of: Sweep, rows_of: Rows, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep_of("run_dir=there", "optimizer.lr=3,0.1,1.5", "sweep.jobs=3") == 5
+    assert sweep_of("run_dir=there", "optimizer.lr=3,0.1,1.5", "sweep.jobs=3") == 3
     assert [row["status"] for row in rows_of(Path("there"))] == ["finished", "failed", "failed"]
-    assert capfd.readouterr().out.count("failed (exit 5): it diverged\n") == 2
+    out = capfd.readouterr().out
+    assert [f"(exit {code}): it diverged\n" in out for code in (3, 5)] == [True, True]
 
 
 def test_a_lost_job_is_restarted_up_to_its_retries(
@@ -82,7 +61,7 @@ def test_a_search_runs_several_jobs_at_once(
     job: Path, sweep_of: Sweep, rows_of: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
-    monkeypatch.setattr(search, "check_built", lambda *_, alone: "accuracy")
+    monkeypatch.setattr(search, "check_built", lambda *_: ("val/accuracy", 0))
     Path("conf/sweep").mkdir()
     Path("conf/sweep/optuna.yaml").write_text("sampler: grid\n")
     # The jobs of 0.6 end only once another has begun beside them.
@@ -127,18 +106,6 @@ def test_a_full_disk_under_the_leaderboard_harms_no_job(
     assert caplog.text.count("no space left") == 1  # said once
 
 
-def driver(job: Path) -> list[str]:
-    code = "import sys; from scripts.sweeps import grid\n"
-    code += "from scripts.sweeps.launchers import local, server\n"
-    code += "grid.check_built = lambda *_: None\n"
-    code += "from scripts.sweeps import sweep; sweep.report = lambda folder: None\n"
-    code += "from scripts.cli.arguments import parse_arguments\n"
-    code += f"sys.path.append({str(job.parent)!r})\n"
-    code += "local.TRAIN, server.WARM_UP = 'small_job', None\n"
-    code += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
-    return [sys.executable, "-c", code, "-m", "--config-path", "conf", "run_dir=there"]
-
-
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -152,8 +119,8 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_job_outlives_its_sweep(job: Path, number: int, rows_of: Rows) -> None:
-    argv = [*driver(job), "optimizer.lr=0.5", "seed=1,2,3", "sweep.jobs=2"]
+def test_no_job_outlives_its_sweep(command: list[str], number: int, rows_of: Rows) -> None:
+    argv = [*command, "optimizer.lr=0.5", "seed=1,2,3", "sweep.jobs=2"]
     process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         until(lambda: all(Path(f"there/{n}/started").exists() for n in (0, 1)))
@@ -173,123 +140,11 @@ def test_no_job_outlives_its_sweep(job: Path, number: int, rows_of: Rows) -> Non
         assert code == 143
 
 
-@pytest.mark.parametrize(
-    ("state", "done"),
-    [("finished", 1), ("failed", 1), ("pruned", 1), ("preempted", 0), ("not started", 0)],
-)
-def test_a_job_that_goes_on_later_is_not_done(state: str, done: int) -> None:
-    it: Any = SimpleNamespace(outcomes=[], ended=state == "preempted", count=2)
-    account = display._Account(it)
-    account.end(Outcome(0, Path("there/0"), {}, state))
-    account.began -= 10
-    assert (account.done, bool(account.left())) == (done, bool(done))
-
-
-def test_a_server_that_dies_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(number: int, lr: float) -> Launch:
-        folder = Path("there") / str(number)
-        argv = [f"optimizer.lr={lr}", f"run_dir='{folder}'"]
-        return Launch(number, argv, folder, Path("there/output") / f"{number}.txt")
-
-    Path("there").mkdir()
-    server = Server()
-    launcher = local.LocalLauncher(server, 2, 1)
-    try:
-        assert launcher.start(launch(0, 0.5))
-        until(Path("there/0/started").exists)
-        assert server._process is not None
-        server._process.kill()
-        (end,) = launcher.wait(60)
-        assert (end.number, end.code) == (0, -signal.SIGKILL)
-        assert launcher.start(launch(1, 0.1))
-        (end,) = launcher.wait(60)
-        assert (end.number, end.code) == (1, 0)
-    finally:
-        launcher.close()
-
-
-@pytest.mark.slow
-def test_forked_jobs_have_one_thread_and_no_device() -> None:
-    server = Server()
-    try:
-        server.ready()
-        assert server._process is not None
-        assert len(os.listdir(f"/proc/{server._process.pid}/task")) == 1
-        server.start(0, "scripts.train:main", ["--version"], {})
-        assert server.wait(60)[0].code == 0
-    finally:
-        server.close()
-
-
-def test_a_server_imports_what_its_jobs_name() -> None:
-    tracker = {"_target_": "callbacks.trackers.csv.Csv"}
-    configs: list[dict[str, Any]] = [
-        {"model": {"_target_": "models.mlp.MLP"}, "callbacks": {"csv": tracker, "x": None}},
-        {"model": {"_target_": "mine.Net", "parts": [{"_target_": "models.resnet.ResNet"}]}},
-        {"optimizer": {"_target_": "torch.optim.SGD"}, "trainer": {"compile": False}},
-    ]
-    ours = ["models.mlp", "callbacks.trackers.csv", "models.resnet"]
-    assert modules_of(configs) == ours
-    assert modules_of([*configs, {"trainer": {"compile": True}}]) == [*ours, "torch._dynamo"]
-
-
-RECORDED = """
-import json, os, pathlib, sys
-from scripts.composition.compose import _ahead
-from scripts.composition.kept import keep_files
-
-def warm_up(modules):
-    keep_files()
-
-def main():
-    composed = [ahead.config["name"] for ahead in _ahead]
-    heavy = [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
-    text = json.dumps([composed, os.environ.get("MINE"), heavy, "torch" in sys.modules])
-    pathlib.Path(sys.argv[1].removeprefix("run_dir=")).write_text(text)
-"""
-
-
-@pytest.fixture
-def record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[dict[str, str]], list[Any]]]:
-    """Start a job that records what it finds, from a server without imports."""
-    (tmp_path / "recorded.py").write_text(RECORDED)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setenv("MINE", "ours")
-    server = Server()
-    server.warm_up = "recorded:warm_up"
-    file = tmp_path / "found.json"
-
-    def start(environment: dict[str, str], warm_up: str | None = None) -> list[Any]:
-        server.warm_up = warm_up or server.warm_up
-        words = [f"run_dir={file}", "name=job_${oc.env:MINE}"]
-        server.start(0, "recorded:main", words, environment, composed=True)
-        assert server.wait(60)[0].code == 0
-        found: list[Any] = json.loads(file.read_text())
-        return found
-
-    yield start
-    server.close()
-
-
-def test_a_job_finds_its_configuration_composed_in_its_own_environment(
-    record: Callable[..., list[Any]],
-) -> None:
-    assert record({"MINE": "first"})[:2] == [["job_first"], "first"]
-    assert record({})[:2] == [["job_ours"], "ours"]
-
-
-@pytest.mark.slow
-def test_a_server_does_not_import_the_compiler(record: Callable[..., list[Any]]) -> None:
-    assert record({}, WARM_UP)[2:] == [[], True]
-
-
 def test_each_job_has_its_share_of_threads(
     job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("scripts.sweeps.launchers.slots.usable_cpus", lambda: 7)
+    monkeypatch.setattr("scripts.sweeps.local.usable_cpus", lambda: 7)
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2", "sweep.jobs=3") == 0
     assert json.loads(Path("there/0/environment.json").read_text()) == {
         "OMP_NUM_THREADS": "2",
@@ -298,10 +153,14 @@ def test_each_job_has_its_share_of_threads(
     }
 
 
-def test_a_given_number_of_threads_is_kept() -> None:
-    assert share_of_threads(4, "3") == {}
-    assert share_of_threads(1, None) == {}
-    assert share_of_threads(2 * usable_cpus(), None) == {"OMP_NUM_THREADS": "1"}
+def test_a_given_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_of_threads(4) == {}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert share_of_threads(1) == {}
+    assert share_of_threads(2 * usable_cpus()) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(local, "usable_cpus", lambda: 12)
+    assert share_of_threads(2, processes=3) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_each_job_has_a_device_of_its_own(
@@ -340,41 +199,20 @@ def test_names_of_devices(count: int, visible: str | None, expected: list[str]) 
     assert device_names(count, visible) == expected
 
 
-def test_the_progress_of_a_job(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert progress_of(tmp_path, {}, "val/loss") == JobProgress()
-    lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep')
-    config = {"trainer": {"max_epochs": 4, "max_steps": 20}}
-    assert progress_of(tmp_path, config, "val/loss") == JobProgress(0.75, 1, 0.5)
-
-
 def test_a_long_job_tells_now_and_then_where_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 0.0, 20.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    line = {"step": 10, "epoch": 1, "val/loss": 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    config = {"trainer": {"max_epochs": 4}}
-    outcome = Outcome(3, tmp_path, {}, config=config)
-    sweep: Any = SimpleNamespace(
-        launcher=SimpleNamespace(quiet=False),
-        ranking=SimpleNamespace(name="val/loss"),
-        outcomes=[outcome],
-        count=1,
-    )
-    lines = display._Lines(sweep)
-    lines.started(outcome, [], 1)
-    for _ in range(4):
-        lines.refresh([outcome])
+    monkeypatch.setattr(jobs_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    job = Job(3, tmp_path, {}, config={"trainer": {"max_epochs": 4}})
+    launcher, ranking = SimpleNamespace(quiet=False), SimpleNamespace(name="val/loss")
+    it: Any = SimpleNamespace(launcher=launcher, ranking=ranking, jobs=[job], count=1, varied=[])
+    said = jobs_module._Said(it, began=0.0)
+    said.start(job, 1)
+    for _ in range(5):
+        said.progress({3: job})
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
-    assert told == ["job 3: 25%, epoch 1, val/loss 0.5000"] * 2
-
-
-def test_the_remaining_time() -> None:
-    assert seconds_left(30.0, 1.5, 6) == 90.0
-    assert seconds_left(30.0, 0.0, 6) is None
-    assert [in_words(s) for s in (None, 30, 600, 7200)] == [
-        "", "about 30 s left", "about 10 min left", "about 2.0 h left",
-    ]  # fmt: skip
+    assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2

@@ -4,17 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import ConfigError
-from scripts.sweeps.groups import Groups, group_keys
-from scripts.sweeps.leaderboard import SHOWN, short_keys, show, write_csv
-from scripts.sweeps.process import Outcome
-from scripts.sweeps.ranking import Ranking
+from scripts.sweeps.leaderboard import SHOWN, Groups, Job, Ranking, short_keys, show, write_csv
 
 CONFIG: dict[str, dict[str, object]] = {"callbacks": {}}
 
 
-def outcome(number: int, state: str = "finished", **facts: object) -> Outcome:
-    job = Outcome(number, Path("s") / str(number), {"optimizer.lr": f"{number}"}, state)
+def outcome(number: int, state: str = "finished", **facts: object) -> Job:
+    job = Job(number, Path("s") / str(number), {"optimizer.lr": f"{number}"}, state=state)
     for name, value in facts.items():
         setattr(job, name, value)
     return job
@@ -43,14 +39,14 @@ def test_jobs_that_have_not_started_come_last() -> None:
 def test_pruned_jobs_rank_after_completed_ones() -> None:
     jobs = [outcome(0, "pruned", results={"val/loss": 0.5})]
     jobs += [outcome(1, "failed"), outcome(2, results={"val/loss": 1.0})]
-    ranking = Ranking(CONFIG, jobs, "val/loss")
+    ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
     assert [job.number for job in ranking.ranked(jobs)] == [2, 0, 1]
     assert not jobs[0].failed
 
 
 def test_a_known_metric_decides_the_ranking() -> None:
     jobs = [outcome(0, results={"best/val/accuracy": 0.9, "val/loss": 0.5})]
-    assert Ranking(CONFIG, jobs, "val/loss").value(jobs[0]) == 0.5
+    assert Ranking(CONFIG, jobs, "val/loss", decided=True).value(jobs[0]) == 0.5
     assert Ranking(CONFIG, jobs).value(jobs[0]) == 0.9
 
 
@@ -69,9 +65,9 @@ def test_the_best_are_shown_and_reasons_stay_on_one_line(
     assert f"job 99 failed (exit 5): {'so it was ' * 30}" in lines
 
 
-def seeds(lr: str, *values: float | None) -> list[Outcome]:
+def seeds(lr: str, *values: float | None) -> list[Job]:
     """Return a job for each loss; None: it failed."""
-    jobs = [Outcome(n, Path("s") / lr, {"lr": lr, "seed": str(n)}) for n in range(len(values))]
+    jobs = [Job(n, Path("s") / lr, {"lr": lr, "seed": str(n)}) for n in range(len(values))]
     for job, value in zip(jobs, values, strict=True):
         job.state = "failed" if value is None else "finished"
         job.results = {} if value is None else {"val/loss": value}
@@ -111,9 +107,3 @@ def test_a_metric_that_no_job_has_logged_is_named(
         said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
         assert said is expected
         jobs[1].results = {"test/loss": 1.0}
-
-
-def test_only_swept_keys_make_groups() -> None:
-    assert group_keys("seed", ["seed", "optimizer.lr"]) == ["seed"]
-    with pytest.raises(ConfigError, match=r"^sweep.group_by: 'sed' does not vary .* mean seed"):
-        group_keys(["sed"], ["seed", "optimizer.lr"])

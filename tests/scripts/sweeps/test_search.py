@@ -1,10 +1,13 @@
 """A search: its suggestions, its results, and its resume."""
 
 import csv
+import importlib.util
 import json
+import os
 import sqlite3
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,15 @@ import pytest
 
 from callbacks.support.study import open_storage
 from conf.errors import ConfigError
-from conf.yaml_dump import dump
+from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
-from scripts.sweeps.grid import sweep
-from scripts.sweeps.process import Outcome, note_outcome
+from scripts.sweeps.grid import searches as searches_for
+from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.sweep import Sweep
+from scripts.train import train
 from trainer.errors import CheckpointError, StorageError
 
 optuna = pytest.importorskip("optuna")
@@ -36,7 +40,7 @@ SPACE = ["optimizer.lr=interval(0.0,4.0)", "optimizer.weight_decay=interval(0.0,
 Run = Callable[..., int]
 
 
-def values_of(job: Outcome) -> dict[str, float]:
+def values_of(job: Job) -> dict[str, float]:
     return {key: float(value) for key, value in job.overrides.items() if "." in key}
 
 
@@ -50,16 +54,16 @@ class Jobs:
         self.dies: int | None = None  # the job in which the sweep is killed
 
     def run_all(self, it: Sweep, ask: Any, tell: Any) -> None:
-        while not it.ended and (asked := ask()) is not None:
-            self.run(it, *asked)
-            tell(asked[0])
+        while not it.ended and (job := ask()) is not None:
+            self.run(it, job)
+            tell(job)
 
-    def run(self, it: Sweep, outcome: Outcome, job: Sequence[Any]) -> None:
+    def run(self, it: Sweep, outcome: Job) -> None:
         lr = values_of(outcome).get("optimizer.lr", 0.0)
         self.ran.append((outcome.number, lr))
         self.more += outcome.more
         outcome.run_dir.mkdir(exist_ok=True)
-        overrides = [override.text for override in job]
+        overrides = outcome.texts
         (outcome.run_dir / "overrides.yaml").write_text(json.dumps(overrides))
         if outcome.number == self.dies:
             self.dies = None
@@ -71,7 +75,7 @@ class Jobs:
         results = {"best/val/accuracy": accuracy, "val/loss": 1.0}
         status = {"state": state, "results": results, "seconds": 1.0}
         (outcome.run_dir / "status.json").write_text(json.dumps(status))
-        note_outcome(outcome, 5 if state == "failed" else 0)
+        outcome.end(5 if state == "failed" else 0)
         it.write()
 
 
@@ -81,15 +85,17 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
     (tmp_path / "conf" / "sweep" / "optuna.yaml").write_text("n_trials: 6\nsampler: random\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(searches, "check_built", lambda *_, alone: "accuracy")
-    monkeypatch.setattr(sweeps, "report", lambda folder: None)
+    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", 0))
+    monkeypatch.setattr(sweeps, "write_report", lambda *_: None)
     found = Jobs()
     monkeypatch.setattr(searches, "run_jobs", found.run_all)
     return found
 
 
 def run(*argv: str) -> int:
-    return sweep(parse_arguments(["-m", "--config-path", "conf", "sweep=optuna", *argv]))
+    arguments = parse_arguments(["-m", "--config-path", "conf", "sweep=optuna", *argv])
+    assert searches_for(arguments)
+    return searches.search(arguments)
 
 
 def board(folder: str = "there") -> list[dict[str, str]]:
@@ -261,35 +267,62 @@ def test_a_search_begins_with_the_enqueued_values(jobs: Jobs) -> None:
     assert [lr for _, lr in jobs.ran].count(2.5) == 1
 
 
-def test_conditions_and_steps_of_a_file(jobs: Jobs) -> None:
+def test_steps_of_a_file(jobs: Jobs) -> None:
     Path("conf/sweep/mine.yaml").write_text("""
 n_trials: 12
 sampler: random
 params:
   seed: choice(1,2)
-  optimizer.lr: {values: "interval(0.0,2.0)", step: 0.5, when: {seed: 2}}
+  optimizer.lr: {values: "interval(0.0,2.0)", step: 0.5}
 """)
     argv = ["-m", "--config-path", "conf", "sweep=mine", "run_dir=there"]
-    sweep(parse_arguments(argv))
+    searches.search(parse_arguments(argv))
     rows = board()
-    assert {row["optimizer.lr"] == "" for row in rows if row["seed"] == "1"} == {True}
-    steps = {float(row["optimizer.lr"]) for row in rows if row["seed"] == "2"}
+    steps = {float(row["optimizer.lr"]) for row in rows}
     assert steps <= {0.0, 0.5, 1.0, 1.5, 2.0}
     assert len(steps) > 1
 
 
 def test_several_trials_can_be_open(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     def several(it: Sweep, ask: Any, tell: Any) -> None:
-        while batch := [asked for _ in range(3) if (asked := ask()) is not None]:
-            assert len({outcome.number for outcome, _ in batch}) == len(batch)
-            for outcome, job in reversed(batch):
-                jobs.run(it, outcome, job)
-                tell(outcome)
+        while batch := [job for _ in range(3) if (job := ask()) is not None]:
+            assert len({job.number for job in batch}) == len(batch)
+            for job in reversed(batch):
+                jobs.run(it, job)
+                tell(job)
 
     monkeypatch.setattr(searches, "run_jobs", several)
     run("optimizer.lr=choice(1.0,2.0,2.5,3.0,3.5)", "run_dir=there", "sweep.n_trials=20")
     assert len(jobs.ran) == len({lr for _, lr in jobs.ran}) == len(board())
     assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_study_elsewhere_comes_from_the_command_line_only(jobs: Jobs, typed: bool) -> None:
+    place = Path("victim.txt")
+    place.write_text("one line")
+    Path("conf/sweep/optuna.yaml").write_text("sampler: random\nstorage: victim.txt\n")
+    argv = ["sweep.storage=victim.txt"] if typed else []
+    with pytest.raises(CheckpointError if typed else ConfigError) as caught:
+        run(*SPACE, *argv, "run_dir=there")
+    assert ('sweep.storage="victim.txt"' in str(caught.value)) is not typed
+    assert place.read_text() == "one line"  # nothing is cut
+
+
+def test_a_trial_comes_from_the_command_line_only(jobs: Jobs) -> None:
+    trial = "trial: {storage: victim.db, study: s, number: 0}"
+    Path("conf/sweep/theirs.yaml").write_text(f"{trial}\n")
+    with pytest.raises(ConfigError, match=r"sweep\.trial: comes from the command line only"):
+        train(["--config-path", "conf", "sweep=theirs"])
+    assert not Path("victim.db").exists()
+
+
+@pytest.mark.parametrize("content", ["one line", "text\nand more", '{"op_code": 1}\n{"op'])
+def test_only_a_journal_of_the_sweep_is_repaired(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    path.write_text(content)
+    searches.cut_torn_line(path)
+    assert path.read_text() == ('{"op_code": 1}\n' if "op_code" in content else content)
 
 
 def test_a_job_knows_its_trial_only_if_it_may_be_pruned(jobs: Jobs) -> None:
@@ -319,7 +352,7 @@ def test_two_sweeps_share_a_study(jobs: Jobs, place: str) -> None:
 def test_a_study_of_another_metric_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [*SPACE, "run_dir=there", "resume=auto", "sweep.n_trials=1"]
     run(*argv)
-    monkeypatch.setattr(searches, "check_built", lambda *_, alone: "loss")
+    monkeypatch.setattr(searches, "check_built", lambda *_: ("val/loss", 0))
     with pytest.raises(CheckpointError, match="is about val/accuracy, and this search about val/l"):
         run(*argv)
 
@@ -389,3 +422,24 @@ def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
         file.write(b'{"op_code":4,"wor')
     run(*argv, "sweep.n_trials=3")
     assert len(study_in().trials) == 3
+
+
+@pytest.mark.slow
+def test_a_real_search_prunes_and_reports(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "sweep=optuna", "model=mlp"]
+    argv += ["experiment=resnet18", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
+    argv += ["trainer.limit_train_batches=2"]
+    argv += ["optimizer.lr=choice(0.1,1e-9)", "sweep.sampler=grid", "run_dir=there"]
+    argv += ["sweep.enqueue=[{optimizer.lr: 0.1}]", "sweep.pruner=median"]
+    argv += ["sweep.pruner_options={n_startup_trials: 1}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=400, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "there" / "leaderboard.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["optimizer.lr"]: row["status"] for row in rows} == {
+        "0.1": "finished", "1e-09": "pruned",
+    }  # fmt: skip
+    drawn = importlib.util.find_spec("matplotlib") is not None  # of the extra `report`
+    assert ("report: there/report.png" in done.stdout) == drawn
+    assert (tmp_path / "there" / "report.png").exists() == drawn

@@ -1,14 +1,15 @@
-"""The space of a search: which keys vary, and under which conditions."""
+"""The space of a search: which keys vary, and between which values."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import split_search
+from scripts.composition.compose import compose, split_search
 from scripts.composition.overrides import Dimension
-from scripts.sweeps.space import Space, given
+from scripts.sweeps.space import distribution, enqueued, given, samples, values_of, with_integers
 
 PRIMARY = """
 defaults: [{model: mlp}, _self_]
@@ -30,15 +31,17 @@ def _configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def space_of(*texts: str, **params: object) -> Space:
+def space_of(*texts: str, **params: object) -> list[Dimension]:
     arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
     fixed, varied = split_search(arguments)
     params = {key.replace("__", "."): value for key, value in params.items()}
-    return Space(arguments, fixed, [*varied, *given(arguments, params, {d.name for d in varied})])
+    varied += given(arguments, params, {d.name for d in varied})
+    config = compose(replace(arguments, overrides=tuple(fixed), multirun=False)).config
+    return [with_integers(dimension, config) for dimension in varied]
 
 
-def shown(space: Space) -> list[list[str]]:
-    return [[override.text for override in job] for job in space.samples()]
+def shown(space: list[Dimension]) -> list[list[str]]:
+    return [[override.text for override in job] for job in samples(space)]
 
 
 @pytest.mark.parametrize(
@@ -61,56 +64,15 @@ def test_the_sample_values_of_a_space(text: str, expected: list[str]) -> None:
 
 def test_a_large_space_is_checked_with_each_choice_once() -> None:
     more = ["optimizer.weight_decay=choice(0,1,2,3,4,5,6)"]
-    found = space_of(f"seed=choice({','.join(map(str, range(90)))})", *more).samples()
+    found = samples(space_of(f"seed=choice({','.join(map(str, range(90)))})", *more))
     assert len(found) == 90
     assert {decay.value for _, decay in found} == set("0123456")
 
 
 def test_steps_end_where_the_last_one_fits() -> None:
-    entry = {"values": "interval(16,100)", "step": 16}
-    (dimension,) = space_of(model__in_features=entry).dimensions
+    (dimension,) = space_of(model__in_features={"values": "interval(16,100)", "step": 16})
     assert (dimension.low, dimension.high, dimension.integers) == (16, 96, True)
-    assert space_of(model__in_features=entry).grid()["model.in_features"] == [
-        16,
-        32,
-        48,
-        64,
-        80,
-        96,
-    ]
-
-
-def test_a_key_varies_only_under_its_condition() -> None:
-    entry = {"values": "interval(8,16)", "when": {"model": "mlp"}}
-    space = space_of("model=choice(mlp,none)", model__in_features=entry)
-    assert shown(space) == [
-        ["model=mlp", "model.in_features=8"],
-        ["model=mlp", "model.in_features=16"],
-        ["model=none"],
-    ]
-    assert space.dimensions[1].integers  # as where the model is that one
-
-
-def test_conditions_are_ordered_and_may_depend_on_conditions() -> None:
-    params = {
-        "optimizer.lr": {"values": "interval(1,2)", "when": {"seed": [1, 2]}},
-        "seed": {"values": "choice(1,2,9)", "when": {"model": "mlp"}},
-        "model": "choice(mlp,none)",
-    }
-    space = space_of(**params)
-    assert space.names == ["model", "seed", "optimizer.lr"]
-    assert ["model=none"] in shown(space)
-    assert ["model=mlp", "seed=9"] in shown(space)
-    assert ["model=mlp", "seed=2", "optimizer.lr=2.0"] in shown(space)
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"), [pytest.param("mlp", 2, id="holds"), pytest.param("none", 1, id="not")]
-)
-def test_a_condition_may_depend_on_a_fixed_key(model: str, expected: int) -> None:
-    entry = {"values": "interval(1,2)", "when": {"model": "mlp"}}
-    space = space_of(f"model={model}", "seed=choice(1)", optimizer__lr=entry)
-    assert len(shown(space)) == expected
+    assert values_of(dimension) == [16, 32, 48, 64, 80, 96]
 
 
 @pytest.mark.parametrize(
@@ -120,26 +82,14 @@ def test_a_condition_may_depend_on_a_fixed_key(model: str, expected: int) -> Non
         pytest.param({"seed": "interval(4,1)"}, "the lower end first", id="order"),
         pytest.param({"optimizer.lr": "tag(log,interval(0,1))"}, "above 0", id="log-of-0"),
         pytest.param({"seed": {"step": 2}}, r"seed.values: missing", id="no-values"),
-        pytest.param({"seed": {"values": "choice(1,2)", "wen": 1}}, "did you mean when", id="word"),
-        pytest.param({"seed": {"values": "choice(1,2)", "step": 1}}, "no interval", id="choices"),
-        pytest.param({"seed": {"values": "interval(1,4)", "step": 9}}, "not fit", id="large-step"),
+        pytest.param({"seed": {"values": "choice(1,2)", "vale": 1}}, "did you mean val", id="word"),
+        pytest.param({"seed": {"values": "choice(1,2)", "step": 1}}, "not fit", id="choices"),
+        pytest.param({"seed": {"values": "interval(1,4)", "step": 9}}, "9 does not", id="large"),
+        pytest.param({"seed": {"values": "interval(1,4)", "step": "a"}}, "a number", id="a-word"),
         pytest.param(
-            {"seed": {"values": "interval(1,4)", "step": "a"}}, "a number", id="no-number"
-        ),
-        pytest.param(
-            {"optimizer.lr": {"values": "tag(log,interval(1,4))", "step": 1}}, "log", id="log-step"
-        ),
-        pytest.param({"seed": {"values": "choice(1,2)", "when": "mlp"}}, "a section", id="when"),
-        pytest.param(
-            {"seed": {"values": "choice(1,2)", "when": {"modle": "x"}}}, "no key 'modle'", id="key"
-        ),
-        pytest.param(
-            {
-                "seed": {"values": "choice(1,2)", "when": {"name": "a"}},
-                "name": {"values": "choice(a,b)", "when": {"seed": 1}},
-            },
-            "form a circle",
-            id="circle",
+            {"seed": {"values": "choice(1,2)", "when": {"model": "mlp"}}},
+            "when: unknown key; there are values, step",
+            id="conditions-are-gone",
         ),
     ],
 )
@@ -149,17 +99,18 @@ def test_invalid_params_are_refused(params: dict[str, object], text: str) -> Non
 
 
 def test_a_grid_needs_countable_values() -> None:
+    rate, seed = space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)")
     with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
-        space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)").grid()
-    assert space_of("seed=interval(1,3)").grid() == {"seed": [1, 2, 3]}
+        values_of(rate)
+    assert values_of(seed) == [1, 2, 3]
 
 
 def test_enqueued_values_are_checked() -> None:
     space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
-    entries = space.entries([{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
-    assert entries == [{"seed": 3}, {"optimizer.lr": 1.0, "model": "mlp"}]
+    entries = enqueued(space, [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
+    assert entries == [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}]
     with pytest.raises(ConfigError) as caught:
-        space.entries([{"seed": 3.5}, {"lr": 1, "model": "cnn"}], whole=True)
+        enqueued(space, [{"seed": 3.5}, {"lr": 1, "model": "cnn"}], whole=True)
     assert [p.key for p in caught.value.problems] == [
         "sweep.enqueue.0.seed",
         "sweep.enqueue.0",
@@ -169,5 +120,22 @@ def test_enqueued_values_are_checked() -> None:
     ]
 
 
-def test_a_dimension_is_named_without_its_sign() -> None:
-    assert Dimension("+model.x", low=0, high=1).name == "model.x"
+@pytest.mark.parametrize(
+    ("dimension", "expected"),
+    [
+        pytest.param(
+            Dimension("a", choices=("x", "y")), "CategoricalDistribution(choices=('x', 'y'))"
+        ),
+        pytest.param(
+            Dimension("a", low=2, high=8, integers=True, step=3.0),
+            "IntDistribution(high=8, log=False, low=2, step=3)",
+        ),
+        pytest.param(
+            Dimension("a", low=1, high=8, log=True),
+            "FloatDistribution(high=8.0, log=True, low=1.0, step=None)",
+        ),
+    ],
+)
+def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
+    pytest.importorskip("optuna")
+    assert str(distribution(dimension)) == expected

@@ -15,13 +15,12 @@ import torch
 import yaml
 
 from conf.errors import ConfigError
-from conf.yaml_dump import dump
+from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.request import quoted
 from scripts.composition.compose import compose, split_jobs
-from scripts.sweeps.folder import newest_unfinished
 from scripts.sweeps.grid import sweep
-from scripts.sweeps.process import words
+from scripts.sweeps.sweep import newest_unfinished
 from trainer.runs.lock import RunLock
 
 
@@ -209,17 +208,8 @@ def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
     assert len(list(Path("runs/mine/sweeps").iterdir())) == 3
 
 
-def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
-    driver = "import sys; from scripts.sweeps import grid\n"
-    driver += "from scripts.sweeps.launchers import local, server\n"
-    driver += "grid.check_built = lambda *_: None\n"
-    driver += "from scripts.sweeps import sweep; sweep.report = lambda folder: None\n"
-    driver += "from scripts.cli.arguments import parse_arguments\n"
-    driver += f"sys.path.append({str(job.parent)!r})\n"
-    driver += "local.TRAIN, server.WARM_UP = 'small_job', None\n"
-    driver += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
-    argv = [sys.executable, "-c", driver, "-m", "--config-path", "conf", "run_dir=there"]
-    argv.append("optimizer.lr=0.1,0.5,0.2")
+def test_ctrl_c_ends_the_job_and_the_sweep(command: list[str]) -> None:
+    argv = [*command, "optimizer.lr=0.1,0.5,0.2"]
     process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
@@ -236,11 +226,6 @@ def test_ctrl_c_ends_the_job_and_the_sweep(job: Path) -> None:
     assert not Path("there/2").exists()
     way_out = "train -m --config-path conf optimizer.lr=0.1,0.5,0.2 resume=auto run_dir=there"
     assert out.endswith(f"interrupted; go on with the sweep: {way_out}\n")
-
-
-def test_the_arguments_of_a_job() -> None:
-    argv = words(["--config-dir", "x"], ["seed=1"], Path("it's here"))
-    assert argv == ["--config-dir", "x", "seed=1", r"run_dir='it\'s here'"]
 
 
 @pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])
@@ -293,3 +278,13 @@ def _measured(run: Path) -> list[dict[str, float]]:
         {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
         for line in lines
     ]
+
+
+def test_a_sweep_in_which_nothing_varies_says_so(
+    job: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1") == 0
+    assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
+    caplog.clear()
+    assert run("run_dir=two", "optimizer.lr=0.1,0.2") == 0
+    assert "nothing varies" not in caplog.text

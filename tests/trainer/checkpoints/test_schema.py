@@ -3,7 +3,6 @@
 import copy
 import io
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.runs.saved_config import saved_config
+from scripts.runs.resume import saved_config
 from trainer import snapshot
-from trainer.checkpoints.reader import read_checkpoint
-from trainer.checkpoints.schema import check_payload, taking_over
+from trainer.checkpoints.reader import check_payload, read_checkpoint, taking_over
 from trainer.errors import CheckpointError
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
@@ -97,18 +95,14 @@ def _endless() -> list[Any]:
         pytest.param("state.counters.epoch", 1.0, "no count but 1.0", id="float"),
         pytest.param("state.counters.samples", True, "no count but True", id="bool"),
         pytest.param("state.counters.position", "1" * 999, "no count", id="text"),
-        pytest.param("state.world_size", 0, "world_size 0", id="no-process"),
-        pytest.param("state.world_size", 3, "of 1 processes", id="other-number-of-processes"),
-        pytest.param("state.sums", [], "state.sums is of 0", id="no-sums"),
-        pytest.param("rng", [5], "rng.0 is no dict", id="rng"),
-        pytest.param("rng.0.torch", [1, 2], "rng.0.torch is no Tensor", id="generator"),
+        pytest.param("state.world_size", 0, "each of 0 processes", id="no-process"),
+        pytest.param("state.world_size", 3, "each of 3 processes", id="other-number-of-processes"),
+        pytest.param("state.sums", [], "sums is no list of a dict", id="no-sums"),
+        pytest.param("rng", [5], "rng is no list of a dict", id="rng"),
         pytest.param("model.weight", 3, "model.weight is no tensor", id="number-for-tensor"),
-        pytest.param("model.weight", torch.empty(3, 4, device="meta"), "meta device", id="meta"),
-        pytest.param(
-            "optimizer.x", torch.zeros(1).expand(10**12), "larger than its storage", id="huge"
-        ),
+        pytest.param("optimizer.x", torch.zeros(1).expand(10**12), "larger than what", id="huge"),
         pytest.param("optimizer.x", _doubled(70), "expands to more", id="doubled"),
-        pytest.param("callbacks.x", _endless(), "contains itself", id="endless"),
+        pytest.param("callbacks.x", _endless(), "expands to more", id="endless"),
     ],
 )
 def test_a_value_that_no_run_writes_is_named(
@@ -174,34 +168,19 @@ def test_a_state_that_does_not_fit_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_another_number_of_threads_is_said(payload: dict[str, Any]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        (note,) = snapshot.restore(make_trainer(), payload)
+    finally:
+        torch.set_num_threads(before)
+    assert note.startswith(f"threads: saved with {before}, goes on with {before + 1}")
+
+
 def test_errors_with_a_meaning_of_their_own_pass() -> None:
     with pytest.raises(torch.OutOfMemoryError), taking_over("the state"):
         raise torch.OutOfMemoryError("full")
-
-
-def _rewritten(path: Path, change: Callable[[zipfile.ZipFile, zipfile.ZipFile], None]) -> None:
-    content = io.BytesIO(path.read_bytes())
-    with zipfile.ZipFile(content) as old, zipfile.ZipFile(path, "w") as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-        change(old, new)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("spelled", [str, str.upper])
-def test_an_archive_with_two_entries_of_a_name_is_refused(
-    tmp_path: Path, spelled: Callable[[str], str]
-) -> None:
-    path = tmp_path / "step.pt"
-    torch.save({"format_version": 1}, path)
-
-    def twice(old: zipfile.ZipFile, new: zipfile.ZipFile) -> None:
-        name = next(n for n in old.namelist() if n.endswith("data.pkl"))
-        new.writestr(spelled(name), old.read(name))
-
-    _rewritten(path, twice)
-    with pytest.raises(CheckpointError, match="twice"):
-        read_checkpoint(path)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

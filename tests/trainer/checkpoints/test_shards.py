@@ -159,10 +159,7 @@ def forge(folder, metadata):
     file = folder / payload["shards"]["folder"] / ".metadata"
     file.write_bytes(metadata(file.read_bytes()))
     content = file.read_bytes()
-    payload["shards"]["files"][".metadata"] = {
-        "size": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    payload["shards"]["files"][".metadata"] = hashlib.sha256(content).hexdigest()
     (folder / "index.json").unlink()
     torch.save(payload, path)
     return path
@@ -171,7 +168,9 @@ def forge(folder, metadata):
 def test_code_in_the_description_is_not_run(saved, tmp_path):
     canary = tmp_path / "canary"
     path = forge(saved, lambda _: pickle.dumps(Evil(canary)))
-    with pytest.raises(CheckpointError, match=r"refused: holds code \(posix\.system\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"refused: contains code \(posix\.system\)"
+    ) as caught:
         read_whole(path)
     assert caught.type is CheckpointError  # no damage, over which an older one would be taken
     assert len(str(caught.value).splitlines()) == 1
@@ -197,7 +196,7 @@ def test_files_elsewhere_are_not_reached(saved, tmp_path):
     secret.write_text("x")
     path = saved / "last.pt"
     payload = torch.load(path, weights_only=True)
-    payload["shards"]["files"] = {"../../secret": {"size": 1, "sha256": "0"}}
+    payload["shards"]["files"] = {"../../secret": "0"}
     (saved / "index.json").unlink()
     torch.save(payload, path)
     with pytest.raises(DamagedCheckpointError, match="cannot read its shard"):
@@ -212,20 +211,9 @@ def test_a_process_that_cannot_write_fails_all(ranks, saved, rank):
 
         if strategy.group.rank == rank:
             FileSystemWriter.write_data = refuse
-        with pytest.raises(StorageError, match=r"step-00000002.pt: no space left \(need 0\.0 MB"):
+        with pytest.raises(StorageError, match=r"step-00000002.pt: no space left"):
             save(strategy, saved, 2)
 
     ranks(2, in_group(fail))
     assert whole_steps(saved) == [1]
     assert sorted(path.name for path in saved.glob(".tmp*")) == []
-
-
-def test_too_little_space_is_noticed_before(ranks, saved, monkeypatch):
-    monkeypatch.setattr("trainer.files.storage.free_bytes", lambda _: 100)
-
-    def fail(strategy):
-        with pytest.raises(StorageError, match="no space left"):
-            save(strategy, saved, 2)
-
-    ranks(2, in_group(fail))
-    assert shard_folders(saved) == [1]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.distributed import attempts
+from trainer.distributed import peers
 from trainer.errors import PeerError
 
 PATIENCE = timedelta(seconds=5)
@@ -24,7 +24,7 @@ def meeting():
     def arrive(*ranks, patience=PATIENCE):
         own = [TCPStore("localhost", store.port, is_master=False, timeout=patience) for _ in ranks]
         return [
-            pool.submit(attempts.agree, connection, rank, 3, patience)
+            pool.submit(peers.agreed_attempt, connection, rank, 3, patience)
             for connection, rank in zip(own, ranks, strict=True)
         ]
 
@@ -57,17 +57,6 @@ def test_who_was_there_in_an_attempt_before_is_not_mistaken(ranks):
     ranks(1, check)
 
 
-def test_one_that_fell_before_it_had_heard_is_replaced(ranks):
-    def check(_):
-        with meeting() as (keys, arrive):
-            keys.set("here/1", "fallen")
-            main = arrive(0, 2)
-            keys.get("number/fallen")
-            assert numbers([*main, *arrive(1)]) == ["0"] * 3
-
-    ranks(1, check)
-
-
 @pytest.mark.parametrize("there", [(0, 1), (1,)], ids=["to_the_main_process", "to_another"])
 def test_one_that_does_not_come_is_told_of(ranks, there):
     def check(_):
@@ -82,5 +71,5 @@ def test_one_that_does_not_come_is_told_of(ranks, there):
 def test_launchers_of_one_node_count_alike(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    attempts.settle(None, 1, 2, PATIENCE)  # asks nobody
-    assert attempts.attempt() == "4"
+    peers.settle_attempt(None, 1, 2, PATIENCE)  # asks nobody
+    assert peers.attempt() == "4"

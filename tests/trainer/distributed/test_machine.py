@@ -12,14 +12,13 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.launching.launch import launch
-from trainer.build import data as build_data
-from trainer.build.strategy import build_strategy
-from trainer.distributed import machine
+from trainer.assembly import loaders as build_data
+from trainer.assembly.parts import build_strategy
 from trainer.distributed import processes as distributed
 from trainer.distributed.processes import ProcessGroup
 from trainer.errors import ModelError, ResourceError
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Strategy, check_processes, check_workers
 
 
 def config(*overrides):
@@ -111,18 +110,18 @@ def test_a_machine_is_asked_before_a_process_is_started(monkeypatch, changes, me
 
 def test_more_processes_than_gpus(two_gpus):
     with pytest.raises(ResourceError, match=r"devices=3: this machine has 2 GPUs"):
-        machine.check_processes(3)
-    machine.check_processes(2)
-    machine.check_processes(3, "cpu")
+        check_processes(3)
+    check_processes(2)
+    check_processes(3, "cpu")
 
 
 def test_workers_beyond_the_machine(monkeypatch):
-    machine.check_workers(16)
+    check_workers(16)
     with pytest.raises(ResourceError, match=r"loader\.num_workers=100000: 100000 workers"):
-        machine.check_workers(100000)
+        check_workers(100000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ResourceError, match=r"num_workers=100000: 400000 workers"):
-        machine.check_workers(100000)
+        check_workers(100000)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_hosts_tire_before_the_watchdog_of_gpus(monkeypatch, on_gpus):
         raise Stop
 
     monkeypatch.setattr(distributed, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
-    monkeypatch.setattr(distributed.attempts, "settle", lambda *_: None)
+    monkeypatch.setattr(distributed, "settle_attempt", lambda *_: None)
     monkeypatch.setattr(distributed, "Board", lambda *_: None)
     monkeypatch.setattr(distributed, "PrefixStore", lambda *_: None)
     monkeypatch.setattr(distributed.dist, "init_process_group", init)

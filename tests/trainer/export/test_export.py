@@ -14,32 +14,17 @@ from conf.check import parse
 from data.transforms import Pipeline, Standardize, ToFloat
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.assembly import Assembly, Known
+from trainer.assembly.parts import Assembly, Known
 from trainer.errors import ModelError
 from trainer.export import artefact
 from trainer.export.artefact import export_run
-from trainer.export.formats import exported_program
-from trainer.export.lines import how_to_load
-from trainer.export.network import Network, build_network
+from trainer.export.card import how_to_load
+from trainer.export.formats import Network, build_network, exported_program
 from trainer.inference.facts import facts_of
-from trainer.inference.run import load_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.update.precision import Precision
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run's directory as two updates leave it."""
-    from scripts.cli.request import Request
-    from scripts.runs.run import run as train
-
-    path = tmp_path_factory.mktemp("runs") / "run"
-    words = ["experiment=resnet18", "model=small_cnn", "trainer.max_steps=2", f"run_dir={path}"]
-    composed = compose(parse_arguments([*words, "loader.num_workers=0", "callbacks.progress=null"]))
-    assert train(Request(composed.config, composed.overrides, {}, words)) == 0
-    return load_run(path, "cpu")
 
 
 def logits(run, inputs):
@@ -47,22 +32,39 @@ def logits(run, inputs):
         return run.model()(inputs)
 
 
+def test_figures_are_those_of_the_checkpoint(run, tmp_path):
+    best = run.trainer().state.global_step
+    for step in (20, 40, 60):
+        checkpoint = str(run.path / "checkpoints" / f"step-{step:08}.pt")
+        made = export_run(run, "safetensors", tmp_path / f"{step}", checkpoint=checkpoint)
+        found = read(made.folder)["provenance"]["results"]
+        (validated,) = [n for n in run.metrics if n["step"] == step and "val/loss" in n]
+        assert found["val/loss"] == validated["val/loss"]
+        assert ("test/loss" in found) == (step == best)
+        figures = (made.folder / "card.md").read_text().partition("## Metrics of the")[2]
+        assert figures.startswith(f" checkpoint (step {step})")
+        assert f"- val/loss: {validated['val/loss']:.4f}" in figures.partition("##")[0]
+
+
 def read(path):
     return json.loads((path / "export.json").read_text())
 
 
 def test_onnx_takes_any_batch_and_says_where_it_comes_from(run, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
+    onnx, onnxruntime = map(pytest.importorskip, ("onnx", "onnxruntime"))
     made = export_run(run, "onnx", tmp_path / "o")
     session = onnxruntime.InferenceSession(str(made.file))
     for size in (1, 5, 9):
         x = torch.randn(size, 1, 16, 16)
         found = session.run(None, {"input": x.numpy()})[0]
         torch.testing.assert_close(torch.from_numpy(found), logits(run, x), atol=1e-4, rtol=1e-4)
+    (asked,), (answered,) = session.get_inputs(), session.get_outputs()
+    assert (asked.name, asked.shape) == ("input", ["batch", 1, 16, 16])
+    assert (answered.name, answered.shape) == ("output", ["batch", 10])
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
     origin = json.loads(metadata["provenance"])
-    assert origin["step"] == 2
+    assert origin["step"] == run.trainer().state.global_step
     assert origin["config"] == (run.path / "config.yaml").read_text()
     assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
     card = (made.folder / "card.md").read_text()
@@ -74,6 +76,8 @@ def test_onnx_takes_any_batch_and_says_where_it_comes_from(run, tmp_path):
         "export.json",
         "model.onnx",
     ]
+    notes = onnx.load(str(made.file)).graph.node[0].metadata_props
+    assert not notes  # of the exporter, half of a small file
 
 
 def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path):
@@ -91,34 +95,64 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
     assert facts["verified"]["samples"] == "of the run"
 
 
-@pytest.mark.parametrize(
-    ("name", "load"),
-    [
-        pytest.param("torch_export", lambda p: torch.export.load(p).module(), id="torch_export"),
-        pytest.param("torchscript", torch.jit.load, id="torchscript"),
-    ],
-)
-def test_programs_of_torch_load_again(run, tmp_path, monkeypatch, name, load):
-    monkeypatch.chdir(tmp_path)  # where the command was typed, not where the file is loaded
+@pytest.mark.parametrize("name", ["onnx", "torch_export", "torchscript"])
+def test_graphs_run_by_the_lines_of_the_card(run, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)  # where the command was typed
     made = export_run(run, name, Path("o"))
-    network = load(str(made.file))
+    assert all(line in (made.folder / "card.md").read_text() for line in made.lines)
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
-        torch.testing.assert_close(network(x), logits(run, x), atol=1e-5, rtol=1e-5)
+        names = {"x": x.numpy() if name == "onnx" else x}
+        exec("\n".join(made.lines), names)
+        found = torch.as_tensor(names["answers"][0] if name == "onnx" else names["answers"])
+        torch.testing.assert_close(found, logits(run, x), atol=1e-4, rtol=1e-4)
     assert (made.remark != "") == (name == "torchscript")
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size, self.place = nn.Linear(16, 1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = x.flatten(1)[:, :16]
+        return {"size": self.size(x), "more": (self.place(x), None)}
+
+
+def test_outputs_of_a_model_of_ones_own_have_names(run, tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = TwoHeads()
+    monkeypatch.setattr(run, "model", lambda checkpoint: model)
+    x = torch.randn(3, 1, 16, 16)
+    expected = model(x)
+    wanted = {"size": expected["size"], "more_output1": expected["more"][0]}
+    for name in ("onnx", "torch_export", "torchscript"):
+        made = export_run(run, name, tmp_path / name)
+        if name == "onnx":
+            session = onnxruntime.InferenceSession(str(made.file))
+            names = [output.name for output in session.get_outputs()]
+            found = dict(zip(names, session.run(None, {"input": x.numpy()}), strict=True))
+        else:
+            found = {"torch_export": lambda p: torch.export.load(p).module()}.get(
+                name, torch.jit.load
+            )(str(made.file))(x)
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            torch.testing.assert_close(torch.as_tensor(found[key]), value, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_load_by_the_lines_that_are_printed(run, tmp_path):
     made = export_run(run, "safetensors", tmp_path / "o")
     names = {}
-    exec("\n".join(how_to_load(made.folder)), names)
+    exec("\n".join(made.lines), names)
     x = torch.randn(3, 1, 16, 16)
     found = names["model"].eval()(x)
     torch.testing.assert_close(found, logits(run, x), atol=1e-5, rtol=1e-5)
     assert (made.folder / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
     with safe_open(made.file, "pt") as file:
         facts = json.loads(file.metadata()["regimen"])
-    assert facts["provenance"]["step"] == 2
+    assert facts["provenance"]["step"] == run.trainer().state.global_step
     assert facts["classes"] == [str(digit) for digit in range(10)]
 
 
@@ -130,10 +164,9 @@ def test_lines_spell_nodes_within_nodes(tmp_path):
     expected = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
     weights = dict(zip(("a.weight", "a.bias"), expected.state_dict().values(), strict=True))
     save_file(weights, tmp_path / "model.safetensors")
-    facts = {"model": tuned, "file": "model.safetensors"}
-    (tmp_path / "export.json").write_text(json.dumps(facts))
+    facts = {"format": "safetensors", "model": tuned, "file": "model.safetensors"}
     names = {}
-    exec("\n".join(how_to_load(tmp_path)), names)
+    exec("\n".join(how_to_load(facts, tmp_path)), names)
     x = torch.randn(2, 1, 4, 4)
     assert torch.equal(names["model"](x), expected(x))
 
@@ -218,7 +251,7 @@ def test_a_transform_that_fits_no_graph_is_named():
 
 
 def test_the_facts_of_a_run_are_plain(run):
-    from trainer.build.data import build_data
+    from trainer.assembly.data import build_data
 
     data = build_data(run.config, ("val",))
     facts = facts_of(run.config, data, run.trainer().task)

@@ -12,7 +12,6 @@ from trainer.files.layout import (
     folded_command,
     packed,
     pair_lines,
-    path_lines,
     size_of,
 )
 
@@ -66,19 +65,6 @@ def test_an_item_longer_than_a_line_has_its_own() -> None:
 def test_what_is_no_terminal_has_no_width() -> None:
     assert columns_of(io.StringIO()) is None
     assert size_of(io.StringIO()) == (80, 24)
-
-
-@pytest.mark.parametrize("width", [20, 40])
-def test_a_path_that_is_too_long_is_broken_behind_a_slash(width: int) -> None:
-    path = "/a_long_name/of_many/parts_that/do_not/fit"
-    lines = path_lines(path, width)
-    assert "".join(lines) == path
-    assert max(map(len, lines)) <= width
-    assert all(line.endswith("/") for line in lines[:-1])
-    shown = folded_command(f"evaluate run={path} split=val", width)
-    assert max(map(len, shown.split("\n"))) <= width
-    assert shlex.split(shown.replace("\\\n", "")) == ["evaluate", f"run={path}", "split=val"]
-    assert folded(f"run directory: {path}", width).replace("\n  ", "").endswith(path)
 
 
 @pytest.mark.parametrize("columns", [1, 4, 40])

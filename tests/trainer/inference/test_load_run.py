@@ -3,8 +3,7 @@
 import pytest
 
 from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.inference.checkpoint import load_trainer
-from trainer.inference.run import load_run
+from trainer.inference.run import load_run, load_trainer
 from trainer.runs.status import RunDirectoryError
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.lr_schedulers.expression import MAX_LENGTH, Expression, ExpressionError
+from trainer.lr_schedulers.functions import MAX_LENGTH, Expression, ExpressionError
 
 NAMES = ("step", "epoch", "total_steps")
 VALUES = {"step": 7.0, "epoch": 2.0, "total_steps": 10.0}

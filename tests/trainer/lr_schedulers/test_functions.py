@@ -22,12 +22,8 @@ from schedules_by_hand import (
     through_a_file,
     walk,
 )
-from trainer.lr_schedulers.horizon import ScheduleError
-from trainer.lr_schedulers.schedule import (
-    LRSchedule,
-    build_lr_schedule,
-    curve,
-)
+from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError, curve
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.targets.instantiate import TargetError
 
@@ -234,3 +230,11 @@ def test_a_run_without_a_length_has_no_horizon() -> None:
         build_lr_schedule(warm, optimizers(), None, None)
     schedule = build_lr_schedule(broken(step_size=1), optimizers(), None, None)
     assert schedule.tracks["optimizer"].scheduler.step_size == 1
+
+
+@pytest.mark.parametrize("updates", [100, 10**6])
+def test_a_cycle_that_ends_before_the_run_is_refused(updates: int) -> None:
+    chosen = broken("OneCycleLR", max_lr=0.1, total_steps=updates - 1)
+    with pytest.raises(ScheduleError, match=r"the run has .* updates in all.*total_steps"):
+        build_lr_schedule(chosen, optimizers(), updates, 10)
+    build_lr_schedule(chosen, optimizers(), updates, 10, guessed=True)

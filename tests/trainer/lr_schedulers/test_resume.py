@@ -1,7 +1,13 @@
 """A schedule continues exactly after a resume, and along its own curve after a change."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler, OneCycleLR
 
 from schedules_by_hand import (
     BY_HAND,
@@ -14,9 +20,8 @@ from schedules_by_hand import (
     walk,
 )
 from trainer.errors import CheckpointError
-from trainer.lr_schedulers.schedule import (
-    build_lr_schedule,
-)
+from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 
@@ -138,3 +143,72 @@ def test_reordered_groups_keep_their_schedules(name: str) -> None:
     after.load_state_dict(states[1])
     turned = [[*values[2:], *values[:2]] for values in walk(second, after, 20)]
     assert turned == walk(first, before, 20)
+
+
+class DecayToo(LRScheduler):
+    """A scheduler of one's own, which moves the weight decay as well."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 / (1 + self.last_epoch // 3)
+        return [base * 0.999**self.last_epoch for base in self.base_lrs]
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(False, id="float"), pytest.param(True, id="lr")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            lambda o: CyclicLR(o, 0.01, [0.4, 0.1], 7, mode="exp_range", gamma=0.9), id="cyclic"
+        ),
+        pytest.param(lambda o: OneCycleLR(o, [0.4, 0.1], 40), id="one_cycle"),
+        pytest.param(DecayToo, id="own"),
+    ],
+)
+def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
+    make: Callable[[Optimizer], Any], tensor: bool
+) -> None:
+    def plain() -> Optimizer:
+        rates = [torch.tensor(lr) if tensor else lr for lr in (0.4, 0.1)]
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in rates]
+        return AdamW(groups) if tensor else SGD(groups, momentum=0.9)
+
+    def begun() -> tuple[Optimizers, LRSchedule]:
+        optimizer = plain()
+        model = nn.ParameterList([p for g in optimizer.param_groups for p in g["params"]])
+        return Optimizers.wrap(optimizer, model), LRSchedule.wrap(make(optimizer))
+
+    def values(optimizer: Optimizer) -> list[Any]:
+        names = ("momentum", "betas", "weight_decay")
+        return [[float(g["lr"]), *(g.get(name) for name in names)] for g in optimizer.param_groups]
+
+    by_hand = plain()
+    scheduler = make(by_hand)
+    over, schedule = begun()
+    for step in range(30):
+        if step == 12:
+            states = through_a_file(over.state_dict(), schedule.state_dict())
+            over, schedule = begun()
+            over.load_state_dict(states[0])
+            schedule.load_state_dict(states[1])
+        for optimizer in (by_hand, over.optimizers["optimizer"]):
+            optimizer.step()
+        scheduler.step()
+        schedule.after_update()
+        assert values(over.optimizers["optimizer"]) == values(by_hand)
+
+
+def test_a_long_run_can_begin_far_on_with_the_rates_of_another_schedule() -> None:
+    chosen = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.999}
+    over = optimizers()
+    schedule = build_lr_schedule(chosen, over, 10**6, 1000)
+    state = {**schedule.state_dict(), "updates": 20_000, "epochs": 20}
+    over.groups()[0].options["lr"] = 7.0  # of the optimizer that was loaded
+    schedule.load_state_dict(state, hyper_parameters=False)
+    plain = SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    by_hand = ExponentialLR(plain, 0.999)
+    plain.step()
+    for _ in range(20_001):
+        by_hand.step()
+    schedule.after_update()
+    assert over.learning_rates()["first"] == plain.param_groups[0]["lr"]

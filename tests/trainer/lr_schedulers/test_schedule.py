@@ -30,12 +30,8 @@ from schedules_by_hand import (
     walk,
     walk_by_hand,
 )
-from trainer.lr_schedulers.nodes import target_nodes
-from trainer.lr_schedulers.schedule import (
-    build_lr_schedule,
-    curve,
-    warn_of_long_warmups,
-)
+from trainer.lr_schedulers.build import build_lr_schedule, target_nodes, warn_of_long_warmups
+from trainer.lr_schedulers.schedule import curve
 from trainer.targets.instantiate import bind_problems
 
 
@@ -158,7 +154,7 @@ def test_the_curve_is_what_a_run_does(name: str, warmup: dict[str, int] | None) 
     assert drawn_over.learning_rates() == rates
     schedule = build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
     if name == "plateau":
-        schedule.tracks["optimizer"].monitor = "never measured"
+        schedule.tracks["optimizer"].watched = "never measured"
     walked = walk(over, schedule)
     assert [step for step, _ in drawn["first"]] == list(range(TOTAL))
     pairs = zip(drawn["first"], drawn["default"], strict=True)

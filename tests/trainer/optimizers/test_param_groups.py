@@ -13,10 +13,10 @@ from trainer.optimizers.param_groups import (
     Claim,
     ParamGroup,
     ParamGroupError,
+    candidates,
     divide,
     parse_rules,
 )
-from trainer.optimizers.selectors import candidates, is_kind
 
 
 class Tied(nn.Module):
@@ -41,7 +41,7 @@ def groups_of(model: nn.Module, rules: Any) -> dict[str, ParamGroup]:
     problems: list[Problem] = []
     claim = Claim("optimizer.param_groups", parse_rules(rules, "optimizer.param_groups", problems))
     raise_problems(problems, ParamGroupError)
-    return {group.name: group for group in divide(model, {"": claim}).groups[""]}
+    return {group.name: group for group in divide(model, {"": claim})[0][""]}
 
 
 def members(model: nn.Module, rules: Any) -> dict[str, list[str]]:
@@ -151,7 +151,7 @@ def test_norm_layers_of_other_packages_are_known_by_their_name() -> None:
 
 def test_biases_of_recurrent_and_attention_layers_are_biases() -> None:
     model = nn.ModuleList([nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)])
-    biases = [c.name for c in candidates(model) if is_kind(c, "bias")]
+    biases = [c.name for c in candidates(model) if c.is_kind("bias")]
     assert biases == [
         "0.bias_ih_l0",
         "0.bias_hh_l0",
@@ -196,6 +196,17 @@ def test_learning_rate_decays_layer_by_layer() -> None:
         "no_decay.3",
         "weights.3",
     ]
+
+
+def test_layers_of_a_timm_model_are_its_own() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet10t", pretrained=False, num_classes=3)
+    rule = {"match": ".*", "layer_decay": 0.5, "layers": [r"blocks\.(\d+)", ".*"]}
+    node = {"_target_": "torch.optim.AdamW", "lr": 1.0, "param_groups": {"all": rule}}
+    optimizers = build_optimizers(model, node)
+    rates = [group.options["lr"] for group in optimizers.groups()]
+    assert len(rates) > 4
+    assert rates == [0.5 ** (len(rates) - 1 - i) for i in range(len(rates))]
 
 
 def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
@@ -275,6 +286,11 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
             {"head": {"match": "^4", "layer_decay": 0.5, "layers": ["^3"]}},
             "head.layers: no pattern matches 4.weight",
             id="no-layer",
+        ),
+        pytest.param(
+            {"all": {"match": ".*", "layer_decay": 0.5, "layers": ["block", ".*"]}},
+            "all.layers: finds one layer only; give patterns from the input on",
+            id="one-layer",
         ),
         pytest.param(
             {"head": {"match": "^4", "lrr": 0.1}}, "head.lrr: the optimizer has no", id="unknown"

@@ -1,5 +1,6 @@
 """A run's folder holds what repeats it, and tells how the run stands."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from trainer.errors import StorageError
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, reserve
 from trainer.runs.lock import LOCK_FILE, is_held
+from trainer.runs.metrics import read_metrics
 from trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
@@ -25,21 +27,16 @@ from trainer.runs.status import (
 )
 
 
-@pytest.mark.parametrize("place", ["runs/mine", "./out/mine"])
-def test_a_parent_in_the_working_folder_is_made(tmp_path, monkeypatch, place):
-    monkeypatch.chdir(tmp_path)
-    create(Path(place)).release()
-    assert holds_run(tmp_path / place)
-
-
-@pytest.mark.parametrize("place", ["a/b/mine", "../elsewhere/mine"])
-def test_other_parents_must_exist(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("place", ["runs/mine", "a/b/c", "../elsewhere/mine"])
+def test_missing_parents_are_made_and_removed_with_a_run_that_is_refused(
+    tmp_path, monkeypatch, place
+):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    with pytest.raises(StorageError):
-        create(Path(place))
-    with pytest.raises(StorageError):
-        create(tmp_path / "missing" / "run")
+    run = create(Path(place))
+    assert holds_run(Path(place))
+    run.discard()
+    assert [path.name for path in tmp_path.rglob("*")] == ["work"]
 
 
 def test_a_run_holds_what_repeats_it(tmp_path):
@@ -105,7 +102,7 @@ def test_the_end_is_recorded_twice(tmp_path):
         "preempted",
         code=143,
         reason="SIGTERM",
-        resume=["train", "name=a b", "resume=auto"],
+        resume="train 'name=a b' resume=auto",
         results={"test/accuracy": 0.5, "val/loss": float("nan")},
     )
     run.release()
@@ -144,12 +141,6 @@ def test_no_run_is_no_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_parent_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match="does not exist") as caught:
-        create(tmp_path / "no" / "run")
-    assert caught.value.exit_code == 7
-
-
 def test_a_file_in_the_way_is_a_storage_error(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(StorageError, match="file exists"):
@@ -161,6 +152,59 @@ def test_a_damaged_status_names_its_file(tmp_path):
     (tmp_path / "run" / "status.json").write_text("{")
     with pytest.raises(RunDirectoryError, match=r"status\.json"):
         read_status(tmp_path / "run")
+
+
+@pytest.mark.parametrize("seconds", ['"x"', "[1]", "null"])
+def test_a_status_whose_seconds_are_no_number_tells_of_none(tmp_path, seconds):
+    create(tmp_path / "run").release()
+    (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
+    assert read_status(tmp_path / "run")["seconds"] == 0.0
+
+
+@pytest.mark.parametrize("seconds", ["1e400", "NaN", "-Infinity", "1" + "0" * 400])
+def test_a_status_with_a_number_that_is_not_finite_is_damaged(tmp_path, seconds):
+    create(tmp_path / "run").release()
+    (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
+    with pytest.raises(RunDirectoryError, match=r"status\.json"):
+        read_status(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", [".lock", "status.json", "manifest.json", "metrics.jsonl"])
+def test_a_pipe_in_a_run_is_not_waited_for(tmp_path, name):
+    path = tmp_path / "run"
+    create(path).release()
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    assert not is_held(path)
+    assert list(read_metrics(path)) == []
+    find_unfinished(tmp_path)
+    with contextlib.suppress(RunDirectoryError):
+        read_status(path)
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "metrics.jsonl", "checkpoints", "tensorboard/x", "wandb"]
+)
+def test_a_run_with_a_link_that_leads_out_of_it_is_refused(tmp_path, name):
+    create(tmp_path / "run").release()
+    victim, link = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("theirs")
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads out of the run"):
+        RunDirectory.resume(tmp_path / "run", facts={})
+    (tmp_path / "run" / "manifest.json").unlink()
+    with pytest.raises(RunDirectoryError):
+        create(tmp_path / "run")
+    assert victim.read_text() == "theirs"
+
+
+def test_a_link_within_a_run_may_stay(tmp_path):
+    create(tmp_path / "run").release()
+    (tmp_path / "run" / "wandb").mkdir()
+    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    RunDirectory.resume(tmp_path / "run", facts={}).release()
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):

@@ -1,4 +1,4 @@
-"""A compiled model trains over several processes as one that is not compiled."""
+"""Compiled, pruned or trained for 8 bits: over several processes as in one."""
 
 import shutil
 
@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from toy_blocks import blocks, loaders
+from callbacks.compression.pruning import Pruning
+from callbacks.compression.qat import QuantizationAwareTraining
+from callbacks.ema import EMA
+from callbacks.support.errors import CallbackError
+from toy_blocks import blocks, in_group, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
+from trainer.strategies.strategy import Planned, Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -26,29 +30,34 @@ class Network(nn.Module):
         return self.blocks(x)
 
 
-def train(strategy, **options):
-    """Train two epochs with a short last batch, compiled if there are options for it.
-
-    Return weights, metrics and the number of graphs.
-    """
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def make_trainer(strategy, model=blocks, callbacks=None, compiling=None, **options):
     torch.manual_seed(0)
-    model = strategy.prepare(Network().double())
-    trainer = Trainer(
+    model = strategy.prepare(model().double())
+    return Trainer(
         model,
         Classification(3),
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         *loaders(strategy.group),
         strategy=strategy,
         precision="fp64",
-        options=TrainerOptions(max_epochs=2, log_every_n_steps=1),
-        compiled=torch.compile(model, **options) if options else None,
+        callbacks=callbacks or {},
+        options=TrainerOptions(max_epochs=2, log_every_n_steps=1, **options),
+        compiled=torch.compile(model, **compiling) if compiling else None,
     )
+
+
+def train(strategy, **compiling):
+    """Train two epochs with a short last batch, compiled if there are options for it.
+
+    Return weights, metrics and the number of graphs.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    trainer = make_trainer(strategy, Network, compiling=compiling)
     trainer.fit()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    weights = {name: value.clone() for name, value in strategy.model_state(model).items()}
-    return weights, trainer.metrics, graphs
+    weights = dict(strategy.gather_tensors(trainer.model.state_dict()))
+    return {name: value.clone() for name, value in weights.items()}, trainer.metrics, graphs
 
 
 # Inductor writes C++ for a CPU. A kernel takes g++ two seconds: one for all sizes of a batch.
@@ -80,14 +89,10 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monk
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool outlives the processes
 
-    def both(rank):
-        strategy = kind(Processes("gloo", 60, "cpu"), **options)
-        strategy.setup()
-        plain, compiled = train(strategy), train(strategy, **how)
-        strategy.group.leave()
-        return plain, compiled
+    def both(strategy):
+        return train(strategy), train(strategy, **how)
 
-    for plain, compiled in ranks(2, both, patience=120):
+    for plain, compiled in ranks(2, in_group(both, kind, **options), patience=120):
         assert plain[2] == 0
         assert compiled[2] > 0
         for name, value in plain[0].items():
@@ -102,10 +107,8 @@ def test_gradients_leave_while_others_are_computed(ranks):
     Compiled around DDP, a model of torch's own modules would not be compiled at all.
     """
 
-    def graphs(rank):
+    def graphs(strategy):
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 100  # of this process: a small model's
-        strategy = DDP(Processes("gloo", 60, "cpu"), bucket_cap_mb=0.0005)
-        strategy.setup()
         backward = []
 
         def backend(graph, inputs):
@@ -113,9 +116,65 @@ def test_gradients_leave_while_others_are_computed(ranks):
             return graph.forward
 
         _, _, graphs = train(strategy, backend=backend)
-        strategy.group.leave()
         return graphs, backward.count(True), backward.count(False)
 
-    for whole, trained, evaluated in ranks(2, graphs):
+    for whole, trained, evaluated in ranks(2, in_group(graphs, bucket_cap_mb=0.0005)):
         assert whole > evaluated > 0
         assert trained > 2 * evaluated  # pieces of the model; evaluation's is one
+
+
+def prune(strategy, **compiling):
+    """Return weights, average and masks after two epochs of gradual pruning."""
+    head = {"match": "^2", "method": "random", "kind": "matrix"}
+    pruning = Pruning(
+        {"head": head, "all": {"kind": "matrix"}}, start_step=1, end_step=5, every_n_steps=2
+    )
+    callbacks = {"pruning": pruning, "ema": EMA(0.9)}
+    trainer = make_trainer(strategy, blocks, callbacks, compiling, clip_grad_norm=0.3)
+    trainer.fit()
+    average = callbacks["ema"].state_dict()["model"]
+    masks = pruning.state_dict()["pruned"]
+    return dict(trainer.model.state_dict()), dict(average), dict(masks)
+
+
+def test_processes_and_compilers_prune_alike(ranks):
+    def both(strategy):
+        return prune(strategy), prune(strategy, backend="aot_eager")
+
+    weights, average, masks = prune(Strategy("cpu"))
+    assert sum(int(m.sum()) for m in masks.values()) == 14 + 81
+    for results in ranks(2, in_group(both), patience=120):
+        for found in results:
+            assert all(torch.equal(found[2][name], mask) for name, mask in masks.items())
+            for name, value in weights.items():
+                torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-10)
+                torch.testing.assert_close(found[1][name], average[name], rtol=0, atol=1e-10)
+            for name, mask in masks.items():
+                assert (found[0][name][mask] == 0).all()
+                assert (found[1][name][mask] == 0).all()
+
+
+def quantize(strategy, **compiling):
+    """Return weights and ranges after two epochs."""
+    qat = QuantizationAwareTraining(start_step=2)
+    trainer = make_trainer(strategy, blocks, {"qat": qat}, compiling)
+    trainer.fit()
+    state = qat.state_dict()["fake_quantization"]
+    return dict(trainer.model.state_dict()), torch.stack([state["low"], state["high"]])
+
+
+def test_processes_and_compilers_round_alike(ranks):
+    weights, ranges = quantize(Strategy("cpu"))
+    assert (ranges[1] > 0).all()
+    compiled = quantize(Strategy("cpu"), backend="aot_eager")
+    for found in (*ranks(2, in_group(quantize), patience=120), compiled):
+        torch.testing.assert_close(found[1], ranges, rtol=0, atol=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-5)
+
+
+def test_shards_and_threads_do_not_train_for_8_bits():
+    trainer = make_trainer(Strategy("cpu"), callbacks={"qat": QuantizationAwareTraining()})
+    trainer.strategy = Planned("dp", 2, torch.device("cpu"))
+    with pytest.raises(CallbackError, match="strategy=ddp"):
+        trainer.setup()

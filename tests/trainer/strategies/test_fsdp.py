@@ -1,10 +1,12 @@
 """Shards train as the whole does, and are saved and resumed as the whole."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
 
+import toy_blocks
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from scripts.convert import convert
@@ -14,9 +16,8 @@ from trainer.callback import Callback
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import CheckpointError, ModelError
-from trainer.options import Clipping, TrainerOptions
+from trainer.options import TrainerOptions
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -48,7 +49,7 @@ def make_trainer(strategy, stop=None, accumulation=2):
             max_epochs=None,
             max_steps=UPDATES,
             log_every_n_steps=1,
-            clipping=Clipping(norm=0.1),
+            clip_grad_norm=0.1,
         ),
     )
 
@@ -64,15 +65,7 @@ def train(strategy, stop=None, content=None):
     return trainer.metrics, file.getvalue()
 
 
-def in_group(function, **options):
-    def run(rank):
-        strategy = FSDP(Processes("gloo", 30, "cpu"), **options)
-        strategy.setup()
-        result = function(strategy)
-        strategy.group.leave()
-        return result
-
-    return run
+in_group = partial(toy_blocks.in_group, kind=FSDP)
 
 
 def tensors(tree, prefix=""):

@@ -12,11 +12,11 @@ from conf.check import parse
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from trainer.build.check import check_targets
+from toy_blocks import in_group
+from trainer.assembly.check import check_targets
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
 
 CONF = Path(__file__).parents[3] / "conf" / "optimizer"
 SHIPPED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))}
@@ -24,7 +24,6 @@ REFUSED = ("adafactor",)
 OPTIMIZERS = {
     name: {key: value for key, value in node.items() if key != "defaults"}
     for name, node in SHIPPED.items()
-    if not name.startswith("airbench")  # rules for the names of one network
 }
 UPDATES = 3
 
@@ -58,17 +57,6 @@ def train(model, node, prefer_fused=False):
     return [p.detach().clone() for p in whole], fused
 
 
-def in_group(function):
-    def run(rank):
-        strategy = FSDP(Processes("gloo", 30, "cpu"))
-        strategy.setup()
-        result = function(strategy)
-        strategy.group.leave()
-        return result
-
-    return run
-
-
 def test_shards_are_trained_as_the_whole(ranks):
     names = [name for name in OPTIMIZERS if name not in REFUSED]
     assert "sgd" in names
@@ -76,7 +64,7 @@ def test_shards_are_trained_as_the_whole(ranks):
     def run(strategy):
         return {n: train(strategy.prepare(network(n)), OPTIMIZERS[n], True) for n in names}
 
-    for results in ranks(2, in_group(run)):
+    for results in ranks(2, in_group(run, FSDP)):
         for name, (weights, fused) in results.items():
             # Muon makes its step orthogonal in bfloat16.
             tolerance = 1e-3 if name == "muon" else 1e-10
@@ -96,7 +84,7 @@ def test_what_torch_does_not_shard_is_refused(ranks):
         with pytest.raises(ParamGroupError, match=r"optimizer\.fused: .* SGD for strategy=fsdp"):
             build_optimizers(strategy.prepare(network()), {**OPTIMIZERS["sgd"], "fused": True})
 
-    ranks(2, in_group(run))
+    ranks(2, in_group(run, FSDP))
 
 
 @pytest.mark.parametrize("name", REFUSED)

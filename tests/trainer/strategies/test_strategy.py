@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from callbacks.unfreeze import Unfreeze
 from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
+from data.orders import Sequential
 from data.updates import UpdateSampler
+from toy_blocks import Points, in_group, loaders
 from trainer.callback import Callback, Hooks
-from trainer.options import Clipping, TrainerOptions
+from trainer.options import TrainerOptions
 from trainer.state import TrainState
 from trainer.strategies.ddp import DDP
 from trainer.strategies.replicas import Processes
@@ -21,22 +23,7 @@ from trainer.tasks.classification import Classification
 from trainer.tasks.metrics import MacroF1
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH, FEATURES, CLASSES = 23, 10, 6, 3  # an epoch ends in an update of 3 samples
-
-
-class Points:
-    """Samples of random numbers, each with its class."""
-
-    def __init__(self, count=SAMPLES, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        self.inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(CLASSES, (count,), generator=generator)
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.labels[index]
+FEATURES, CLASSES = 9, 3
 
 
 class Weighted(Task):
@@ -68,7 +55,14 @@ class Log(Callback):
 
 
 def make_trainer(
-    strategy, accumulation=1, task=None, epochs=2, optimizer=None, batchnorm=False, **options
+    strategy,
+    accumulation=1,
+    task=None,
+    epochs=2,
+    optimizer=None,
+    batchnorm=False,
+    callbacks=None,
+    **options,
 ):
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d(8)] if batchnorm else []
@@ -76,23 +70,14 @@ def make_trainer(
     first = nn.Linear(FEATURES, 8, bias=not batchnorm)
     model = nn.Sequential(first, *norm, nn.Tanh(), nn.Linear(8, CLASSES))
     model = strategy.prepare(model.double())
-    sizes = {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
-    train = UpdateSampler(
-        Shuffled(SAMPLES, seed=1),
-        batch_size=BATCH,
-        gradient_accumulation_steps=accumulation,
-        **sizes,
-    )
-    val = UpdateSampler(Sequential(10), batch_size=4 * strategy.group.world_size, **sizes)
     return Trainer(
         model,
         task or Classification(CLASSES, nn.CrossEntropyLoss(label_smoothing=0.1)),
         (optimizer or partial(torch.optim.AdamW, lr=0.05))(model.parameters()),
-        Loader(Points(), train, seed=0),
-        Loader(Points(10, seed=1), val, seed=0),
+        *loaders(strategy.group, accumulation),
         strategy=strategy,
         precision="fp64",
-        callbacks={"log": Log()},
+        callbacks={"log": Log(), **(callbacks or {})},
         options=TrainerOptions(max_epochs=epochs, log_every_n_steps=1, **options),
     )
 
@@ -113,24 +98,19 @@ def assert_same(one, other, tolerance=1e-10):
         assert others == pytest.approx(scalars, rel=0, abs=tolerance)
 
 
-def in_group(function, apart=False):
-    """Let `function(strategy)` run within a group; `apart`: as if each had a machine of its own."""
+def apart(function):
+    """Let `function(strategy)` run as if each process had a machine of its own."""
 
     def run(rank):
-        if apart:
-            os.environ["LOCAL_WORLD_SIZE"] = "1"
-        strategy = DDP(Processes("gloo", 30, "cpu"))
-        strategy.setup()
-        result = function(strategy)
-        strategy.group.leave()
-        return result
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        return in_group(function)(rank)
 
     return run
 
 
 TASKS = {"mean": None, "weighted": Weighted(), "clipped": None, "closure": None}
 OPTIONS = {
-    "clipped": {"clipping": Clipping(norm=0.05)},
+    "clipped": {"clip_grad_norm": 0.05},
     "closure": {"optimizer": partial(torch.optim.LBFGS, lr=0.1, max_iter=3)},
 }
 
@@ -165,14 +145,7 @@ def test_a_wrong_mean_would_be_noticed(alone, ranks):
     class Unscaled(DDP):
         gradient_scale = 1.0
 
-    def train(rank):
-        strategy = Unscaled(Processes("gloo", 30, "cpu"))
-        strategy.setup()
-        result = case("mean", strategy)
-        strategy.group.leave()
-        return result
-
-    for result in ranks(2, train):
+    for result in ranks(2, in_group(partial(case, "mean"), Unscaled)):
         with pytest.raises(AssertionError):
             assert_same(alone["mean"], result)
 
@@ -200,7 +173,7 @@ def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
             rank=strategy.group.rank,
             world_size=strategy.group.world_size,
         )
-        return trainer.evaluate(Loader(Points(10, seed=1), sampler, seed=0), "val")
+        return trainer.evaluate(Loader(Points(), sampler, seed=0), "val")
 
     expected = evaluate(Strategy("cpu"))
     for metrics in ranks(3, in_group(evaluate)):
@@ -209,18 +182,15 @@ def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_all_processes_evaluate_the_buffers_that_are_saved(ranks, broadcast):
-    def evaluate(rank):
-        strategy = DDP(Processes("gloo", 30, "cpu"), broadcast_buffers=broadcast)
-        strategy.setup()
+    def evaluate(strategy):
         model = strategy.prepare(nn.BatchNorm1d(2))
-        model.running_mean.fill_(rank)
+        model.running_mean.fill_(strategy.group.rank)
         with strategy.evaluating(model):
             within = model.running_mean.tolist()
-        after = model.running_mean.tolist()
-        strategy.group.leave()
-        return within, after
+        return within, model.running_mean.tolist()
 
-    for rank, (within, after) in enumerate(ranks(2, evaluate)):
+    results = ranks(2, in_group(evaluate, broadcast_buffers=broadcast))
+    for rank, (within, after) in enumerate(results):
         assert within == [0, 0]
         assert after == [0 if broadcast else rank] * 2
 
@@ -243,7 +213,7 @@ def stopped_by(callback, strategy):
     return trainer.state.updates, trainer.state.stop_reason, trainer.state.stop_code
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("place", [in_group, apart])
 @pytest.mark.parametrize(
     ("step", "stopped"),
     [
@@ -251,11 +221,11 @@ def stopped_by(callback, strategy):
         pytest.param(6, 6, id="all meet at the end of an epoch"),
     ],
 )
-def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, apart):
+def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, place):
     def train(strategy):
         return stopped_by(SignalAt(step, rank=1), strategy)
 
-    assert ranks(3, in_group(train, apart)) == [(stopped, "SIGTERM", 143)] * 3
+    assert ranks(3, place(train)) == [(stopped, "SIGTERM", 143)] * 3
 
 
 class StopAt(Callback):
@@ -269,15 +239,15 @@ class StopAt(Callback):
             trainer.state.request_stop(f"rank {trainer.group.rank}")
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_what_all_processes_ask_for_happens_at_once(ranks, apart):
+@pytest.mark.parametrize("place", [in_group, apart])
+def test_what_all_processes_ask_for_happens_at_once(ranks, place):
     """As it does in one process: the training must not depend on their number."""
     assert stopped_by(StopAt(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
 
     def train(strategy):
         return [stopped_by(StopAt(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
 
-    assert ranks(3, in_group(train, apart)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
+    assert ranks(3, place(train)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -348,14 +318,7 @@ def test_one_process_of_a_machine_prepares_the_data(ranks, tmp_path):
     ],
 )
 def test_options_of_ddp(alone, ranks, options):
-    def train(rank):
-        strategy = DDP(Processes("gloo", 30, "cpu"), **options)
-        strategy.setup()
-        result = case("mean", strategy)
-        strategy.group.leave()
-        return result
-
-    one, other = ranks(2, train)
+    one, other = ranks(2, in_group(partial(case, "mean"), **options))
     assert_same(one, other, tolerance=0)  # whatever is lost on the way, all lose the same
     tolerance = {"bf16_compress": 0.2, "fp16_compress": 0.02, "powersgd": 2.0}
     assert_same(alone["mean"], one, tolerance.get(options.get("comm_hook"), 1e-10))
@@ -371,18 +334,29 @@ def with_batchnorm(strategy):
 def test_batchnorm_over_all_processes_is_that_of_one(ranks, world_size):
     """The last update's 3 samples leave one of 4 processes without any."""
 
-    def train(synchronized):
-        def run(rank):
-            strategy = DDP(Processes("gloo", 30, "cpu", sync_batchnorm=synchronized))
-            strategy.setup()
-            result = with_batchnorm(strategy)
-            strategy.group.leave()
-            return result
-
-        return run
-
     alone = with_batchnorm(Strategy("cpu"))
-    for result in ranks(world_size, train(True)):
+    synchronized = Processes("gloo", 30, "cpu", sync_batchnorm=True)
+    for result in ranks(world_size, in_group(with_batchnorm, processes=synchronized)):
         assert_same(alone, result)
     with pytest.raises(AssertionError):
-        assert_same(alone, ranks(world_size, train(False))[0])
+        assert_same(alone, ranks(world_size, in_group(with_batchnorm))[0])
+
+
+def unfrozen(strategy):
+    callbacks = {"unfreeze": Unfreeze({"first": {"pattern": "0.*", "step": 3}})}
+    return outcome(make_trainer(strategy, callbacks=callbacks))
+
+
+@pytest.mark.parametrize("written", [None, True])
+def test_what_a_callback_freezes_is_looked_for(ranks, written):
+    alone = unfrozen(Strategy("cpu"))
+    for result in ranks(2, in_group(unfrozen, find_unused_parameters=written)):
+        assert_same(alone, result)
+
+
+def test_what_is_written_holds(ranks):
+    def train(strategy):
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):  # torch's own words
+            unfrozen(strategy)
+
+    ranks(2, in_group(train, find_unused_parameters=False))

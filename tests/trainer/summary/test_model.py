@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.resnet import ResNet
 from models.vit import ViT
-from trainer.summary.memory import estimate, state_bytes
-from trainer.summary.model import render, summarize
+from trainer.summary.model import estimate, render, state_bytes, summarize
 
 
 def mlp() -> nn.Sequential:
@@ -31,6 +30,7 @@ class Host(nn.Module):
         noise = torch.rand(4) + random.random()
         if bool((noise > 5).any()):
             return x
+        self.calls = noise
         out: Tensor = self.norm(self.linear(x) + noise)
         return out
 
@@ -92,6 +92,7 @@ def test_looking_changes_nothing(model: nn.Module, example: tuple[int, ...], com
     assert python == random.getstate()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     assert modes == [module.training for module in model.modules()]
+    assert not hasattr(model, "calls")
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

@@ -1,5 +1,6 @@
 """Configurations that tried to run, read, send or cut something: none gets as far as a call."""
 
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -7,124 +8,72 @@ from typing import Any
 
 import pytest
 
-from trainer.lr_schedulers.expression import Expression, ExpressionError
-from trainer.optimizers.selectors import parse_selector
-from trainer.targets.allow_list import TargetError, refusal
+from trainer.lr_schedulers.functions import Expression, ExpressionError
+from trainer.optimizers.param_groups import parse_selector
+from trainer.targets import allow_list
+from trainer.targets.allow_list import TargetError, locate, refusal
 from trainer.targets.instantiate import instantiate
 from trainer.targets.signatures import bind_problems
 
 # Paths that must not even be imported to be checked, or are refused once they are seen.
 PATHS = """
-trainer.runs.manifest._git
-trainer.runs.manifest.code_record
-trainer.files.append_log.AppendLog
-trainer.files.atomic.replacing
-trainer.errors.leave_at_once
-trainer.runs.directory.reserve
-trainer.checkpoints.reader.read_checkpoint
-trainer.checkpoints.archive.read_archive
-trainer.targets.allow_list.allow
-trainer.targets.instantiate.instantiate
-trainer.targets.refusals.is_offered
-trainer.runs.lock.RunLock
-trainer.strategies.ddp.DDP
-data.batch.map_leaves
-data.batch.rebuild
-data.loading.workers.kill
-data.loading.fetch.Fetcher
-data.sources.locked
-data.sources.os.system
-data.text.docstrings
-models.weights.fetch
-models.pretrained.load_weights
-models.pretrained.LoadReport
-callbacks.support.event_file.rewind
-trainer.checkpoints.weights.write_safetensors
-callbacks.swa.measure
-callbacks.checkpoint.CheckpointStore
-callbacks.ema.EMA.load_state_dict
-scripts.run.leave_at_once
-conf.yaml_file.examine
-tests.conftest.anything
-torch.load
-torch.hub.load
-torch.utils.cpp_extension.load_inline
-torch.nn.Module.load_state_dict
-torch.nn.Module.register_forward_hook
-torch.nn.Linear.mro
-torch.nn.Linear.__subclasses__
-torch.nn.modules.module.register_module_forward_hook
-torch.nn.modules.module.torch.os.system
-torch.nn.utils._deprecation_utils.lazy_deprecated_import
-torch.nn.utils.skip_init
-torch.nn.utils.prune.custom_from_mask
-torch.nn.utils.parametrize.register_parametrization
-torch.nn.utils.stateless.functional_call
-torch.nn.parallel.DistributedDataParallel
-torch.nn.functional.boolean_dispatch
-torch.nn.functional.handle_torch_function
-torch.nn.functional.importlib.import_module
-torch.nn.factory_kwargs
-torch.nn.Container
-torch.nn.NLLLoss2d
-torch.optim.swa_utils.update_bn
-torch.optim.swap_in_optimizer_params_and_state
-torch.optim.lr_scheduler.partial
-torch.optim.Optimizer.register_optimizer_step_pre_hook
-torch.utils.data.DataLoader
-torch.utils.data.IterDataPipe
+os.system posix.system subprocess.Popen builtins.open builtins.eval pathlib.Path.unlink
+shutil.rmtree importlib.import_module logging.os.system torch.save torch.ops.load_library
+torch.utils.cpp_extension.load torch.nn.modules.module.torch.load
+torch.nn.modules.module.functools.partial hydra.utils.instantiate scripts.train.train
+conf.check.parse trainer.checkpoints.store.CheckpointStore
+torchvision.datasets.mnist.download_and_extract_archive
+torchvision.models.resnet.WeightsEnum.get_state_dict timm.models._helpers.load_state_dict
+trainer.runs.manifest._git trainer.runs.manifest.code_record trainer.files.append_log.AppendLog
+trainer.files.atomic.replacing trainer.errors.leave_at_once trainer.runs.directory.reserve
+trainer.checkpoints.reader.read_checkpoint trainer.checkpoints.archive.read_archive
+trainer.targets.allow_list.allow trainer.targets.instantiate.instantiate
+trainer.targets.nameable.is_offered trainer.runs.lock.RunLock trainer.strategies.ddp.DDP
+data.batch.map_leaves data.batch.rebuild data.loading.workers.kill data.loading.fetch.Fetcher
+data.sources.locked data.sources.os.system data.text.docstrings models.weights.fetch
+models.pretrained.load_weights models.pretrained.LoadReport callbacks.support.event_file.rewind
+trainer.checkpoints.weights.write_safetensors callbacks.swa.measure
+callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict scripts.run.leave_at_once
+conf.yaml_file.examine tests.conftest.anything torch.load torch.hub.load
+torch.utils.cpp_extension.load_inline torch.nn.Module.load_state_dict
+torch.nn.Module.register_forward_hook torch.nn.Linear.mro torch.nn.Linear.__subclasses__
+torch.nn.modules.module.register_module_forward_hook torch.nn.modules.module.torch.os.system
+torch.nn.utils._deprecation_utils.lazy_deprecated_import torch.nn.utils.skip_init
+torch.nn.utils.prune.custom_from_mask torch.nn.utils.parametrize.register_parametrization
+torch.nn.utils.stateless.functional_call torch.nn.parallel.DistributedDataParallel
+torch.nn.functional.boolean_dispatch torch.nn.functional.handle_torch_function
+torch.nn.functional.importlib.import_module torch.nn.factory_kwargs torch.nn.Container
+torch.nn.NLLLoss2d torch.optim.swa_utils.update_bn torch.optim.swap_in_optimizer_params_and_state
+torch.optim.lr_scheduler.partial torch.optim.Optimizer.register_optimizer_step_pre_hook
+torch.utils.data.DataLoader torch.utils.data.IterDataPipe
 torch.utils.data.datapipes.iter.FileOpener
-torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-torchvision.datasets.LSUN
-torchvision.datasets.LSUNClass
-torchvision.datasets.SBU
-torchvision.datasets.Kinetics
-torchvision.datasets.lsun.LSUNClass
-torchvision.datasets.utils.download_url
-torchvision.datasets.utils.extract_archive
-torchvision.datasets.folder.pil_loader
-torchvision.datasets.wrap_dataset_for_transforms_v2
-torchvision.io.read_file
-torchvision.models.Weights
-torchvision.models.WeightsEnum
-torchvision.models.ResNet18_Weights
-torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict
-torchvision.models.get_weight
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter torchvision.datasets.LSUN
+torchvision.datasets.LSUNClass torchvision.datasets.SBU torchvision.datasets.Kinetics
+torchvision.datasets.lsun.LSUNClass torchvision.datasets.utils.download_url
+torchvision.datasets.utils.extract_archive torchvision.datasets.folder.pil_loader
+torchvision.datasets.wrap_dataset_for_transforms_v2 torchvision.io.read_file
+torchvision.models.Weights torchvision.models.WeightsEnum torchvision.models.ResNet18_Weights
+torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict torchvision.models.get_weight
 torchvision.models.resnet.load_state_dict_from_url
-torchvision.transforms.v2.functional.register_kernel
-torchvision.transforms.v2.check_type
+torchvision.transforms.v2.functional.register_kernel torchvision.transforms.v2.check_type
 torchvision.transforms.v2.ToTensor
 torchmetrics.functional.text.helper_embedding_metric._read_csv_from_url
-torchmetrics.functional.text.bert._read_csv_from_url
-torchmetrics.text.BERTScore
-torchmetrics.text.InfoLM
-torchmetrics.text.ROUGEScore
-torchmetrics.text.SacreBLEUScore
-torchmetrics.text.bert.BERTScore
-torchmetrics.BLEUScore
+torchmetrics.functional.text.bert._read_csv_from_url torchmetrics.text.BERTScore
+torchmetrics.text.InfoLM torchmetrics.text.ROUGEScore torchmetrics.text.SacreBLEUScore
+torchmetrics.text.bert.BERTScore torchmetrics.BLEUScore
 torchmetrics.image.FrechetInceptionDistance
-torchmetrics.image.LearnedPerceptualImagePatchSimilarity
-torchmetrics.multimodal.CLIPScore
-torchmetrics.Metric.forward
-timm.models.create_model
-timm.models._helpers.load_checkpoint
-timm.create_model.__globals__
-joblib.load
-sklearn.utils.fixes.joblib.load
-sklearn.datasets.fetch_openml
-numpy.load
-pickle.loads
-yaml.unsafe_load
-builtins.__import__
-functools.partial
-operator.methodcaller
+torchmetrics.image.LearnedPerceptualImagePatchSimilarity torchmetrics.multimodal.CLIPScore
+torchmetrics.Metric.forward timm.models.create_model timm.models._helpers.load_checkpoint
+timm.create_model.__globals__ joblib.load sklearn.utils.fixes.joblib.load
+sklearn.datasets.fetch_openml numpy.load pickle.loads yaml.unsafe_load builtins.__import__
+functools.partial operator.methodcaller
 """
 
 
 @pytest.mark.parametrize("path", PATHS.split())
 def test_a_path_that_led_out_is_refused(path: str) -> None:
-    with pytest.raises(TargetError):
-        instantiate({"_target_": path})
+    with pytest.raises(TargetError, match=r"not allowed|does not exist|no package|dotted path"):
+        locate(path)
 
 
 def test_most_are_refused_by_their_names_alone() -> None:
@@ -132,10 +81,6 @@ def test_most_are_refused_by_their_names_alone() -> None:
     offered = {path.rpartition(".")[0] for path in seen}
     assert offered <= {
         "callbacks.checkpoint",
-        "callbacks.swa",
-        "data.sources",
-        "data.text",
-        "models.pretrained",
         "torch.nn",
         "torch.nn.functional",
         "torch.optim",
@@ -189,6 +134,13 @@ CALLS = [
         id="git",
     ),
     pytest.param({"_target_": "os.${oc.select:y,system}", "command": "COMMAND"}, id="interpolated"),
+    pytest.param({"_target_": "os.system", "_args_": ["COMMAND"]}, id="positional"),
+    pytest.param({"_target_": "builtins.open", "file": "FILE", "mode": "w"}, id="open"),
+    pytest.param({"_target_": "subprocess.run", "args": "COMMAND", "shell": True}, id="shell"),
+    pytest.param(
+        {"_target_": "torch.nn.Identity", "x": [[{"_target_": "os.system", "c": "COMMAND"}]]},
+        id="in-lists",
+    ),
     pytest.param({"_target_": ["os.system"], "command": "COMMAND"}, id="a-list-for-a-path"),
 ]  # fmt: skip
 
@@ -202,6 +154,12 @@ def test_no_call_reaches_the_canary(node: dict[str, Any], tmp_path: Path) -> Non
     assert caught.value.exit_code == 2
     assert not canary.exists()
     assert file.read_text() == "whole, without a line's end"
+
+
+def test_the_canaries_would_sing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allow_list, "_extra", ["os.mkdir"])
+    instantiate(armed({"_target_": "os.mkdir", "path": "FILE"}, "", str(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
 
 
 def armed(node: Any, command: str, file: str) -> Any:
@@ -255,6 +213,36 @@ def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list
     assert timm == []
     instantiate({"_target_": "timm.create_model", "model_name": "resnet18", "drop_rate": 0.1})
     assert timm == ["resnet18"]
+
+
+@pytest.mark.parametrize(
+    ("target", "where"),
+    [
+        pytest.param("models.transformers_adapter.build", "config.backbone_kwargs", id="wrapped"),
+        pytest.param("models.timm_adapter.build", "model_kwargs.0", id="in-a-list"),
+    ],
+)
+def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None:
+    given: Any = {"checkpoint_path": "evil.pth"}
+    for part in reversed(where.split(".")):
+        given = [given] if part.isdecimal() else {part: given}
+    node = {"_target_": target, "name": "x", "num_classes": 2, **given}
+    found = {p.key: p.message for p in bind_problems(node, "model")}
+    assert "not allowed here" in found[f"model.{where}.checkpoint_path"]
+    with pytest.raises(TargetError, match="not allowed here"):
+        instantiate(node, _key_="model")
+
+
+def test_a_received_run_imports_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "runs" / "received"
+    place.mkdir(parents=True)
+    (place / "payload.py").write_text("open('canary', 'w')\nclass Model: ...\n")
+    line = ["experiment=resnet18", "model._target_=runs.received.payload.Model"]
+    command = [sys.executable, "-m", "scripts.train", *line, "dry_run=true"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "--allow-target runs" in ended.stderr
+    assert not (tmp_path / "canary").exists()
 
 
 def test_arguments_by_place_are_checked_as_what_they_stand_for() -> None:

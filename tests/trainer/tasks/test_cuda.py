@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.gan import GAN as Networks  # noqa: N811
-from trainer.options import GradientNoise
+from trainer.options import GradientNoise, TrainerOptions
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.gan import GAN
@@ -95,11 +95,12 @@ def test_a_step_does_not_wait(name: str) -> None:
 
 def test_noise_does_not_wait_and_repeats_itself() -> None:
     parameter = nn.Parameter(torch.zeros(100, device=CUDA))
+    options = TrainerOptions(gradient_noise=GradientNoise(eta=0.1, gamma=0.5))
     drawn = []
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
         with not_waiting():
-            add_noise(GradientNoise(0.1, 0.5, seed=0), [parameter], update=3)
+            add_noise(options, [parameter], update=3)
         drawn.append(parameter.grad.clone())
     assert torch.equal(drawn[0], drawn[1])
     assert drawn[0].std() > 0

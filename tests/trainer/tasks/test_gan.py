@@ -1,4 +1,4 @@
-"""A GAN's two optimizers in turns, against the same written by hand."""
+"""A GAN's two optimizers in turns, against the same written by hand, by any number of processes."""
 
 import pytest
 import torch
@@ -7,30 +7,39 @@ from torch.nn.functional import softplus
 
 from data.loading.loader import Loader
 from data.noise import WithNoise
-from data.orders import Shuffled
-from data.updates import UpdateSampler
-from toy_gan import LATENT, SAMPLES, Images, network
+from models import gan
+from toys import Samples, assert_equal, distance, in_group, loader
 from trainer.errors import ModelError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.gan import GAN
 from trainer.trainer import Trainer
 
-BATCH = 8
-NODE = {
-    "lr": 1e-3,
-    "betas": [0.5, 0.999],
-    "optimizers": {
-        "generator": {"_target_": "torch.optim.Adam", "params": {"match": "^generator"}},
-        "discriminator": {"_target_": "torch.optim.Adam", "params": {"match": "^discriminator"}},
-    },
-}
+SAMPLES, LATENT = 21, 5
+ADAM = {"lr": 1e-3, "betas": [0.5, 0.999]}
+SGD = {"lr": 1e-2}
 
 
-def loader(steps: int = 1) -> Loader:
-    order = Shuffled(SAMPLES, seed=1)
-    sampler = UpdateSampler(order, batch_size=BATCH, gradient_accumulation_steps=steps)
-    return Loader(WithNoise(Images(), LATENT), sampler, seed=1)
+def network() -> nn.Module:
+    """Return the same generator and discriminator each time."""
+    torch.manual_seed(3)
+    return gan.GAN(in_channels=1, image_size=8, latent_dim=LATENT, width=4).double()
+
+
+def image_loader(steps: int = 1, strategy: Strategy | None = None) -> Loader:
+    """Load images in [-1, 1] with noise."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.rand(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
+    data = WithNoise(Samples(x, torch.zeros(SAMPLES)), LATENT)
+    return loader(data, steps, strategy=strategy)
+
+
+def node(kind: str, options: dict) -> dict:
+    parts = ("generator", "discriminator")
+    optimizer = f"torch.optim.{kind}"
+    each = {p: {"_target_": optimizer, "params": {"match": f"^{p}"}} for p in parts}
+    return {**options, "optimizers": each}
 
 
 def by_hand(r1: float, epochs: int = 2) -> nn.Module:
@@ -39,7 +48,7 @@ def by_hand(r1: float, epochs: int = 2) -> nn.Module:
     generator = torch.optim.Adam(model.generator.parameters(), **adam)
     discriminator = torch.optim.Adam(model.discriminator.parameters(), **adam)
     for epoch in range(epochs):
-        for micro_batch in loader().epoch(epoch):
+        for micro_batch in image_loader().epoch(epoch):
             images, noise = micro_batch.batch
             noise = noise.double()
             discriminator.zero_grad()
@@ -59,12 +68,17 @@ def by_hand(r1: float, epochs: int = 2) -> nn.Module:
     return model
 
 
-def trainer_of(steps: int = 1, r1: float = 0.0) -> Trainer:
-    model = network()
-    optimizers = build_optimizers(model, NODE)
-    options = TrainerOptions(max_epochs=2)
+def trainer_of(steps: int = 1, r1: float = 0.0, optimizer=None, strategy=None) -> Trainer:
+    model = strategy.prepare(network()) if strategy else network()
     return Trainer(
-        model, GAN(r1=r1), optimizers, loader(steps), loader(), options=options, precision="fp64"
+        model,
+        GAN(r1=r1),
+        build_optimizers(model, optimizer or node("Adam", ADAM)),
+        image_loader(steps, strategy),
+        None if strategy else image_loader(),
+        strategy=strategy,
+        options=TrainerOptions(max_epochs=2),
+        precision="fp64",
     )
 
 
@@ -73,17 +87,26 @@ def trainer_of(steps: int = 1, r1: float = 0.0) -> Trainer:
 def test_training_is_the_same_as_by_hand(steps: int, r1: float) -> None:
     trainer = trainer_of(steps, r1)
     trainer.fit()
-    for got, wanted in zip(trainer.model.parameters(), by_hand(r1).parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    assert_equal(trainer.model, by_hand(r1), 1e-11)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("r1", [pytest.param(0.0, id="plain"), pytest.param(2.0, id="r1")])
+def test_processes_change_nothing(ranks, steps: int, r1: float) -> None:
+    def train(strategy: Strategy | None, steps: int = steps) -> dict[str, Tensor]:
+        trainer = trainer_of(steps, r1, node("SGD", SGD), strategy)
+        trainer.fit()
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+    alone = train(None, 1)
+    for result in ranks(2, in_group(train)):
+        for name, value in alone.items():
+            torch.testing.assert_close(result[name], value, rtol=0, atol=1e-11)
 
 
 def test_the_penalty_matters() -> None:
     """The negative control: without it the networks end elsewhere."""
-    apart = [
-        (a - b).abs().max().item()
-        for a, b in zip(by_hand(0.0).parameters(), by_hand(2.0).parameters(), strict=True)
-    ]
-    assert max(apart) > 1e-5
+    assert distance(by_hand(0.0), by_hand(2.0)) > 1e-5
 
 
 def test_the_metrics_named_are_those_that_come() -> None:
@@ -99,16 +122,16 @@ def test_the_metrics_named_are_those_that_come() -> None:
 def test_an_evaluation_needs_no_optimizers_and_a_training_one_for_each_turn() -> None:
     model, trained = network(), trainer_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = Trainer(model, GAN(), plain, loader(), precision="fp64")
-    wanted = trained.evaluate(loader(), "test")
-    assert trainer.evaluate(loader(), "test") == wanted
+    trainer = Trainer(model, GAN(), plain, image_loader(), precision="fp64")
+    wanted = trained.evaluate(image_loader(), "test")
+    assert trainer.evaluate(image_loader(), "test") == wanted
     with pytest.raises(ModelError, match=r"but those of task\.turns discriminator, generator"):
         trainer.fit()
 
 
 def test_noise_belongs_to_a_sample_and_an_epoch() -> None:
     def drawn(steps: int, epoch: int) -> Tensor:
-        return torch.cat([m.batch[1] for m in loader(steps).epoch(epoch)])
+        return torch.cat([m.batch[1] for m in image_loader(steps).epoch(epoch)])
 
     assert torch.equal(drawn(1, 0), drawn(3, 0))
     assert not torch.equal(drawn(1, 0), drawn(1, 1))

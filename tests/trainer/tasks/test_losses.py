@@ -5,92 +5,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.loading.loader import Loader
-from data.orders import Shuffled
-from data.updates import UpdateSampler
+from toys import (
+    CLASSES,
+    SAMPLES,
+    Samples,
+    assert_equal,
+    by_hand,
+    distance,
+    loader,
+    points,
+    trainer_of,
+)
 from trainer.errors import ModelError
-from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import Losses, Term, vector
 from trainer.tasks.penalties import GradientPenalty
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH, CLASSES = 23, 8, 3
 
-
-class Points:
-    """Random points with labels, or with shares of the classes, in float64."""
-
-    def __init__(self, soft: bool = False) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-        if soft:
-            shares = torch.rand(SAMPLES, CLASSES, generator=generator, dtype=torch.float64)
-            self.y = shares / shares.sum(1, keepdim=True)
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
-
-
-def loader(data: Points, steps: int = 1) -> Loader:
-    order = Shuffled(len(data), seed=1)
-    sampler = UpdateSampler(order, batch_size=BATCH, gradient_accumulation_steps=steps)
-    return Loader(data, sampler, seed=1)
-
-
-def by_hand(loss, data: Points) -> nn.Module:
-    """Train with `loss(model, x, y)` on whole batches."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(2):
-        for micro_batch in loader(data).epoch(epoch):
-            x, y = micro_batch.batch
-            optimizer.zero_grad()
-            loss(model, x, y).backward()
-            optimizer.step()
-    return model
-
-
-def trained(loss, steps: int, data: Points) -> Trainer:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    task = Classification(CLASSES, loss)
-    trainer = Trainer(
-        model,
-        task,
-        optimizer,
-        loader(data, steps),
-        loader(data),
-        options=TrainerOptions(max_epochs=2),
-        precision="fp64",
+def soft_points() -> Samples:
+    """Return points with shares of the classes."""
+    data = points()
+    shares = torch.rand(
+        SAMPLES, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
     )
+    return Samples(data.x, shares / shares.sum(1, keepdim=True))
+
+
+def trained(loss, steps: int, data: Samples) -> Trainer:
+    trainer = trainer_of(Classification(CLASSES, loss), data, steps, val=loader(data))
     trainer.fit()
     return trainer
-
-
-def assert_equal(a: nn.Module, b: nn.Module) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
-
-
-def distance(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max((p - q).abs().max().item() for p, q in pairs)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_soft_targets(steps: int, smoothing: float) -> None:
-    data = Points(soft=True)
+    data = soft_points()
     loss = nn.CrossEntropyLoss(label_smoothing=smoothing)
 
     def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -103,7 +54,7 @@ def test_soft_targets(steps: int, smoothing: float) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_class_weights_with_soft_targets(steps: int) -> None:
     """torch divides by the number of samples there, not by their weights."""
-    data, weights = Points(soft=True), vector([1, 2, 5])
+    data, weights = soft_points(), vector([1, 2, 5])
     got = trained(nn.CrossEntropyLoss(weight=weights), steps, data)
 
     def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -128,7 +79,7 @@ def of_inputs(loss: bool) -> dict[str, nn.Module]:
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("of_loss", [pytest.param(True, id="loss"), pytest.param(False, id="sum")])
 def test_penalty_on_inputs(of_loss: bool, steps: int) -> None:
-    data = Points()
+    data = points()
 
     def hand(model: nn.Module, x: Tensor, y: Tensor, weight: float = 0.3) -> Tensor:
         x = x.clone().requires_grad_()
@@ -144,7 +95,7 @@ def test_penalty_on_inputs(of_loss: bool, steps: int) -> None:
 
 
 def test_penalty_on_the_distance_from_a_norm() -> None:
-    data = Points()
+    data = points()
     terms = {"ce": nn.CrossEntropyLoss(), "penalty": GradientPenalty(target=1.0)}
 
     def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -153,14 +104,12 @@ def test_penalty_on_the_distance_from_a_norm() -> None:
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         return F.cross_entropy(output, y) + (slope.norm(dim=1) - 1).square().mean()
 
-    for p, q in zip(
-        trained(terms, 2, data).model.parameters(), by_hand(hand, data).parameters(), strict=True
-    ):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-8)  # the root's guard against 0
+    guarded = 1e-8  # the root, against 0
+    assert_equal(trained(terms, 2, data).model, by_hand(hand, data), guarded)
 
 
 def test_penalty_on_parameters() -> None:
-    data = Points()
+    data = points()
     terms = {
         "ce": nn.CrossEntropyLoss(),
         "penalty": Term(GradientPenalty("parameters", nn.CrossEntropyLoss()), 0.3),
@@ -175,7 +124,7 @@ def test_penalty_on_parameters() -> None:
 
 
 def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
-    trainer = trained(of_inputs(True), 2, Points())
+    trainer = trained(of_inputs(True), 2, points())
     metrics = trainer.metrics
     assert metrics["train/loss"] == pytest.approx(
         metrics["train/loss_ce"] + metrics["train/loss_penalty"]

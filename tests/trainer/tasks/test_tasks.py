@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
-from data.updates import UpdateSampler
+import toys
+from toys import SAMPLES, Samples, assert_equal, distance, loader
 from trainer.errors import ModelError, SampleError
 from trainer.metric_names import epoch_metric
-from trainer.options import TrainerOptions
 from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.losses import Losses, Term
 from trainer.tasks.multilabel import MultiLabel
@@ -20,56 +18,41 @@ from trainer.tasks.regression import Regression
 from trainer.tasks.segmentation import Segmentation
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH = 23, 8  # the last update of an epoch has 7 samples
-
-
-class Pairs:
-    """Inputs and targets in memory."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
 
 def draw() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-def values() -> Pairs:
+def values() -> Samples:
     generator = draw()
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return Pairs(x, x[:, 0] * 2 + torch.randn(SAMPLES, generator=generator, dtype=torch.float64))
+    return Samples(x, x[:, 0] * 2 + torch.randn(SAMPLES, generator=generator, dtype=torch.float64))
 
 
-def several_labels() -> Pairs:
+def several_labels() -> Samples:
     generator = draw()
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return Pairs(x, (torch.rand(SAMPLES, 3, generator=generator) < 0.4).double())
+    return Samples(x, (torch.rand(SAMPLES, 3, generator=generator) < 0.4).double())
 
 
-def pixels() -> Pairs:
+def pixels() -> Samples:
     """Masks of 6 x 6 with between 0 and 35 pixels left out of the loss, another number in each."""
     generator = draw()
     x = torch.randn(SAMPLES, 1, 6, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (SAMPLES, 36), generator=generator)
     for i in range(SAMPLES):
         y[i, : (i * 5) % 36] = 255
-    return Pairs(x, y.view(SAMPLES, 6, 6))
+    return Samples(x, y.view(SAMPLES, 6, 6))
 
 
-def tokens() -> Pairs:
+def tokens() -> Samples:
     """Texts of 3 to 7 tokens, padded."""
     generator = draw()
     x = torch.randint(4, (SAMPLES, 7), generator=generator)
     y = torch.randint(4, (SAMPLES, 7), generator=generator)
     for i in range(SAMPLES):
         y[i, 3 + i % 5 :] = -100
-    return Pairs(x, y)
+    return Samples(x, y)
 
 
 class Reader(nn.Module):
@@ -87,8 +70,8 @@ class Reader(nn.Module):
 def network(kind: str) -> nn.Module:
     torch.manual_seed(3)
     models = {
-        "values": lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)),
-        "several": lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        "values": lambda: toys.network(1),
+        "several": toys.network,
         "pixels": lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)
         ),
@@ -115,39 +98,15 @@ CASES = {
 KINDS = [pytest.param(kind, id=kind) for kind in CASES]
 
 
-def loader(data: Pairs, steps: int = 1, shuffled: bool = True, batch: int = BATCH) -> Loader:
-    order = Shuffled(len(data), seed=1) if shuffled else Sequential(len(data))
-    sampler = UpdateSampler(order, batch_size=batch, gradient_accumulation_steps=steps)
-    return Loader(data, sampler, seed=1)
-
-
-def by_hand(kind: str, epochs: int = 2) -> nn.Module:
-    """Train with a loop as anyone would write it, on whole batches."""
+def by_hand(kind: str) -> nn.Module:
     make, _, loss = CASES[kind]
-    data, model = make(), network(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    order = Shuffled(len(data), seed=1)
-    for epoch in range(epochs):
-        indices = torch.as_tensor(order(epoch)[: len(data)])
-        for batch in indices.split(BATCH):
-            optimizer.zero_grad()
-            loss(model(data.x[batch]), data.y[batch]).backward()
-            optimizer.step()
-    return model
+    return toys.by_hand(toys.of_output(loss), make(), network(kind))
 
 
 def trainer_of(kind: str, steps: int = 1, lr: float = 0.1) -> Trainer:
     make, task, _ = CASES[kind]
-    model, data = network(kind), make()
-    return Trainer(
-        model,
-        task(),
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-        loader(data, steps),
-        loader(data, shuffled=False, batch=5),
-        options=TrainerOptions(max_epochs=2),
-        precision="fp64",
-    )
+    val = loader(make(), batch=5, shuffled=False)
+    return toys.trainer_of(task(), make(), steps, model=network(kind), lr=lr, val=val)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
@@ -155,8 +114,7 @@ def trainer_of(kind: str, steps: int = 1, lr: float = 0.1) -> Trainer:
 def test_training_is_the_same_as_by_hand(kind: str, steps: int) -> None:
     trainer = trainer_of(kind, steps)
     trainer.fit()
-    for got, wanted in zip(trainer.model.parameters(), by_hand(kind).parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    assert_equal(trainer.model, by_hand(kind))
 
 
 @pytest.mark.parametrize("kind", ["pixels", "tokens"])
@@ -167,12 +125,7 @@ def test_a_mean_of_means_would_differ(kind: str) -> None:
     trainer.task.losses = Losses({"": Term(loss)}, single=loss, counted=[])
     trainer.task.count_names = []
     trainer.fit()
-    hand = by_hand(kind)
-    apart = [
-        (got - wanted).abs().max().item()
-        for got, wanted in zip(trainer.model.parameters(), hand.parameters(), strict=True)
-    ]
-    assert max(apart) > 1e-6
+    assert distance(trainer.model, by_hand(kind)) > 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,6 +203,7 @@ def test_figures_of_a_language_model() -> None:
         pytest.param(Regression(), (4, 2), (4,), "model.num_classes", id="values"),
         pytest.param(MultiLabel(), (4, 2), (4, 3), "model.num_classes", id="several"),
         pytest.param(Segmentation(3), (4, 2, 6, 6), (4, 6, 6), "3 classes", id="pixels"),
+        pytest.param(Segmentation(3), (4, 3), (4,), "takes masks", id="no-masks"),
         pytest.param(LanguageModel(4), (4, 5, 7), (4, 5), "4 tokens", id="tokens"),
     ],
 )

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from callbacks.ema import EMA
 from trainer.errors import ModelError
-from trainer.options import Clipping, TrainerOptions
+from trainer.options import TrainerOptions
 from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
 from trainer.update.precision import Precision
@@ -38,7 +38,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_training_is_the_same_as_by_hand(precision: str, clip: float | None) -> None:
     model = Rotated()
-    options = TrainerOptions(clipping=Clipping(value=clip))
+    options = TrainerOptions(max_epochs=1, clip_grad_value=clip)
     optimizer = torch.optim.Adam(Precision(precision).convert(model).parameters(), lr=0.1)
     ema = EMA(decay=0.5, warmup=False)
     Trainer(

@@ -8,79 +8,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.batch import least_of, to_device
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.updates import UpdateSampler
+from toys import (
+    BATCH,
+    CLASSES,
+    Samples,
+    assert_equal,
+    by_hand,
+    in_group,
+    loader,
+    network,
+    points,
+    trainer_of,
+)
 from trainer.errors import SampleError
-from trainer.options import TrainerOptions
-from trainer.strategies.ddp import DDP
-from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks import losses
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH, CLASSES = 16, 8, 3
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
 
-class Points:
-    """Random points; of the first update half the labels, of a whole micro-batch, do not count."""
-
-    def __init__(self, ignored: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-        self.y[[0, 1, 2, 3, 9]] = ignored
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+def labelled(ignored: int) -> Samples:
+    """Return 16 points; of the first update a whole micro-batch's labels do not count."""
+    data = points(16)
+    data.y[[0, 1, 2, 3, 9]] = ignored
+    return data
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+def counting(loss: nn.Module, data: Samples, steps: int = 1, strategy: Strategy | None = None):
+    task = Classification(CLASSES, loss, top_k=(1, 2))
+    more = {"shuffled": False, "momentum": 0.0, "log_every_n_steps": 1}
+    return trainer_of(task, data, steps, strategy=strategy, **more)
 
 
-def loader(data: Points, batch: int = BATCH, steps: int = 1, strategy: Strategy | None = None):
-    world = (
-        {}
-        if strategy is None
-        else {"rank": strategy.group.rank, "world_size": strategy.group.world_size}
-    )
-    order = Sequential(len(data))
-    sampler = UpdateSampler(order, batch_size=batch, gradient_accumulation_steps=steps, **world)
-    return Loader(data, sampler, seed=1)
-
-
-def trainer_of(
-    loss: nn.Module, data: Points, steps: int = 1, strategy: Strategy | None = None
-) -> Trainer:
-    model = network()
-    return Trainer(
-        model if strategy is None else strategy.prepare(model),
-        Classification(CLASSES, loss, top_k=(1, 2)),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loader(data, steps=steps, strategy=strategy),
-        strategy=strategy,
-        precision="fp64",
-        options=TrainerOptions(max_epochs=2, log_every_n_steps=1),
-    )
-
-
-def by_hand(loss: nn.Module, data: Points) -> tuple[nn.Module, float]:
+def trained_by_hand(loss: nn.Module, data: Samples) -> tuple[nn.Module, float]:
     """Train on whole batches; return the loss of the last update, too."""
-    model, value = network(), torch.zeros(())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in [0, BATCH, 0, BATCH]:
-        optimizer.zero_grad()
-        value = loss(model(data.x[start : start + BATCH]), data.y[start : start + BATCH])
-        value.backward()
-        optimizer.step()
-    return model, value.item()
+    values = []
+
+    def objective(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        values.append(loss(model(x), y))
+        return values[-1]
+
+    model = by_hand(objective, data, momentum=0.0, shuffled=False)
+    return model, values[-1].item()
 
 
 IGNORING = [
@@ -96,8 +67,6 @@ IGNORING = [
 def on_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Count labels as where the host never saw them, if the test asks for that."""
     if request.param:
-        count = lambda compare, values, others: compare(values, others).float().sum()  # noqa: E731
-        monkeypatch.setattr(losses, "how_many", count)
         monkeypatch.setattr(losses, "_all_count", lambda target, ignored: False)
 
 
@@ -108,28 +77,24 @@ WHERE = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device
 @pytest.mark.parametrize(("loss", "ignored"), IGNORING)
 @pytest.mark.parametrize("steps", [1, 2, 8])
 def test_labels_that_do_not_count(loss, ignored: int, steps: int, on_device: None) -> None:
-    data = Points(ignored)
-    trainer = trainer_of(loss(), data, steps)
+    data = labelled(ignored)
+    trainer = counting(loss(), data, steps)
     trainer.fit()
-    wanted, value = by_hand(loss(), data)
-    for got, parameter in zip(trainer.model.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(got, parameter, rtol=0, atol=1e-12)
+    wanted, value = trained_by_hand(loss(), data)
+    assert_equal(trainer.model, wanted)
     assert trainer.metrics["train/loss"] == pytest.approx(value, abs=1e-12)
 
 
 def test_labels_that_do_not_count_in_several_processes(ranks) -> None:
-    data = Points(-100)
-    wanted, value = by_hand(nn.CrossEntropyLoss(), data)
+    data = labelled(-100)
+    wanted, value = trained_by_hand(nn.CrossEntropyLoss(), data)
 
-    def train(rank: int):
-        strategy = DDP(Processes("gloo", 60, "cpu"))
-        strategy.setup()
-        trainer = trainer_of(nn.CrossEntropyLoss(), data, 2, strategy)
+    def train(strategy: Strategy):
+        trainer = counting(nn.CrossEntropyLoss(), data, 2, strategy)
         trainer.fit()
-        strategy.group.leave()
         return trainer.metrics["train/loss"], [p.detach() for p in trainer.model.parameters()]
 
-    for logged, parameters in ranks(2, train):
+    for logged, parameters in ranks(2, in_group(train)):
         for got, parameter in zip(parameters, wanted.parameters(), strict=True):
             torch.testing.assert_close(got, parameter.detach(), rtol=0, atol=1e-12)
         assert logged == pytest.approx(value, abs=1e-12)
@@ -138,14 +103,14 @@ def test_labels_that_do_not_count_in_several_processes(ranks) -> None:
 @pytest.mark.parametrize(("loss", "ignored"), IGNORING)
 @pytest.mark.parametrize("batch", [1, 3, 5, 16])
 def test_an_evaluation_counts_the_others_once(loss, ignored: int, batch: int) -> None:
-    data, criterion = Points(ignored), loss()
-    trainer = trainer_of(criterion, data)
-    metrics = trainer.evaluate(loader(data, batch), "test")
+    data, criterion = labelled(ignored), loss()
+    trainer = counting(criterion, data)
+    metrics = trainer.evaluate(loader(data, batch=batch, shuffled=False), "test")
     with torch.no_grad():
         logits = trainer.model(data.x)
-    counting = data.y != ignored
-    right = (logits.argmax(1) == data.y)[counting].double().mean().item()
-    best = (logits.topk(2).indices == data.y[:, None]).any(1)[counting].double().mean().item()
+    counted = data.y != ignored
+    right = (logits.argmax(1) == data.y)[counted].double().mean().item()
+    best = (logits.topk(2).indices == data.y[:, None]).any(1)[counted].double().mean().item()
     assert metrics["test/loss"] == pytest.approx(criterion(logits, data.y).item(), abs=1e-12)
     assert metrics["test/accuracy"] == pytest.approx(right, abs=1e-12)
     assert metrics["test/accuracy_top2"] == pytest.approx(best, abs=1e-12)
@@ -161,42 +126,39 @@ def warnings_of(caplog) -> list[str]:
 def test_labels_that_never_count_are_told_at_once_and_end_the_run(
     smoothing: float, steps: int, on_device: None, caplog
 ) -> None:
-    data = Points(-100)
+    data = labelled(-100)
     data.y[:] = -100
-    trainer = trainer_of(nn.CrossEntropyLoss(label_smoothing=smoothing), data, steps)
+    trainer = counting(nn.CrossEntropyLoss(label_smoothing=smoothing), data, steps)
     with pytest.raises(SampleError, match="no label of epoch 0 counts"):
         trainer.fit()
     for got, wanted in zip(trainer.model.parameters(), network().parameters(), strict=True):
         assert torch.equal(got, wanted)
     assert warnings_of(caplog) == ["no label counts in train/loss"]
     for _ in range(2):
-        assert trainer.evaluate(loader(data), "test")["test/loss"] == 0
+        assert trainer.evaluate(loader(data, shuffled=False), "test")["test/loss"] == 0
     assert warnings_of(caplog)[1:] == ["no label counts in test/loss"]
 
 
 def test_an_epoch_with_a_label_that_counts_goes_on(caplog) -> None:
-    data = Points(-100)
+    data = labelled(-100)
     data.y[:BATCH] = -100
-    trainer = trainer_of(nn.CrossEntropyLoss(), data)
+    trainer = counting(nn.CrossEntropyLoss(), data)
     trainer.fit()
     assert trainer.state.epoch == 2
     assert warnings_of(caplog) == ["no label counts in train/loss"]
 
 
 def test_labels_of_one_process_suffice(ranks, caplog) -> None:
-    data = Points(-100)
+    data = labelled(-100)
     data.y[BATCH // 2 : BATCH] = data.y[BATCH + BATCH // 2 :] = -100  # all of the second process
 
-    def train(rank: int):
-        strategy = DDP(Processes("gloo", 60, "cpu"))
-        strategy.setup()
+    def train(strategy: Strategy):
         data.y[1::BATCH] = 0
-        trainer = trainer_of(nn.CrossEntropyLoss(), data, 1, strategy)
+        trainer = counting(nn.CrossEntropyLoss(), data, 1, strategy)
         trainer.fit()
-        strategy.group.leave()
         return trainer.state.epoch, warnings_of(caplog)
 
-    assert ranks(2, train) == [(2, []), (2, [])]
+    assert ranks(2, in_group(train)) == [(2, []), (2, [])]
 
 
 def test_labels_that_change_in_place_are_counted_again() -> None:
@@ -220,14 +182,14 @@ def test_a_device_knows_the_least_label_until_labels_change() -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("batch", [4, 7])
 def test_a_loss_that_is_a_sum_is_logged_per_sample(steps: int, batch: int) -> None:
-    data = Points(0)
-    trainer = trainer_of(nn.CrossEntropyLoss(reduction="sum"), data)
-    source = loader(data, batch, steps)
+    data = labelled(0)
+    trainer = counting(nn.CrossEntropyLoss(reduction="sum"), data)
+    source = loader(data, steps, batch, shuffled=False)
     frozen = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     same = Trainer(trainer.model, trainer.task, frozen, source, precision="fp64")
     same.fit()
     with torch.no_grad():
         wanted = F.cross_entropy(trainer.model(data.x), data.y).item()
     assert same.metrics["train/loss"] == pytest.approx(wanted, abs=1e-12)
-    metrics = trainer.evaluate(loader(data, batch), "val")
+    metrics = trainer.evaluate(loader(data, batch=batch, shuffled=False), "val")
     assert metrics["val/loss"] == pytest.approx(wanted, abs=1e-12)

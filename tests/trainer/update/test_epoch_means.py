@@ -11,133 +11,74 @@ from torch import Tensor, nn
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.early_stopping import EarlyStopping
-from callbacks.lr_monitor import LRMonitor
-from data.loading.loader import Loader
 from data.orders import Shuffled
-from data.updates import UpdateSampler
+from toys import SAMPLES, Log, by_hand, loader, points, trainer_of
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.lr_schedulers.horizon import ScheduleError
 from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH, EPOCHS = 23, 8, 3  # updates of 8, 8 and 7 samples
+EPOCHS = 3
 
 
-class Points:
-    """Random points with labels; `bad` is a sample that is no number."""
-
-    def __init__(self, bad: int | None = None) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.y = torch.randint(3, (SAMPLES,), generator=generator)
-        if bad is not None:
-            self.x[bad] = torch.nan
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-class Lines(Callback):
-    """Keep what is logged, by step."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, dict[str, float]]] = []
-
-    def on_log(self, trainer: Trainer, scalars: Any) -> None:
-        self.lines.append((trainer.state.global_step, dict(scalars)))
-
-    def of(self, key: str) -> dict[int, float]:
-        return {step: line[key] for step, line in self.lines if key in line}
-
-
-def loader(data: Points, micro_batches: int = 1) -> Loader:
-    sampler = UpdateSampler(
-        Shuffled(SAMPLES, seed=1), batch_size=BATCH, gradient_accumulation_steps=micro_batches
-    )
-    return Loader(data, sampler, seed=1)
-
-
-def trainer(
+def made_with(
     *,
     micro_batches: int = 1,
     bad: int | None = None,
     callbacks: dict[str, Callback] | None = None,
     scheduler: Any = None,
     validated: bool = False,
-    lr: float = 0.1,
     **options: Any,
-) -> tuple[Trainer, Lines]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    lines = Lines()
-    made = Trainer(
-        model,
+) -> tuple[Trainer, Log]:
+    data, lines = points(), Log()
+    if bad is not None:
+        data.x[bad] = torch.nan
+    options = {"max_epochs": EPOCHS, "gradient_accumulation_steps": micro_batches, **options}
+    made = trainer_of(
         Classification(num_classes=3),
-        optimizer,
-        loader(Points(bad), micro_batches),
-        loader(Points()) if validated else None,
-        scheduler(optimizer) if scheduler else None,
+        data,
+        micro_batches,
+        momentum=0.0,
+        val=loader(points()) if validated else None,
+        scheduler=scheduler,
         callbacks={**(callbacks or {}), "lines": lines},
-        options=TrainerOptions(
-            **{"max_epochs": EPOCHS, "gradient_accumulation_steps": micro_batches, **options}
-        ),
+        **options,
     )
     return made, lines
 
 
-def by_hand() -> dict[int, float]:
-    """Return the mean over the samples of each epoch, by a loop as anyone would write it."""
-    made, _ = trainer()
-    model, data = made.model, Points()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    means, order = {}, Shuffled(SAMPLES, seed=1)
-    for epoch in range(EPOCHS):
-        total = 0.0
-        indices = torch.as_tensor(order(epoch)[:SAMPLES])
-        for batch in indices.split(BATCH):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(data.x[batch]), data.y[batch])
-            loss.backward()
-            optimizer.step()
-            total += loss.item() * len(batch)
-        means[3 * (epoch + 1)] = total / SAMPLES
-    return means
+def means_by_hand() -> dict[int, float]:
+    """Return the mean over the samples of each epoch."""
+    totals: list[float] = []
+
+    def objective(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        totals.append(loss.item() * len(y))
+        return loss
+
+    by_hand(objective, points(), momentum=0.0, epochs=EPOCHS)
+    return {3 * n: sum(totals[3 * n - 3 : 3 * n]) / SAMPLES for n in range(1, EPOCHS + 1)}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_mean_over_an_epochs_samples(micro_batches: int) -> None:
-    made, lines = trainer(micro_batches=micro_batches, log_every_n_steps=2)
+    made, lines = made_with(micro_batches=micro_batches, log_every_n_steps=2)
     made.fit()
-    assert lines.of("train/epoch_loss") == pytest.approx(by_hand(), abs=1e-14)
+    assert lines.of("train/epoch_loss") == pytest.approx(means_by_hand(), abs=1e-14)
     assert lines.of("train/loss").keys() == {2, 3, 4, 6, 8, 9}
     assert lines.of("train/loss")[3] != lines.of("train/epoch_loss")[3]
 
 
-def test_the_epoch_mean_does_not_depend_on_the_logging_interval() -> None:
-    found = []
-    for every in (1, 2, 50):
-        made, lines = trainer(log_every_n_steps=every)
-        made.fit()
-        found.append(lines.of("train/epoch_loss"))
-    assert found[0] == found[1] == found[2]
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_the_epoch_mean_survives_a_resume_within_the_epoch(cut: int) -> None:
-    whole, expected = trainer(log_every_n_steps=2)
+    whole, expected = made_with(log_every_n_steps=2)
     whole.fit()
-    first, begun = trainer(log_every_n_steps=2, max_epochs=EPOCHS)
+    first, begun = made_with(log_every_n_steps=2, max_epochs=EPOCHS)
     first.callbacks["lines"].on_log = begun.on_log  # type: ignore[method-assign]
     first.updater.apply = stopping(first, cut)  # type: ignore[method-assign]
     first.fit()
-    second, rest = trainer(log_every_n_steps=2)
+    second, rest = made_with(log_every_n_steps=2)
     snapshot.restore(second, snapshot.take(first))
     second.fit()
     key = "train/epoch_loss"
@@ -158,7 +99,7 @@ def stopping(made: Trainer, step: int) -> Any:
 
 def test_a_skipped_update_that_closes_an_epoch_leaves_it_its_mean() -> None:
     last = int(torch.as_tensor(Shuffled(SAMPLES, seed=1)(0)[:SAMPLES])[-1])
-    made, lines = trainer(bad=last, on_nonfinite="skip", max_epochs=1, log_every_n_steps=1)
+    made, lines = made_with(bad=last, on_nonfinite="skip", max_epochs=1, log_every_n_steps=1)
     made.fit()
     assert (made.state.global_step, made.state.skipped_updates) == (2, 1)
     losses = lines.of("train/loss")
@@ -166,18 +107,10 @@ def test_a_skipped_update_that_closes_an_epoch_leaves_it_its_mean() -> None:
 
 
 def test_an_epoch_that_the_run_cuts_short_has_the_mean_so_far() -> None:
-    made, lines = trainer(max_epochs=None, max_steps=5, log_every_n_steps=1)
+    made, lines = made_with(max_epochs=None, max_steps=5, log_every_n_steps=1)
     made.fit()
     losses = lines.of("train/loss")
     assert lines.of("train/epoch_loss")[5] == pytest.approx((losses[4] + losses[5]) / 2)
-
-
-def test_the_rate_is_that_of_the_update_that_the_line_tells_of() -> None:
-    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
-    made, lines = trainer(callbacks={"lr": LRMonitor()}, scheduler=halve, log_every_n_steps=1)
-    (group,) = made.learning_rates()
-    made.fit()
-    assert lines.of(f"lr/{group}") == {n: 0.1 * 0.5 ** (n - 1) for n in range(1, 10)}
 
 
 @pytest.mark.parametrize("every", [1, 2, 50])
@@ -185,7 +118,7 @@ def test_early_stopping_and_the_best_look_at_the_epoch(every: int, tmp_path: Any
     stopping = EarlyStopping("train/loss", patience=1, min_delta=0.05)
     checkpoint = Checkpoint(monitor="train/loss", save_top_k=-1)
     callbacks: dict[str, Callback] = {"stopping": stopping, "checkpoint": checkpoint}
-    made, lines = trainer(callbacks=callbacks, log_every_n_steps=every, max_epochs=30)
+    made, lines = made_with(callbacks=callbacks, log_every_n_steps=every, max_epochs=30)
     made.run_dir = tmp_path
     made.fit()
     means = lines.of("train/epoch_loss")
@@ -211,22 +144,10 @@ def plateau(monitor: str) -> Any:
 @pytest.mark.parametrize("monitor", ["train/loss", "train/epoch_loss"])
 @pytest.mark.parametrize("validated", [True, False])
 def test_a_plateau_of_training_moves_once_an_epoch(monitor: str, validated: bool) -> None:
-    made, _ = trainer(scheduler=plateau(monitor), validated=validated, log_every_n_steps=1)
+    made, _ = made_with(scheduler=plateau(monitor), validated=validated, log_every_n_steps=1)
     made.fit()
     # No epoch halves the loss: each but the first is one without progress.
     assert list(made.learning_rates().values()) == [0.1 * 0.5 ** (EPOCHS - 1)]
-
-
-def test_a_plateau_that_would_never_move_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="there is no validation set") as refused:
-        trainer(scheduler=plateau("val/loss"))
-    assert refused.value.exit_code == 2
-    never = {"validate_every_n_epochs": None}
-    with pytest.raises(ScheduleError, match="no validation before the end"):
-        trainer(scheduler=plateau("val/loss"), validated=True, **never)
-    made, _ = trainer(scheduler=plateau("train/f1"))
-    with pytest.raises(ScheduleError, match="train/f1: no such metric; there are: train/epoch_"):
-        made.fit()
 
 
 def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None:
@@ -236,8 +157,8 @@ def test_a_group_that_is_added_later_is_clipped_and_counts_in_the_norm() -> None
                 (optimizer,) = trainer.optimizers.optimizers.values()
                 optimizer.add_param_group({"params": list(trainer.model[0].parameters())})
 
-    def run(**options: Any) -> tuple[Trainer, Lines]:
-        made, lines = trainer(callbacks={"adds": Adds()}, log_every_n_steps=1, **options)
+    def run(**options: Any) -> tuple[Trainer, Log]:
+        made, lines = made_with(callbacks={"adds": Adds()}, log_every_n_steps=1, **options)
         head = [*made.model[2].parameters()]
         (optimizer,) = made.optimizers.optimizers.values()
         optimizer.param_groups[0]["params"][:] = head

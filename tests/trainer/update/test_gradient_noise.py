@@ -4,18 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.options import Clipping, GradientNoise, TrainerOptions
+from toys import assert_equal, network, trainer_of
+from trainer.options import GradientNoise, TrainerOptions
 from trainer.rng import derived
 from trainer.tasks.regression import Regression
-from trainer.trainer import Trainer
 from trainer.update.gradients import add_noise
 
-NOISE = GradientNoise(eta=0.1, gamma=0.5, seed=3)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+NOISE = GradientNoise(eta=0.1, gamma=0.5)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -25,20 +20,15 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def trained(noise: GradientNoise | None, steps: int = 1, clip: float | None = None) -> nn.Module:
-    model = network()
-    options = TrainerOptions(
-        max_epochs=2,
-        gradient_accumulation_steps=steps,
-        gradient_noise=noise,
-        clipping=Clipping(norm=clip),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model, Regression(), optimizer, batches(), options=options, precision="fp64").fit()
-    return model
+    options = {"gradient_noise": noise, "seed": 3, "clip_grad_norm": clip, "momentum": 0.0}
+    options |= {"gradient_accumulation_steps": steps, "model": network(1)}
+    trainer = trainer_of(Regression(), batches(), **options)
+    trainer.fit()
+    return trainer.model
 
 
 def by_hand(clip: float | None = None) -> nn.Module:
-    model = network()
+    model = network(1)
     for update, (x, y) in enumerate(batches() * 2):
         model.zero_grad()
         (model(x).squeeze(1) - y).square().mean().backward()
@@ -50,11 +40,6 @@ def by_hand(clip: float | None = None) -> nn.Module:
                 noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
                 p -= 0.1 * (p.grad + (0.1 / (1 + update) ** 0.5) ** 0.5 * noise)
     return model
-
-
-def assert_equal(a: nn.Module, b: nn.Module) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -80,7 +65,8 @@ def test_the_training_s_random_numbers_are_left_alone() -> None:
 def noise_at(update: int, turn: str = "", eta: float = 0.5, gamma: float = 0.55) -> Tensor:
     parameter = nn.Parameter(torch.zeros(200, 200))
     parameter.grad = torch.zeros_like(parameter)
-    add_noise(GradientNoise(eta, gamma, seed=0), [parameter], update, turn)
+    noise = GradientNoise(eta=eta, gamma=gamma)
+    add_noise(TrainerOptions(gradient_noise=noise), [parameter], update, turn)
     return parameter.grad
 
 
@@ -100,5 +86,5 @@ def test_each_update_and_each_turn_has_its_own_noise() -> None:
 
 def test_parameters_without_a_gradient_stay_so() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    add_noise(NOISE, [parameter], 0)
+    add_noise(TrainerOptions(gradient_noise=NOISE), [parameter], 0)
     assert parameter.grad is None

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
+from toys import batches, normed
 from trainer.callback import Callback
 from trainer.errors import DivergedError
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import guard
+from trainer.update import sums
 
 BAD = 2  # the update whose batch holds a NaN, counted from 0
 
@@ -20,22 +20,8 @@ BAD = 2  # the update whose batch holds a NaN, counted from 0
 @pytest.fixture(params=["cpu", "as-on-a-gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether reading a number of the device is taken to cost a wait."""
-    monkeypatch.setattr(guard, "waits_for", lambda device: request.param != "cpu")
+    monkeypatch.setattr(sums, "waits_for", lambda device: request.param != "cpu")
     return str(request.param)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def batches(bad: bool = True) -> DataLoader:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(5 * 8, 4, generator=generator)
-    y = torch.randint(3, (5 * 8,), generator=generator)
-    if bad:
-        x[BAD * 8 + 3, 1] = float("nan")
-    return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
 class Record(Callback):
@@ -52,17 +38,17 @@ class Record(Callback):
 
 
 def train(on_nonfinite: str, **options) -> tuple[Trainer, Record]:
-    model, record = network(), Record()
+    model, record = normed(), Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     trainer = Trainer(
         model,
         Classification(3),
         optimizer,
-        batches(),
+        batches(5, BAD),
         lr_scheduler=scheduler,
         callbacks={"record": record},
-        options=TrainerOptions(on_nonfinite=on_nonfinite, **options),
+        options=TrainerOptions(**{"max_epochs": 1, "on_nonfinite": on_nonfinite, **options}),
     )
     trainer.fit()
     return trainer, record
@@ -89,9 +75,9 @@ def test_skipping_leaves_everything_as_it_was(steps: int) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
-    model = network()
+    model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = Trainer(model, Classification(3), optimizer, batches())
+    trainer = Trainer(model, Classification(3), optimizer, batches(5, BAD))
     with pytest.raises(DivergedError, match=r"sample 3 holds NaN.*update 3") as error:
         trainer.fit()
     assert error.value.exit_code == 5
@@ -101,28 +87,28 @@ def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_too_many_in_a_row_end_the_run() -> None:
-    model = network()
+    model = normed()
     with torch.no_grad():
         model[0].weight[0, 0] = float("inf")
     options = TrainerOptions(max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, Classification(3), optimizer, batches(bad=False), options=options)
+    trainer = Trainer(model, Classification(3), optimizer, batches(5), options=options)
     with pytest.raises(DivergedError, match="last 7 updates"):
         trainer.fit()
 
 
 @pytest.mark.usefixtures("device")
 def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
-    model = network()
+    model = normed()
 
     class Infinite(nn.Module):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
             return nn.functional.cross_entropy(output, target) + float("inf")
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, Classification(3, Infinite()), optimizer, batches(bad=False))
+    trainer = Trainer(model, Classification(3, Infinite()), optimizer, batches(5))
     with pytest.raises(DivergedError, match="the loss is not finite"):
         trainer.fit()
     assert trainer.state.global_step == 0
-    for parameter, before in zip(model.parameters(), network().parameters(), strict=True):
+    for parameter, before in zip(model.parameters(), normed().parameters(), strict=True):
         assert torch.equal(parameter, before)

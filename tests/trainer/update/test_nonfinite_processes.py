@@ -4,35 +4,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.updates import UpdateSampler
+from toys import in_group, loader, points
 from trainer.errors import DivergedError
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 SAMPLES, BATCH, BAD = 21, 4, 9  # the last update has one sample: one of two processes borrows it
-
-
-class Points:
-    """Samples of random numbers, each with its class; one that the loss does not like."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(3, (SAMPLES,), generator=generator)
-        self.inputs[BAD, 0] = 100.0
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.labels[index]
 
 
 class Network(nn.Module):
@@ -58,21 +39,16 @@ def train(strategy, on_nonfinite="skip", accumulation=1):
     """Train an epoch; return the weights, the counters and what it ended with."""
     torch.manual_seed(0)
     model = strategy.prepare(Network().double())
-    sampler = UpdateSampler(
-        Sequential(SAMPLES),
-        batch_size=BATCH,
-        gradient_accumulation_steps=accumulation,
-        rank=strategy.group.rank,
-        world_size=strategy.group.world_size,
-    )
+    data = points(SAMPLES)
+    data.x[BAD, 0] = 100.0  # the loss does not like it
     trainer = Trainer(
         model,
         Classification(4, Infinite(), metrics={}),
         torch.optim.AdamW(model.parameters(), lr=0.05),
-        Loader(Points(), sampler, seed=0),
+        loader(data, accumulation, BATCH, shuffled=False, strategy=strategy),
         strategy=strategy,
         precision="fp64",
-        options=TrainerOptions(on_nonfinite=on_nonfinite, log_every_n_steps=1),
+        options=TrainerOptions(max_epochs=1, on_nonfinite=on_nonfinite, log_every_n_steps=1),
     )
     error = ""
     try:
@@ -103,15 +79,10 @@ def test_one_process_skips_the_update(alone):
 
 @pytest.mark.parametrize("kind", [DDP, FSDP])
 def test_several_processes_skip_the_same_updates(alone, ranks, kind):
-    def run(rank):
-        strategy = kind(Processes("gloo", 30, "cpu"))
-        strategy.setup()
-        results = {case: train(strategy, *case) for case in CASES}
-        strategy.group.barrier()
-        strategy.group.leave()
-        return results
+    def run(strategy):
+        return {case: train(strategy, *case) for case in CASES}
 
-    for results in ranks(2, run):
+    for results in ranks(2, in_group(run, kind)):
         for case, (weights, counters, error) in results.items():
             assert counters == alone[case][1]
             assert error[:40] == alone[case][2][:40]

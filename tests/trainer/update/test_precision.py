@@ -1,7 +1,6 @@
 """Number formats: what is autocast, what is stored, and when a scaled loss overflows."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.errors import DivergedError
-from trainer.options import Clipping, TrainerOptions
+from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update.precision import Precision, emulation_remark
+from trainer.update.precision import Precision
 
 
 def network() -> nn.Module:
@@ -35,7 +34,7 @@ def trained(precision, clip: float | None = None, **options) -> Trainer:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         DataLoader(data(), batch_size=8),
         precision=precision,
-        options=TrainerOptions(clipping=Clipping(norm=clip), **options),
+        options=TrainerOptions(**{"max_epochs": 1, "clip_grad_norm": clip, **options}),
     )
     trainer.fit()
     return trainer
@@ -84,7 +83,7 @@ def test_an_overflow_moves_nothing_but_the_scale() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     precision = overflowing(backoff_factor=2.0**-10)
     loader = DataLoader(data(), batch_size=8)
-    options = TrainerOptions(limit_train_batches=2)
+    options = TrainerOptions(max_epochs=1, limit_train_batches=2)
     trainer = Trainer(
         model,
         Classification(3),
@@ -129,36 +128,6 @@ def test_a_scale_that_collapses_ends_the_run() -> None:
     )
     with pytest.raises(DivergedError, match=r"last 12 updates.*loss scale 16"):
         trainer.fit()
-
-
-def test_the_scaler_survives_a_checkpoint() -> None:
-    first = overflowing(backoff_factor=2.0**-30)
-    trained(first)
-    second = Precision("fp16")
-    second.load_state_dict(first.state_dict())
-    assert second.scale == first.scale
-    assert second.state_dict()["_growth_tracker"] == first.state_dict()["_growth_tracker"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "precision", "told"),
-    [
-        pytest.param("sse avx512_bf16", "bf16", False, id="has-bf16"),
-        pytest.param("sse avx512f", "bf16", True, id="has-none"),
-        pytest.param("sse avx512f", "bf16_true", True, id="weights-too"),
-        pytest.param("sse", "fp32", False, id="not-asked-for"),
-        pytest.param("asimd bf16", "fp16", True, id="another-format"),
-    ],
-)
-def test_a_run_says_where_its_number_format_is_emulated(
-    tmp_path: Path, flags: str, precision: str, told: bool
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"flags : {flags}\n")
-    remark = emulation_remark(precision, torch.device("cpu"), cpuinfo)
-    assert (remark is not None and f"precision={precision} is emulated" in remark) is told
-    assert emulation_remark(precision, torch.device("cuda"), cpuinfo) is None
-    assert emulation_remark(precision, torch.device("cpu"), tmp_path / "none") is None
 
 
 def test_gradients_of_single_elements_share_no_memory() -> None:

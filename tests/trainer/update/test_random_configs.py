@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from conf.check import fill_defaults, parse
 from data.orders import Shuffled
-from trainer.build.check import check_targets
-from trainer.build.experiment import build
+from trainer.assembly.check import check_targets
+from trainer.assembly.experiment import build
 from trainer.strategies.strategy import Strategy
 
 SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from toy_trees import differences
 from trainer.errors import ModelError
-from trainer.options import Clipping, GradientNoise, TrainerOptions
+from trainer.options import GradientNoise, TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.update import guard
+from trainer.update import sums
 
 UPDATES = 6  # of an epoch
 
@@ -28,10 +28,13 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize(
     ("options", "precision", "key"),
     [
-        pytest.param({"clipping": Clipping(norm=1.0)}, "fp32", "trainer.clip_grad_norm", id="norm"),
-        pytest.param({"clipping": Clipping(value=1.0)}, "fp32", "clip_grad_value", id="value"),
+        pytest.param({"clip_grad_norm": 1.0}, "fp32", "trainer.clip_grad_norm", id="norm"),
+        pytest.param({"clip_grad_value": 1.0}, "fp32", "clip_grad_value", id="value"),
         pytest.param(
-            {"gradient_noise": GradientNoise(0.1, 0.5, 0)}, "fp32", "gradient_noise", id="noise"
+            {"gradient_noise": GradientNoise(eta=0.1, gamma=0.5)},
+            "fp32",
+            "gradient_noise",
+            id="noise",
         ),
         pytest.param({}, "fp16", "trainer.precision", id="fp16"),
     ],
@@ -69,7 +72,7 @@ class Counting(nn.Module):
 def test_a_search_takes_what_was_computed_as_its_first_evaluation(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "waits_for", lambda device: waits)
+    monkeypatch.setattr(sums, "waits_for", lambda device: waits)
     torch.manual_seed(0)
     model = Counting()
     by_hand = copy.deepcopy(model.layer)
@@ -99,7 +102,7 @@ def test_a_search_that_ends_in_nan_is_undone() -> None:
     model = Counting(bad=2)  # the first evaluation is finite, the search meets NaN
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    options = TrainerOptions(on_nonfinite="skip", max_skipped_in_a_row=99)
+    options = TrainerOptions(max_epochs=1, on_nonfinite="skip", max_skipped_in_a_row=99)
     trainer = Trainer(model, Classification(3), optimizer, batches(), options=options)
     trainer.fit()
     assert trainer.state.skipped_updates == UPDATES

@@ -19,8 +19,7 @@ from trainer.options import TrainerOptions
 from trainer.task import StepOutput
 from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
 from trainer.trainer import Trainer
-from trainer.update import guard
-from trainer.update.guard import DeviceGuard, HostGuard
+from trainer.update import sums
 
 NODE = compose(["experiment=gan", "optimizer=gan"]).config["optimizer"]
 UPDATES = 5
@@ -30,7 +29,7 @@ UPDATES = 5
 def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether reading a number of the device is taken to cost a wait."""
     result = bool(request.param != "cpu")
-    monkeypatch.setattr(guard, "waits_for", lambda device: result)
+    monkeypatch.setattr(sums, "waits_for", lambda device: result)
     return result
 
 
@@ -93,7 +92,7 @@ def trainer_of(task: GAN, **options: Any) -> Trainer:
         build_optimizers(model, copy.deepcopy(NODE), prefer_fused=True),
         batches,
         callbacks={"history": History(), "ema": EMA(0.9)},
-        options=TrainerOptions(log_every_n_steps=99, **options),
+        options=TrainerOptions(**{"max_epochs": 1, "log_every_n_steps": 99, **options}),
     )
 
 
@@ -109,7 +108,7 @@ def test_a_non_finite_turn_undoes_those_before_it(turn: str, waits: bool) -> Non
     assert moved == [False, True, False, True, True]
     counters = trainer.state
     assert (counters.global_step, counters.updates, counters.skipped_updates) == (3, 5, 2)
-    assert type(trainer.updater._guard) is HostGuard
+    assert not trainer.updater.guard.by_device
 
 
 @TURNS
@@ -137,16 +136,16 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, wai
         all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
     )
     assert trainer.state.global_step == bad
-    assert type(trainer.updater._guard) is (DeviceGuard if waits else HostGuard)
+    assert trainer.updater.guard.by_device == waits
 
 
 def test_the_device_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for decides in (False, True):
         answer: Callable[[Any], bool] = lambda device, d=decides: d  # noqa: E731
-        monkeypatch.setattr(guard, "waits_for", answer)
+        monkeypatch.setattr(sums, "waits_for", answer)
         trainer = trainer_of(GAN(), max_epochs=2)
         trainer.fit()
-        assert type(trainer.updater._guard) is (DeviceGuard if decides else HostGuard)
+        assert trainer.updater.guard.by_device == decides
         ends.append((*state_of(trainer), trainer.metrics))
     assert equal(ends[0], ends[1])

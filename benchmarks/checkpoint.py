@@ -1,0 +1,145 @@
+"""How long a save keeps the training waiting: our callback, and a durable save written by hand.
+
+ResNet-50 on a CPU or GPU, as it trains. By hand is what is needed for a resume, by `torch.save` to
+a temporary file, fsync and rename, in the loop. Both save in turn within one run, and the one by
+hand begins when ours is written. The first saves are not counted: ours takes its memory then, and
+is waited for. The updates beside a write show what it costs the training that goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from benchmarks import report
+from benchmarks.ours import Endless, classifier
+from benchmarks.report import BY_HAND, OURS, Report, Row
+from callbacks.checkpoint import Checkpoint
+from models.resnet import ResNet
+from trainer.callback import Callback
+from trainer.strategies.strategy import Strategy
+from trainer.trainer import Trainer
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(SGD, lr=1e-3, momentum=0.9),
+    "AdamW": partial(AdamW, lr=1e-4),
+}
+INTERVAL = 4  # updates from one of our saves to the next; by hand it is the last of them
+BATCH, SIZE = 2, 32  # images, and pixels a side
+MOST_ROUNDS = 15  # of five seconds or more for each optimizer
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+network = partial(ResNet, depth=50, num_classes=10, in_channels=3, stem="imagenet")
+
+
+class Ours(Checkpoint):
+    """Save by the callback, and note how long its boundaries take from one save to the next."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_epochs=None, every_n_steps=INTERVAL, monitor=None, save_top_k=0)
+        self.blocked: list[float] = []  # milliseconds
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Save if it is time to."""
+        started = time.perf_counter()
+        super().on_boundary(trainer)
+        spent = 1e3 * (time.perf_counter() - started)
+        if trainer.state.global_step % INTERVAL == 0:
+            self.blocked.append(spent)
+        elif self.blocked:
+            self.blocked[-1] += spent
+
+
+class ByHand(Callback):
+    """Save in the loop, half an interval later; time the updates in between."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.began = folder, 0.0
+        self.blocked: list[float] = []
+        self.updates: dict[bool, list[float]] = {False: [], True: []}  # is ours being written?
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Note how long the update took."""
+        if len(self.blocked) > 1:
+            self.updates[bool(_writers())].append(1e3 * (time.perf_counter() - self.began))
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        """Save if it is time to."""
+        if trainer.state.global_step % INTERVAL == INTERVAL - 1:
+            for writer in _writers():
+                writer.join()
+            started = time.perf_counter()
+            self._save(trainer)
+            self.blocked.append(1e3 * (time.perf_counter() - started))
+        self.began = time.perf_counter()
+
+    def _save(self, trainer: Trainer) -> None:
+        content = {
+            "model": trainer.model.state_dict(),
+            "optimizer": next(iter(trainer.optimizers.items()))[1].state_dict(),
+            "step": trainer.state.global_step,
+        }
+        temporary = self.folder / "last.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.folder / "last.pt")
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def measure(rounds: int) -> Report:
+    """Save `rounds` times, at most 15, in each way, with each optimizer, and compare."""
+    rounds = min(rounds, MOST_ROUNDS)
+    rows: list[Row] = []
+    ratios = {}
+    for name in OPTIMIZERS:
+        ours, hand = run(name, rounds)
+        names = [f"{name}, {BY_HAND}", f"{name}, {OURS}"]
+        values = dict(zip(names, (hand.blocked, ours.blocked), strict=True))
+        rows += report.compared(values, {names[1]: names[0]})
+        alone, beside = hand.updates[False], hand.updates[True]
+        updates = {f"{name}, an update alone": alone, f"{name}, beside a write": beside}
+        rows += report.compared({key: times for key, times in updates.items() if times}, {})
+        ratios[f"ratio_to_handwritten_{name.lower()}"] = report.paired(ours.blocked, hand.blocked)
+    return Report(
+        name="checkpoint",
+        title=f"Time that a save keeps the training of ResNet-50 waiting ({DEVICE})",
+        unit="ms",
+        rows=rows,
+        headlines={"ratio_to_handwritten": max(ratios.values()), **ratios},
+        settings={"rounds": rounds, "updates_between_saves": INTERVAL, "batch": BATCH},
+    )
+
+
+def run(optimizer: str, rounds: int) -> tuple[Ours, ByHand]:
+    """Train with both; the first save of each is forgotten."""
+    torch.manual_seed(0)
+    model = network().to(DEVICE)
+    with tempfile.TemporaryDirectory() as folder:
+        ours, hand = Ours(), ByHand(Path(folder))
+        classifier(
+            model,
+            OPTIMIZERS[optimizer](model.parameters()),
+            Endless((torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(10, (BATCH,)))),
+            {"by_hand": hand, "checkpoint": ours},
+            Path(folder),
+            options={"max_steps": (rounds + 1) * INTERVAL, "log_every_n_steps": INTERVAL},
+            strategy=Strategy(DEVICE),
+        ).fit()
+    del ours.blocked[0], hand.blocked[0]
+    return ours, hand
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint"]

@@ -1,0 +1,266 @@
+"""What data loading costs: our transforms by name, against torchvision's default for each sample.
+
+Images in memory, small JPEG files, JPEG files of ImageNet's size, and photographs. Every loader
+is built from the shipped YAML. Its reference is `ImageFolder`, or images in memory as torchvision's
+`CIFAR10` has them, with Pillow and `torchvision.transforms`, sample by sample, and as many workers.
+
+A rate is that of whole passes, by the CPU's time of this process and its workers, which other
+processes change least. The first pass is not counted: it starts workers, warms the file cache and
+fills ours. Images are taken from `$DATA_ROOT` where `cifar10/train` and `imagenet` are there; else
+they are made up, about as large. Photographs are some of the large ones, enlarged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
+
+from benchmarks import report
+from benchmarks.report import Cost, Report
+from conf.check import parse
+from data.images import ImageTensors
+from data.loading.device_transforms import defer
+from data.loading.on_device import OnDevice
+from scripts.composition.compose import compose
+from trainer.assembly.data import Data, build_data, build_pipeline
+from trainer.assembly.loaders import train_loader
+
+BATCH = 128
+IN_MEMORY, SMALL, LARGE, PHOTOGRAPHS = 4000, 2000, 300, 12  # images of a pass
+LARGE_BATCH, WORKERS = 64, 2  # of large files
+TELEPHONE = 4000, 3000  # width and height of its photographs
+LEAST = 0.3  # seconds of CPU time a rate is taken over
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+Passes = Callable[[], Iterable[Tensor]]  # begins a pass: batches of images
+Transform = Callable[[Any], Tensor]
+
+
+class InMemory(Dataset[tuple[Tensor, int]]):
+    """Images in memory, made into a Pillow image for each access, as torchvision's `CIFAR10`."""
+
+    def __init__(self, images: Tensor, transform: Transform) -> None:
+        self.images = images.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), 0
+
+
+def measure(rounds: int) -> Report:
+    """Let every contender make a pass `rounds` times, in turn, and compare."""
+    with tempfile.TemporaryDirectory() as folder, report.one_thread():
+        sections, made_up = _sections(Path(folder))
+        passes = {f"{kind}: {n}": p for kind, each in sections.items() for n, p in each.items()}
+        runs = {name: partial(_rate, each) for name, each in passes.items()}
+        costs = report.in_turn(runs, rounds)
+    to = {name: f"{name.partition(':')[0]}: torchvision" for name in passes}
+    to = {name: reference for name, reference in to.items() if name != reference}
+    rows, clocked = (report.compared(of(costs), to) for of in (report.by_cpu, report.by_clock))
+    ratios, clock = ({row.name: row.ratio for row in each if row.ratio} for each in (rows, clocked))
+
+    def least(*starts: str) -> float:
+        return min(ratio for name, ratio in ratios.items() if ratio and name.startswith(starts))
+
+    return Report(
+        name="data",
+        title="Loading and transforming images, one thread in the main process",
+        unit="images/s",
+        rows=rows,
+        headlines={
+            "ratio_to_reference": least("digits", "CIFAR-sized"),
+            "small_jpeg_cached": least("small JPEG: cache"),
+            "large_jpeg": ratios["large JPEG: decode=full"],
+            "large_jpeg_by_hand": ratios["large JPEG: by hand"],
+            "large_jpeg_by_the_clock": clock["large JPEG: decode=full"],
+            "large_jpeg_by_hand_by_the_clock": clock["large JPEG: by hand"],
+            "large_jpeg_cached": least("large JPEG: cache"),
+            "photographs_scaled": least("photographs: decode=scaled"),
+        },
+        settings={"rounds": rounds, "made_up": made_up},
+    )
+
+
+def _sections(scratch: Path) -> tuple[dict[str, dict[str, Passes]], dict[str, bool]]:
+    """Return the contenders of each kind of images, the reference first, and which are made up."""
+    small, made_small = picture_folder("cifar10/train", scratch / "small", 32, SMALL)
+    large, made_large = picture_folder("imagenet", scratch / "large", 500, LARGE)
+    photographs = _enlarged(large, scratch / "photographs")
+    small_words = ("data.image_size=32", f"loader.batch_size={BATCH}")
+    words = (f"batch_size={LARGE_BATCH}", f"num_workers={WORKERS}", "persistent_workers=true")
+    large_words = ("transforms=imagenet", *(f"loader.{word}" for word in words))
+    crop: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip()]
+    imagenet = v1.Compose([*crop, v1.ToTensor(), v1.Normalize(MEAN, STD)])
+    sections: dict[str, dict[str, Passes]] = {
+        "digits": _memory(made_up(IN_MEMORY, 16, 1), "shift"),
+        "CIFAR-sized": _memory(made_up(IN_MEMORY, 32, 3), "crop_flip", "on_device"),
+        "small JPEG": {
+            "torchvision": _plain(ImageFolder(str(small / "train"), _padded_crop(32, 3)), BATCH)
+        },
+        "large JPEG": {"torchvision": _large(large, imagenet), "by hand": _by_hand(large)},
+        "photographs": {"torchvision": _large(photographs, imagenet)},
+    }
+    for cache, name in itertools.product(("none", "ram", "disk"), ("crop_flip", "on_device")):
+        title = name if cache == "none" else f"cache={cache}, {name}"
+        how = (f"transforms={name}", f"data.cache={cache}", *small_words)
+        sections["small JPEG"][title] = _ours(small, *how)
+    for kind, folder, word in (
+        ("large JPEG", large, "decode=full"),
+        ("large JPEG", large, "cache=ram"),
+        ("photographs", photographs, "decode=full"),
+        ("photographs", photographs, "decode=scaled"),
+    ):
+        sections[kind][word] = _ours(folder, f"data.{word}", *large_words)
+    return sections, {"small": made_small, "large": made_large}
+
+
+def _memory(images: Tensor, *names: str) -> dict[str, Passes]:
+    channels, side = images.shape[1], images.shape[-1]
+    found = {"torchvision": _plain(InMemory(images, _padded_crop(side, channels)), BATCH)}
+    for name in names:
+        words = (f"transforms={name}", f"loader.batch_size={BATCH}")
+        found[name] = _passes(ours_in_memory(images, *words))
+    return found
+
+
+def _padded_crop(side: int, channels: int) -> Transform:
+    crop: list[Any] = [v1.RandomCrop(side, padding=4), v1.RandomHorizontalFlip(), v1.ToTensor()]
+    whole: Transform = v1.Compose([*crop, v1.Normalize(MEAN[:channels], STD[:channels])])
+    return whole
+
+
+def _plain(dataset: Dataset[Any], batch: int, workers: int = 0) -> Passes:
+    options: Mapping[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader: DataLoader[Any] = DataLoader(dataset, batch, shuffle=True, **options)
+    return lambda: (inputs for inputs, _ in loader)
+
+
+def _large(folder: Path, transform: Transform, **options: Any) -> Passes:
+    return _plain(ImageFolder(str(folder / "train"), transform, **options), LARGE_BATCH, WORKERS)
+
+
+def _by_hand(folder: Path) -> Passes:
+    """Return the quickest loader known of bytes: a slice of torchvision's own decoding, scaled."""
+
+    def cut(image: Tensor) -> Tensor:
+        top, left, tall, wide = v1.RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+        part = image[None, :, top : top + tall, left : left + wide]
+        part = interpolate(part, (224, 224), mode="bilinear", antialias=True)[0]
+        return part.flip(-1) if torch.rand(()) < 0.5 else part
+
+    batches = _large(folder, cut, loader=partial(decode_image, mode=ImageReadMode.RGB))
+    mean, std = (torch.tensor(values).view(3, 1, 1) * 255 for values in (MEAN, STD))
+    return lambda: (batch.float().sub_(mean).div_(std) for batch in batches())
+
+
+def _ours(folder: Path, *overrides: str) -> Passes:
+    config = _config(f"data.root={folder}", "data=image_folder", "data.val_fraction=0", *overrides)
+    return _passes(train_loader(config, build_data(config, ("train",)), _alone()))
+
+
+def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> OnDevice:
+    """Build the loader of the configuration over images in memory (classes: all 0 if not given)."""
+    channels, side = images.shape[1], images.shape[-1]
+    words = [f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))]
+    words += [f"data.image_size={side}", f"data.channels={channels}"]
+    config = _config("data=digits", *overrides, *words)
+    pipeline = build_pipeline(config, "train")
+    defer(pipeline, "train")
+    targets = torch.zeros(len(images), dtype=torch.int64) if targets is None else targets
+    dataset = ImageTensors(images, targets, ["picture"], pipeline)
+    return train_loader(config, Data({"train": dataset}, 1), _alone())
+
+
+def _config(*overrides: str) -> Any:
+    return parse(compose(["experiment=resnet18", *overrides]).config)
+
+
+def _alone() -> Any:
+    group = SimpleNamespace(rank=0, world_size=1)
+    return SimpleNamespace(group=group, device=torch.device("cpu"))
+
+
+def _passes(loader: OnDevice) -> Passes:
+    epochs = itertools.count()
+    return lambda: (micro_batch.batch[0] for micro_batch in loader.epoch(next(epochs)))
+
+
+def _rate(passes: Passes) -> Cost:
+    """Return images a second, by the clock and by the CPU's time."""
+    since, began, images = _cpu_seconds(), time.perf_counter(), 0
+    while images == 0 or _cpu_seconds() - since < LEAST:
+        for inputs in passes():
+            assert inputs.dtype == torch.float32
+            images += len(inputs)
+    return Cost(images / (time.perf_counter() - began), images / (_cpu_seconds() - since))
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children, ended or (on Linux) running."""
+    ended = os.times()
+    seconds = time.process_time() + ended.children_user + ended.children_system
+    for child in multiprocessing.active_children():
+        path = Path(f"/proc/{child.pid}/stat")
+        if path.exists():
+            fields = path.read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def picture_folder(name: str, tree: Path, side: int, images: int) -> tuple[Path, bool]:
+    """Return a folder with `train/<class>/*` of JPEG files, and whether they are made up."""
+    place = tree / "train" / "pictures"
+    place.mkdir(parents=True)
+    root = Path(os.environ.get("DATA_ROOT", "datasets")) / name
+    real = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    for number, path in enumerate(real[:: max(1, len(real) // images)][:images]):
+        (place / f"{number:05d}.jpg").symlink_to(path.absolute())
+    if not real:
+        for number, picture in enumerate(made_up(images, side, 3)):
+            image = Image.fromarray(picture[:, : side * 3 // 4].permute(1, 2, 0).numpy())
+            image.save(place / f"{number:05d}.jpg", quality=90)
+    return tree, not real
+
+
+def _enlarged(folder: Path, tree: Path) -> Path:
+    place = tree / "train" / "pictures"
+    place.mkdir(parents=True)
+    for path in sorted((folder / "train" / "pictures").iterdir())[:PHOTOGRAPHS]:
+        with Image.open(path) as image:
+            large = image.convert("RGB").resize(TELEPHONE, Image.Resampling.BICUBIC)
+        large.save(place / path.name, quality=92)
+    return tree
+
+
+def made_up(samples: int, side: int, channels: int) -> Tensor:
+    """Return images with detail at several scales, about as costly to decode as photographs."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(samples):
+        total = torch.zeros(channels, side, side)
+        for part in (32, 8, 2, 1):
+            small = (1, channels, -(-side // part), -(-side // part))
+            noise = torch.rand(small, generator=generator)
+            total += interpolate(noise, (side, side), mode="bilinear")[0] * (0.2 + part / 64)
+        made.append((total / total.max() * 255).byte())
+    return torch.stack(made)

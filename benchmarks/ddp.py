@@ -1,0 +1,217 @@
+"""Throughput and start of DistributedDataParallel: our Trainer, and the same written by hand.
+
+Processes of one thread each, by gloo on CPUs or by nccl on as many GPUs; with fewer cores than
+processes they share them. All contenders run in turn within the same processes. One process also
+runs with the wrapper and without, which shows what it costs. Starts are whole commands up to the
+first update of two processes, `train strategy=ddp` and a script by torchrun, and the CPU seconds of
+all their processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from benchmarks import report
+from benchmarks.ours import classifier
+from benchmarks.report import BY_HAND, OURS, Cost, Report
+from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, to_mark
+from data.images import ImageTensors
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.updates import UpdateSampler
+from models.small_cnn import SmallCNN
+from trainer.callback import Callback
+from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
+from trainer.strategies.strategy import Strategy
+from trainer.trainer import Trainer
+
+BATCH, UPDATES, WARMUP = 128, 60, 10  # samples an update; updates a turn; those not counted
+SIZE = 16  # pixels a side
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROCESSES = (1, 2) if DEVICE == "cpu" or torch.cuda.device_count() > 1 else (1,)
+STARTS = 3
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BARE, "{}")
+WRAPPED = "Regimen, wrapped"
+
+
+def measure(rounds: int) -> Report:
+    """Run both contenders `rounds` times in turn with one and with two processes."""
+    speeds = {f"{n}, {k}": s for k in PROCESSES for n, s in _processes(k, rounds).items()}
+    starts = report.in_turn(
+        {
+            OURS: partial(to_mark, (*TRAIN, *FIRST_UPDATE, *_TWO), whole_cpu=True),
+            BY_HAND: partial(to_mark, TORCHRUN, whole_cpu=True),
+        },
+        STARTS,
+        uncounted=0,
+    )
+    wall, cpu = report.by_clock(speeds), report.by_cpu(speeds)
+    started, used = report.by_clock(starts), report.by_cpu(starts)
+    references = {f"{OURS}, {count}": f"{BY_HAND}, {count}" for count in PROCESSES}
+    references[f"{WRAPPED}, 1"] = f"{OURS}, 1"
+    rows, cpu_rows = report.compared(wall, references), report.compared(cpu, references)
+    ratios, cpu_ratios = ({row.name: row.ratio or 0.0 for row in each} for each in (rows, cpu_rows))
+    most = f"{OURS}, {max(PROCESSES)}"
+    return Report(
+        name="ddp",
+        title=f"Samples a second: small_cnn, images of {SIZE} x {SIZE}, {BATCH} an update",
+        unit="samples/s",
+        rows=rows,
+        headlines={
+            "ratio_to_reference": ratios[most],
+            "cpu_ratio_to_reference": cpu_ratios[most],
+            "ratio_to_reference_one_process": ratios[f"{OURS}, 1"],
+            "ratio_of_wrapped_to_single": ratios[f"{WRAPPED}, 1"],
+            "start_ratio_to_torchrun": report.paired(started[OURS], started[BY_HAND]),
+            "start_cpu_ratio_to_torchrun": report.paired(used[OURS], used[BY_HAND]),
+            "start_seconds": statistics.median(started[OURS]),
+        },
+        settings={"rounds": rounds, "device": DEVICE, "updates": UPDATES, "starts": STARTS},
+    )
+
+
+_TWO = ("strategy=ddp", "strategy.devices=2", "loader.num_workers=0")
+
+
+def _processes(count: int, rounds: int) -> dict[str, list[Cost]]:
+    """Return the speeds of the contenders in so many processes."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = int(listener.getsockname()[1])
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=_rank, args=(rank, count, port, rounds, sender))
+        for rank in range(count)
+    ]
+    for rank in ranks:
+        rank.start()
+    sender.close()
+    speeds: dict[str, list[Cost]] = receiver.recv()  # EOFError if they fail
+    for rank in ranks:
+        rank.join()
+    return speeds
+
+
+def _rank(rank: int, count: int, port: int, rounds: int, results: Connection) -> None:
+    """Be one of the processes: run the contenders in turn."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)  # as launchers set it
+    wrapping = DDP(Processes(accelerator=DEVICE))
+    wrapping.setup()
+    strategy: Strategy = wrapping if count > 1 else Strategy(wrapping.device)
+    contenders = {BY_HAND: partial(by_hand, strategy), OURS: partial(ours, strategy)}
+    if count == 1:
+        contenders[WRAPPED] = partial(ours, wrapping)
+
+    def together(contender: Callable[[], Cost]) -> Cost:
+        wrapping.group.barrier()
+        return contender()
+
+    runs = {name: partial(together, contender) for name, contender in contenders.items()}
+    speeds = report.in_turn(runs, rounds, uncounted=0)
+    if rank == 0:
+        results.send(speeds)
+    wrapping.group.leave()
+
+
+def _parts(device: torch.device) -> tuple[nn.Module, SGD, TensorDataset]:
+    torch.manual_seed(0)
+    count = BATCH * UPDATES
+    samples = torch.randn(count, 1, SIZE, SIZE), torch.randint(10, (count,))
+    model = SmallCNN(num_classes=10, in_channels=1).to(device)
+    return model, SGD(model.parameters(), lr=0.01, momentum=0.9), TensorDataset(*samples)
+
+
+def by_hand(strategy: Strategy) -> Cost:
+    """Train as a person would: DistributedSampler, DDP, clipping, running sums."""
+    model, optimizer, samples = _parts(strategy.device)
+    wrapped, world = model, strategy.group.world_size
+    sampler: DistributedSampler[tuple[Tensor, ...]] | None = None
+    if world > 1:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        sampler = DistributedSampler(samples, shuffle=True, seed=0)
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
+        samples, BATCH // world, sampler=sampler, shuffle=sampler is None
+    )
+    losses, correct = (torch.zeros((), device=strategy.device) for _ in range(2))
+    stamps: list[Cost] = []
+    for batch in loader:
+        inputs, labels = (t.to(strategy.device, non_blocking=True) for t in batch)
+        logits = wrapped(inputs)
+        loss = cross_entropy(logits, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += loss.detach()
+        correct += (logits.detach().argmax(1) == labels).sum()
+        stamps.append(_now())
+    if world > 1:
+        dist.all_reduce(losses)
+        dist.all_reduce(correct)
+    return _speed(stamps)
+
+
+class Stamps(Callback):
+    """Note the time of every update."""
+
+    def __init__(self) -> None:
+        self.times: list[Cost] = []
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Note it."""
+        self.times.append(_now())
+
+
+def ours(strategy: Strategy) -> Cost:
+    """Do the same by a Trainer."""
+    model, optimizer, samples = _parts(strategy.device)
+    rank, world = strategy.group.rank, strategy.group.world_size
+    order = Shuffled(len(samples), 0)
+    sampler = UpdateSampler(order, batch_size=BATCH, rank=rank, world_size=world)
+    stamps, (images, labels) = Stamps(), samples.tensors
+    data = Loader(ImageTensors(images, labels, list("0123456789")), sampler, seed=0)
+    options = {"max_epochs": 1, "clip_grad_norm": 1.0}
+    callbacks = {"stamps": stamps}
+    classifier(model, optimizer, data, callbacks, options=options, strategy=strategy).fit()
+    return _speed(stamps.times)
+
+
+def _now() -> Cost:
+    return Cost(time.perf_counter(), time.process_time())
+
+
+def _speed(stamps: Sequence[Cost]) -> Cost:
+    """Return samples a second, by the median update: a neighbour's work is in few of them.
+
+    A GPU works on after the host has gone on: there it is the mean, up to the end of its work.
+    """
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        first, last = stamps[WARMUP - 1], _now()
+        wall, cpu = ((last[i] - first[i]) / (len(stamps) - WARMUP) for i in (0, 1))
+    else:
+        pairs = list(pairwise(stamps[WARMUP - 1 :]))
+        wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
+    return Cost(BATCH / wall, BATCH / cpu)

@@ -1,0 +1,382 @@
+"""Training on a GPU, against the same written by hand: `python -m benchmarks gpu`.
+
+- `airbench94` (with `data.root=DIR` of CIFAR-10 as image files): seconds of all its epochs and the
+  test, and accuracy, against a loop with its data on the device; `resnet18_cifar10`, whole, once;
+- `resnet18` and `resnet50` at 224, bf16, channels_last, compiled, on one batch that stays on the
+  device: images a second against a bare loop; `kernels` that an update launches, and how often the
+  host waits for the device between log lines;
+- `jpeg`: the ResNet-50 from JPEG files of `$DATA_ROOT/imagenet` (or made-up ones), against
+  torchvision's `ImageFolder` and a bare loop; `jpeg_share_of_time` is the share of its time that
+  the device does not wait for data: images a second by those of the batch that stays.
+
+`parts=resnet50,jpeg` measures these alone. Each part is written as soon as it is known, beside
+those that the file holds of the same machine; one that fails does not end the others.
+A first, uncounted turn compiles; `compile=reduce-overhead` compiles both sides in that mode of
+torch's, with CUDA graphs, `compile=false` neither. `device=cpu limit=2 widths=small` tries all of
+it without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+
+from benchmarks import report
+from benchmarks.data import picture_folder
+from benchmarks.gpu_airbench import MEAN, STD, train_by_hand
+from benchmarks.ours import classifier
+from benchmarks.report import BY_HAND, OURS, Report, Row
+from conf.check import parse
+from conf.errors import ConfigError, did_you_mean
+from data.batch import to_device
+from models.resnet import ResNet
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_data
+from trainer.assembly.experiment import Experiment, build
+from trainer.assembly.loaders import train_loader
+from trainer.strategies.strategy import Strategy
+
+NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
+    "resnet18": (18, "cifar", 32, 10, 512),
+    "resnet50": (50, "imagenet", 224, 1000, 256),
+}
+FILES, WORKERS = 300, 16  # different JPEG files, each linked many times; at most so many workers
+AIRBENCH = str(Path(__file__).parents[1] / "examples" / "airbench" / "conf")
+KNOWN = ("data.root", "device", "limit", "widths", "compile", "parts")
+
+Contender = Callable[[int], object]  # applies so many updates
+Found = tuple[list[Row], dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Where the benchmark runs, and how much of it."""
+
+    device: torch.device
+    root: Path | None
+    updates: int  # of a turn
+    small: bool  # a trial without a GPU
+    mode: str | None = "default"  # of torch.compile; None: not compiled
+    caches: dict[str, Any] = field(default_factory=dict)  # decoded images by split, read once
+
+    def wait(self) -> float:
+        """Return the time when the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def measure(rounds: int, overrides: Sequence[str] = (), folder: Path = Path()) -> Report:
+    """Run the comparisons, `rounds` turns each; print and write a report after each."""
+    rig, names = _asked(dict(word.partition("=")[::2] for word in overrides))
+    path = folder / "gpu.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = earlier.get("machine") == report.machine()
+    parts: dict[str, dict[str, Any]] = earlier["settings"]["parts"] if same else {}
+    for name in names:
+        since, part = time.perf_counter(), {"rounds": rounds, "overrides": list(overrides)}
+        try:
+            rows, headlines = PARTS[name](rig, rounds)
+            part |= {"rows": [asdict(row) for row in rows], "headlines": headlines}
+        except Exception as error:  # such as too little memory: the others go on
+            traceback.print_exc()
+            part["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        parts[name] = part | {"seconds": time.perf_counter() - since}
+        torch.compiler.reset()  # the next part starts afresh
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        found = _report(rig, {key: parts[key] for key in PARTS if key in parts})
+        print(f"{found.text()}\nwritten to {found.write(folder)}", flush=True)
+    return found
+
+
+def _report(rig: Rig, parts: dict[str, dict[str, Any]]) -> Report:
+    rows = [Row(**row) for part in parts.values() for row in part.get("rows", ())]
+    headlines = {k: v for part in parts.values() for k, v in part.get("headlines", {}).items()}
+    values = {row.name: row.value for row in rows}
+    alone, fed = (f"resnet50{kind}, images/s: {OURS}" for kind in ("", " from JPEG files"))
+    if alone in values and fed in values:
+        headlines["resnet50_jpeg_share_of_time"] = values[fed] / values[alone]
+    title = f"Training on {rig.device}, against the same by hand"
+    for name, part in parts.items():
+        title += f"\n{name} failed: {part['failed']}" if "failed" in part else ""
+    return Report("gpu", title, "value", rows, headlines, settings={"parts": parts})
+
+
+def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
+    if unknown := given.keys() - set(KNOWN):
+        raise ConfigError(f"gpu does not know {', '.join(sorted(unknown))}: give data.root=DIR")
+    device = torch.device(given.get("device", "cuda"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
+    root = Path(given["data.root"]).absolute() if "data.root" in given else None
+    names = given["parts"].split(",") if "parts" in given else list(PARTS)
+    for name in names:
+        if name not in PARTS:
+            hint = did_you_mean(name, PARTS) or f"there are {', '.join(PARTS)}"
+            raise ConfigError(f"gpu has no part {name!r}: {hint}")
+        if "parts" in given and name in OF_FILES and root is None:
+            raise ConfigError(f"parts={name} needs CIFAR-10 as image files: give data.root=DIR")
+    small, mode = given.get("widths") == "small", given.get("compile", "default")
+    compiled = None if small or mode == "false" else mode
+    rig = Rig(device, root, int(given.get("limit", 50)), small, compiled)
+    return rig, [name for name in names if root is not None or name not in OF_FILES]
+
+
+def batch_size(rig: Rig, name: str) -> int:
+    """Return the images of an update."""
+    return 2 if rig.small else NETWORKS[name][4]
+
+
+def contenders(rig: Rig, name: str) -> dict[str, Contender]:
+    """Return both loops over one batch on the device, each with a network of its own."""
+    side = 32 if rig.small else NETWORKS[name][2]
+    images = torch.randn(batch_size(rig, name), 3, side, side, device=rig.device)
+    images = images.to(memory_format=torch.channels_last)
+    batch = images, torch.randint(NETWORKS[name][3], (len(images),), device=rig.device)
+
+    def batches(updates: int) -> list[Any]:
+        return [batch] * updates
+
+    return {BY_HAND: bare(rig, name, batches), OURS: ours(rig, name, batches)}
+
+
+def _network(rig: Rig, name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    depth, stem, _, classes, _ = NETWORKS[name]
+    model = ResNet(18 if rig.small else depth, classes, stem=stem)  # type: ignore[arg-type]
+    model = model.to(rig.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    compiled = torch.compile(model, dynamic=False, mode=rig.mode) if rig.mode else model
+    fused = rig.device.type == "cuda"
+    return model, torch.optim.SGD(model.parameters(), 0.01, 0.9, fused=fused), compiled
+
+
+def bare(rig: Rig, name: str, batches: Callable[[int], Iterable[Any]]) -> Contender:
+    """Return a loop with the clipping and the running sums that ours has."""
+    model, optimizer, compiled = _network(rig, name)
+    parameters = list(model.parameters())
+
+    def run(updates: int) -> None:
+        sums = torch.zeros(3, device=rig.device)
+        for batch in batches(updates):
+            images, labels = to_device(batch, rig.device, channels_last=True)
+            with torch.autocast(rig.device.type, torch.bfloat16):
+                outputs = compiled(images)
+                loss = cross_entropy(outputs, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            hits = outputs.detach().argmax(1).eq(labels).sum()
+            sums += torch.stack([loss.detach(), norm, hits])
+        sums.tolist()
+
+    return run
+
+
+def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
+    """Return the same by a Trainer."""
+    model, optimizer, compiled = _network(rig, name)
+    options = {"channels_last": True, "log_every_n_steps": 10**9, "clip_grad_norm": 1.0}
+    others: dict[str, Any] = {"classes": NETWORKS[name][3], "compiled": compiled}
+    others |= {"strategy": Strategy(rig.device), "precision": "bf16"}
+
+    def run(updates: int) -> None:
+        loader, limits = batches(updates), {**options, "max_steps": updates}
+        classifier(model, optimizer, loader, {}, options=limits, **others).fit()
+
+    return run
+
+
+def _speeds(rig: Rig, title: str, both: dict[str, Contender], batch: int, rounds: int) -> Found:
+    """Return images a second of both; the uncounted turn compiles."""
+
+    def rate(run: Contender) -> float:
+        since = rig.wait()
+        run(rig.updates)
+        return rig.updates * batch / (rig.wait() - since)
+
+    rates = report.in_turn({name: partial(rate, run) for name, run in both.items()}, rounds)
+    name = title.replace(" from JPEG files", "_jpeg")
+    ratio = report.paired(rates[OURS], rates[BY_HAND])
+    return _rows(f"{title}, images/s", rates), {f"{name}_ratio_to_reference": ratio}
+
+
+def _speed(name: str, rig: Rig, rounds: int) -> Found:
+    both = contenders(rig, name)
+    rows, headlines = _speeds(rig, name, both, batch_size(rig, name), rounds)
+    if rig.device.type == "cuda":
+        headlines[f"{name}_host_waits"] = (_waits(both[OURS], 6) - _waits(both[OURS], 2)) / 4
+    return rows, headlines
+
+
+def _waits(run: Contender, updates: int) -> int:
+    """Return how often the host waits for the device; what a run does once is in it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(updates)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def _kernels(rig: Rig, rounds: int) -> Found:
+    """Count separately: a profiler that may not be used here costs no other figure."""
+    rows: list[Row] = []
+    headlines: dict[str, float] = {}
+    for name in NETWORKS:
+        both = contenders(rig, name)
+        for run in both.values():
+            run(2)  # compiles
+        counts = {who: [kernels(rig, run)] for who, run in both.items()}
+        rows += _rows(f"{name}, kernels an update", counts)
+        ratio = report.paired(counts[OURS], counts[BY_HAND])
+        headlines[f"{name}_kernels_ratio_to_handwritten"] = ratio
+    return rows, headlines
+
+
+def kernels(rig: Rig, run: Contender) -> float:
+    """Return how many kernels an update launches; on a CPU, how many operators it calls.
+
+    What a run does once cancels out between runs of two lengths.
+    """
+    on_gpu = rig.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    wanted = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch") if on_gpu else ("aten::",)
+    counts: list[int] = []
+    for updates in (2, 6):
+        with profile(activities=kinds) as trace:
+            run(updates)
+        counts.append(sum(event.name.startswith(wanted) for event in trace.events()))
+    if not counts[0]:
+        raise RuntimeError("torch's profiler saw no kernel: it may not be allowed to here")
+    return (counts[1] - counts[0]) / 4
+
+
+def _opened(rig: Rig, words: Sequence[str]) -> Experiment:
+    """Build an experiment on CIFAR-10 as image files, all of them for training.
+
+    Images are decoded once for all parts and turns, which compare nothing of it.
+    """
+    mode = f"{{mode: {rig.mode}}}" if rig.mode else "false"
+    words = [*words, "data=cifar10_folder", f"data.root={rig.root}", "data.val_fraction=0"]
+    words += ["data.cache=device", "strategy.devices=1", f"trainer.compile={mode}"]
+    experiment = build(parse(compose(words).config), Strategy(rig.device))
+    for split in ("train", "test"):
+        dataset = experiment.data.sets[split]
+        dataset.cache = rig.caches.setdefault(split, dataset.cache)
+        dataset.fill_cache(lambda: False)
+    return experiment
+
+
+def _trained(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
+    """Return the seconds of the training and the test, and the share of the test images."""
+    experiment = _opened(rig, words)
+    loaders: list[Any] = [experiment.trainer.train_loader, experiment.test_loader]
+    for loader in loaders:
+        if loader.loader.kept is not None:
+            loader.loader.kept.fill()
+    since = rig.wait()
+    experiment.trainer.fit()
+    metrics = experiment.trainer.evaluate(experiment.test_loader, "test")
+    return rig.wait() - since, metrics["test/accuracy"]
+
+
+def _trained_by_hand(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
+    experiment = _opened(rig, words)
+    splits = [experiment.data.sets[split].tensors() for split in ("train", "test")]
+    parts = [part.to(rig.device) for split in splits for part in split]
+    since = rig.wait()
+    share = train_by_hand(experiment.config, experiment.trainer.model, parts)
+    return rig.wait() - since, share
+
+
+def _airbench94(rig: Rig, rounds: int) -> Found:
+    words = ["--config-dir", AIRBENCH, "experiment=airbench94", "callbacks=[whitening]"]
+    if rig.small:
+        words += ["model.widths=[8,16,16]", "loader.batch_size=20", "trainer.max_epochs=2"]
+    ways = {BY_HAND: partial(_trained_by_hand, rig, words), OURS: partial(_trained, rig, words)}
+    turns = report.in_turn(ways, rounds)
+    seconds = {name: [took for took, _ in own] for name, own in turns.items()}
+    right = {name: [100 * share for _, share in own] for name, own in turns.items()}
+    rows = _rows("airbench94, seconds", seconds)
+    ratio = report.paired(seconds[OURS], seconds[BY_HAND])
+    rows += _rows("airbench94, % of the test images", right)
+    return rows, {"airbench94_ratio_to_handwritten": ratio}
+
+
+def _resnet18_whole(rig: Rig, rounds: int) -> Found:
+    words = ["experiment=resnet18_cifar10", "callbacks=none", "loader.num_workers=0"]
+    words += ["trainer.precision=bf16"]
+    words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
+    took, share = _trained(rig, words)
+    return [], {"resnet18_cifar10_seconds": took, "resnet18_cifar10_accuracy": 100 * share}
+
+
+def _jpeg(rig: Rig, rounds: int) -> Found:
+    """Feed both from JPEG files, the images one by one through the recipe for ImageNet."""
+    batch = batch_size(rig, "resnet50")
+    workers = 0 if rig.small else min(WORKERS, os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as folder:
+        tree, _ = picture_folder("imagenet", Path(folder) / "jpeg", 500, 4 if rig.small else FILES)
+        place = tree / "train" / "pictures"
+        files = sorted(path.resolve() for path in place.iterdir())
+        for number in range(len(files), rig.updates * batch):
+            (place / f"{number:06d}.jpg").symlink_to(files[number % len(files)])
+        crop: list[Any] = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor()]
+        by_hand: DataLoader[Any] = DataLoader(
+            ImageFolder(str(tree / "train"), v1.Compose([*crop, v1.Normalize(MEAN, STD)])),
+            batch,
+            shuffle=True,
+            drop_last=True,
+            num_workers=workers,
+            pin_memory=rig.device.type == "cuda",
+        )
+        words = [f"data.root={tree}", "data.val_fraction=0", f"loader.batch_size={batch}"]
+        words += ["loader.drop_last=true", f"loader.num_workers={workers}"]
+        words += ["data=image_folder", "transforms=imagenet", "loader.persistent_workers=false"]
+        config = parse(compose(["experiment=resnet18", *words]).config)
+        own = train_loader(config, build_data(config, ("train",)), Strategy(rig.device))
+        both = {
+            BY_HAND: bare(rig, "resnet50", partial(islice, by_hand)),
+            OURS: ours(rig, "resnet50", lambda updates: own),
+        }
+        return _speeds(rig, "resnet50 from JPEG files", both, batch, rounds)
+
+
+def _rows(title: str, values: dict[str, list[float]]) -> list[Row]:
+    named = {f"{title}: {name}": own for name, own in values.items()}
+    return report.compared(named, {f"{title}: {OURS}": f"{title}: {BY_HAND}"})
+
+
+PARTS: dict[str, Callable[[Rig, int], Found]] = {
+    "resnet50": partial(_speed, "resnet50"),
+    "resnet18": partial(_speed, "resnet18"),
+    "kernels": _kernels,
+    "airbench94": _airbench94,
+    "resnet18_cifar10": _resnet18_whole,
+    "jpeg": _jpeg,
+}
+OF_FILES = ("airbench94", "resnet18_cifar10")

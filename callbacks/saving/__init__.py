@@ -1,1 +1,0 @@
-"""What the checkpoint callback is made of: when it saves, and which of the saved is the best."""

@@ -1,1 +1,0 @@
-"""Loops and scripts written by hand, which benchmarks compare with."""

@@ -1,1 +1,0 @@
-"""The choices of each configuration group: listed, copied, completed."""

@@ -1,1 +1,0 @@
-"""Whether this machine can train: each check is one line, good or with its cure."""

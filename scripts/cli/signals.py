@@ -1,0 +1,94 @@
+"""Signals: before there is anything to save they end the command, a run they end after its update.
+
+A second Ctrl-C ends a run at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainer.errors import EXIT_CODES, leave_at_once, stopping_signals
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_PR_SET_PDEATHSIG = 1
+_early: list[int] = []
+
+
+class StoppedEarlyError(BaseException):
+    """A signal arrived before there was anything to save."""
+
+    from_outside = True  # not an error of the code that it interrupts
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name}: there was nothing to save")
+
+
+def end_on_signals() -> None:
+    """End the command on a signal, as long as there is nothing to save."""
+
+    def stop_early(number: int, frame: FrameType | None) -> None:
+        _early.append(number)
+        raise StoppedEarlyError(number)
+
+    for number in stopping_signals():
+        signal.signal(number, stop_early)
+
+
+def end_with_parent(number: int) -> None:
+    """Ask Linux for a signal when the parent process dies; other systems send none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+@contextmanager
+def stop_signals(trainer: Trainer) -> Iterator[None]:
+    """Turn signals into requests to stop within the context; main thread only.
+
+    The handler sets a flag and raises nothing: it may interrupt any code, such as a user's
+    `except:` or a swap of random states. Code that waits polls the flag. A signal that arrived
+    before, and whose exception was swallowed, counts.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        code = EXIT_CODES[signal.Signals(number)]
+        if number == signal.SIGINT and trainer.state.signal:
+            if trainer.is_main:
+                leave_after_second_interrupt()
+            leave_at_once(code)
+        trainer.state.signal = trainer.state.signal or (signal.Signals(number).name, code)
+        trainer.group.on_signal()
+
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in stopping_signals()}
+    if _early:
+        handle(_early[-1], None)
+    try:
+        yield
+    except BaseException:
+        if trainer.group.world_size > 1:
+            # A launcher stops the peers of a failed process: this one already ends.
+            previous = dict.fromkeys(previous, signal.SIG_IGN)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leave_after_second_interrupt() -> NoReturn:
+    """Say so and end this process; what is on disk is whole at every moment."""
+    way_out = "resume=auto goes on from the last checkpoint"
+    line = f"error: ended at once by a second Ctrl-C, nothing more was saved; {way_out}\n"
+    bar = "\n" if os.isatty(2) else ""  # a progress bar may stand in the line
+    with suppress(OSError):  # past Python's stream, whose lock the interrupted code may hold
+        os.write(2, f"{bar}{line}".encode())
+    leave_at_once(EXIT_CODES[signal.SIGINT])

@@ -1,1 +1,0 @@
-"""Runs that were made: read from their directories, compared, removed."""

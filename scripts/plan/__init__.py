@@ -1,1 +1,0 @@
-"""The plan of a run, which `dry_run=true` prints."""

@@ -1,1 +1,0 @@
-"""`demo`: a run's model behind a page and a JSON address, on this machine."""

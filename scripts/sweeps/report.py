@@ -1,0 +1,229 @@
+"""`report.png` of a sweep: the metric against each swept value, curves, and what matters."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.sweeps.leaderboard import Job, Ranking, short_keys
+from trainer.files.atomic import replacing
+from trainer.files.log_format import on_one_line
+from trainer.runs.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import SubFigure
+
+FILE = "report.png"
+LOSSES = ("train/epoch_loss", "val/loss")  # whose curves are drawn beside the metric's
+FEWEST = 8  # finished jobs that an estimate of importance needs
+_CURVES, _NAMED, _AXES, _COLUMNS = 30, 10, 12, 3  # jobs, those in the legend, keys, panels a row
+_POINTS = 400  # of a curve, at most
+
+
+def write_report(
+    folder: Path, jobs: Sequence[Job], ranking: Ranking, varied: Sequence[str]
+) -> None:
+    """Draw what the jobs have data for, and say where it is, or why there is nothing."""
+    try:
+        drawn = draw(folder / FILE, jobs, ranking, varied)
+    except ImportError:
+        said = f"{FILE} takes the package matplotlib: pip install matplotlib"
+    except Exception as error:  # a picture must not end a sweep
+        said = f"no {FILE}: {type(error).__name__}: {error}"
+    else:
+        said = f"report: {folder / FILE}" if drawn else f"no {FILE}: no job has a result"
+    print(on_one_line(said))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The values of a swept key on an axis: numbers, or a position for each word."""
+
+    places: dict[int, float]  # by number of job
+    words: list[str]
+    log: bool
+
+    @classmethod
+    def of(cls, key: str, jobs: Sequence[Job]) -> Scale:
+        """Return the scale of a key: words if any value is not a number."""
+        texts = {job.number: job.overrides[key] for job in jobs if key in job.overrides}
+        try:
+            places = {number: float(text) for number, text in texts.items()}
+        except ValueError:
+            places = {}
+        if not places or not all(map(math.isfinite, places.values())):
+            words = sorted(set(texts.values()))
+            return cls({n: float(words.index(text)) for n, text in texts.items()}, words, False)
+        low, high = min(places.values()), max(places.values())
+        return cls(places, [], log=low > 0 and high > 10**1.5 * low)
+
+    def shares(self) -> dict[int, float]:
+        """Return the places from 0 (the lowest) to 1 (the highest)."""
+        moved = {n: math.log(x) if self.log else x for n, x in self.places.items()}
+        low, high = min(moved.values()), max(moved.values())
+        return {n: (x - low) / (high - low) if high > low else 0.5 for n, x in moved.items()}
+
+
+def draw(file: Path, jobs: Sequence[Job], ranking: Ranking, varied: Sequence[str]) -> bool:
+    """Write the picture; return False where no job has a result. Raises ImportError."""
+    figures = importlib.import_module("matplotlib.figure")
+    with_results = [
+        j for j in ranking.ranked(jobs) if ranking.value(j) is not None and not j.failed
+    ]
+    curves = {job.number: _curves(job, ranking.name) for job in ranking.ranked(jobs)[:_CURVES]}
+    keys = [k for k in varied if len({job.overrides.get(k) for job in jobs}) > 1][:_AXES]
+    shares = importances(with_results, ranking, keys)
+    parts: list[tuple[float, Any, tuple[Any, ...]]] = []  # height, function, arguments
+    if with_results and keys:
+        rows = -(-len(keys) // _COLUMNS)
+        parts.append((0.5 + 3.0 * rows, _values, (with_results, ranking, keys)))
+    if any(curves.values()):
+        parts.append((4.5, _draw_curves, (ranking.ranked(jobs), curves, keys)))
+    if with_results and keys:
+        parts.append((4.0, _parallel, (with_results, ranking, keys)))
+    if shares:
+        parts.append((1.0 + 0.3 * len(shares), _importance, (shares,)))
+    if not parts:
+        return False
+    heights = [height for height, _, _ in parts]
+    # Keys and values are text: `$` in them starts no formula.
+    settings = {"text.parse_math": False, "font.size": 9, "axes.grid": True}
+    with importlib.import_module("matplotlib").rc_context(settings):
+        figure = figures.Figure(figsize=(12, sum(heights)), layout="constrained")
+        places = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for place, (_, function, arguments) in zip(places, parts, strict=True):
+            function(place, *arguments)
+        with replacing(file) as target:
+            figure.savefig(target, format="png", dpi=110)
+    return True
+
+
+def _values(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str]) -> None:
+    figure.suptitle(f"{ranking.name} against each value (x: pruned, star: the best)")
+    panels = figure.subplots(-(-len(keys) // _COLUMNS), _COLUMNS, squeeze=False).flat
+    for key, name, axes in zip(keys, short_keys(keys), panels, strict=False):
+        scale = Scale.of(key, jobs)
+        for marker, chosen in (
+            ("o", [job for job in jobs if job.state != "pruned"]),
+            ("x", [job for job in jobs if job.state == "pruned"]),
+            ("*", jobs[:1]),
+        ):
+            there = [job for job in chosen if job.number in scale.places]
+            heights = [ranking.value(job) for job in there]
+            size = 120 if marker == "*" else None
+            axes.scatter([scale.places[j.number] for j in there], heights, size, marker=marker)
+        axes.set_xlabel(name)
+        if scale.words:
+            axes.set_xticks(range(len(scale.words)), [w[:20] for w in scale.words], rotation=15)
+        elif scale.log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")  # the usual one writes formulas
+            axes.xaxis.set_minor_formatter("")
+    for axes in list(panels):  # those without a key
+        axes.set_axis_off()
+
+
+def _draw_curves(
+    figure: SubFigure, jobs: list[Job], curves: dict[int, dict[str, Any]], keys: list[str]
+) -> None:
+    figure.suptitle(f"learning curves of the {len(curves)} best jobs, the best is the darkest")
+    names = list(dict.fromkeys(name for found in curves.values() for name in found))
+    short = dict(zip(keys, short_keys(keys), strict=True))
+    drawn = [job for job in jobs if curves.get(job.number)]
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for place, (job, colour) in enumerate(zip(drawn, _colours(len(drawn)), strict=True)):
+            values = (f"{short[k]}={job.overrides[k][:12]}" for k in keys if k in job.overrides)
+            label = f"{job.number}: {', '.join(values)}"[:60] if place < _NAMED else None
+            points = curves[job.number].get(name, [])
+            marker = "." if len(points) < 20 else None
+            axes.plot(*zip(*points, strict=True), color=colour, label=label, marker=marker)
+        axes.set_xlabel("step")
+        axes.set_title(name)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+
+
+def _parallel(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str]) -> None:
+    figure.suptitle("parallel coordinates (dotted: pruned)")
+    axes = figure.subplots()
+    results = {job.number: ranking.value(job) or 0.0 for job in jobs}
+    scales = [*(Scale.of(key, jobs) for key in keys), Scale(results, [], False)]
+    columns = [scale.shares() for scale in scales]
+    colours = _colours(len(jobs))
+    for job, colour in reversed(list(zip(jobs, colours, strict=True))):  # the best on top
+        points = [
+            (x, column[job.number]) for x, column in enumerate(columns) if job.number in column
+        ]
+        axes.plot(*zip(*points, strict=True), ":" if job.state == "pruned" else "-", color=colour)
+    for x, (scale, column) in enumerate(zip(scales, columns, strict=True)):
+        ends = {column[n]: f"{place:.4g}" for n, place in scale.places.items()}
+        shown = {y: ends[y] for y in (min(ends), max(ends))}
+        if scale.words:
+            shown = {column[n]: scale.words[int(p)][:16] for n, p in scale.places.items()}
+        for y, text in shown.items():
+            axes.annotate(text, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=8)
+    axes.set_xticks(range(len(columns)), [*short_keys(keys), ranking.name], rotation=15)
+    axes.set_yticks([])
+
+
+def _importance(figure: SubFigure, shares: dict[str, float]) -> None:
+    figure.suptitle("how much each key matters (PED-ANOVA, shares of 1)")
+    names = short_keys(list(shares))[::-1]
+    figure.subplots().barh(names, list(shares.values())[::-1])
+
+
+def _colours(count: int) -> list[Any]:
+    viridis = importlib.import_module("matplotlib").colormaps["viridis"]
+    return [viridis(0.9 * n / max(1, count - 1)) for n in range(count)]
+
+
+def _curves(job: Job, metric: str) -> dict[str, list[tuple[int, float]]]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in read_metrics(job.run_dir):
+        for name in dict.fromkeys((metric, *LOSSES)):
+            value = line.get(name)
+            if isinstance(value, int | float) and math.isfinite(value) and "step" in line:
+                curves.setdefault(name, []).append((line["step"], float(value)))
+    strides = {name: -(-len(curve) // _POINTS) for name, curve in curves.items()}
+    return {name: [*curve[: -1 : strides[name]], curve[-1]] for name, curve in curves.items()}
+
+
+def importances(jobs: Sequence[Job], ranking: Ranking, keys: Sequence[str]) -> dict[str, float]:
+    """Return each key's share, the largest first, of a grid as of a search; {} if none is known."""
+    ended = [job for job in jobs if job.state != "pruned"]
+    if not keys or len(ended) < FEWEST or len({ranking.value(job) for job in ended}) < 2:
+        return {}
+    try:
+        optuna: Any = importlib.import_module("optuna")
+    except ImportError:
+        print("importance takes the package optuna: pip install optuna")
+        return {}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    kinds = optuna.distributions
+    scales, known = {key: Scale.of(key, ended) for key in keys}, {}
+    for key, scale in scales.items():
+        low, high = min(scale.places.values()), max(scale.places.values())
+        number = kinds.FloatDistribution(low, high, log=scale.log)
+        known[key] = kinds.CategoricalDistribution(scale.words) if scale.words else number
+    study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
+    for job in ended:
+        values = {
+            key: job.overrides[key] if scale.words else scale.places[job.number]
+            for key, scale in scales.items()
+            if key in job.overrides
+        }
+        trial = optuna.trial.create_trial(
+            params=values,
+            distributions={key: known[key] for key in values},
+            value=ranking.value(job),
+        )
+        study.add_trial(trial)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shares: dict[str, float] = optuna.importance.get_param_importances(study)
+    return shares

@@ -1,1 +1,0 @@
-"""The report of a sweep: its table, its pictures, and one page with all of it."""

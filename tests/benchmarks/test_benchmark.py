@@ -1,0 +1,192 @@
+"""Each benchmark with tiny sizes: contenders do the same, medians, the file says all."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from benchmarks import __main__ as benchmark
+from benchmarks import (
+    checkpoint,
+    cifar10_fast,
+    data,
+    ddp,
+    evaluate,
+    gpu,
+    growth,
+    predict,
+    report,
+    start,
+    step,
+    sweep,
+    train,
+)
+from benchmarks.report import Report, Row
+from conf.errors import ConfigError
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+
+
+TINY: dict[Any, dict[str, Any]] = {
+    step: {"BLOCK": 5, "WARMUP": 1, "BLOCKS": 2},
+    data: {"IN_MEMORY": 256, "SMALL": 128, "LARGE": 8, "LARGE_BATCH": 4, "PHOTOGRAPHS": 4}
+    | {"WORKERS": 0, "TELEPHONE": (400, 300), "LEAST": 0.0},
+    sweep: {"JOBS": 1, "RUN": (*sweep.RUN, "debug=fast")},
+    train: {"network": linear, "BATCH": 4, "PAIRS": 1, "START": "fork"},
+    evaluate: {"NETWORKS": {"resnet18": (linear, 2)}, "BATCH": 8},
+    predict: {"SAMPLES": 70, "OVERRIDES": (*predict.OVERRIDES, "model=mlp")},
+    growth: {"DECADES": range(1, 3), "UPDATES": 8}
+    | {"ORDERS": {kind: (make, range(3, 5)) for kind, (make, _) in growth.ORDERS.items()}},
+    checkpoint: {"network": pooled},
+    start: {},
+    ddp: {"STARTS": 1, "PROCESSES": (1,)},
+}
+COMMANDS = (sweep, start, ddp)  # start processes
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    for name, value in TINY[request.param].items():
+        monkeypatch.setattr(request.param, name, value)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        pytest.param(
+            module,
+            id=module.__name__,
+            marks=[pytest.mark.slow] if module in COMMANDS else [],
+        )
+        for module in TINY
+    ],
+    indirect=True,
+)
+def test_a_benchmark_prints_its_table_and_writes_its_file(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tiny.__name__.partition(".")[2]
+    assert benchmark.benchmark([name, "--rounds", "1", "--output", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    headline = next(key for key in written if key.startswith("ratio_to_"))
+    assert written[headline] > 0
+    assert all(row["value"] > 0 for row in written["rows"])
+    assert written["machine"]["torch"] == torch.__version__
+    assert f"{headline}: " in capsys.readouterr().out
+    if tiny is step:
+        assert {"cpu_ratio_to_handwritten", "cpu_ratio_all_off_to_bare"} < written.keys()
+
+
+@pytest.mark.parametrize("tiny", [step], indirect=True)
+def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path) -> None:
+    weights = []
+    for contender in (step.by_hand, step.ours):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+        optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
+        loader = DataLoader(step.Batches(), batch_size=None)
+        with contextlib.redirect_stderr(report.Terminal()):
+            contender(model, optimizer, loader, tmp_path / contender.__name__)
+        weights.append([p.detach() for p in model.parameters()])
+    for by_hand, ours in zip(*weights, strict=True):
+        torch.testing.assert_close(by_hand, ours)
+
+
+def test_an_evaluation_by_hand_finds_the_same() -> None:
+    trainer, loader = evaluate._parts(linear(), 1)
+    assert evaluate.ours(trainer, loader) == pytest.approx(evaluate.bare(trainer, loader))
+
+
+def test_contenders_run_in_turn_and_ratios_are_medians_within_a_turn() -> None:
+    order: list[str] = []
+    times = iter([1.0, 1.0, 10.0, 11.0, 100.0, 120.0])
+
+    def run(name: str) -> float:
+        order.append(name)
+        return next(times)
+
+    found = report.in_turn({name: lambda name=name: run(name) for name in "ab"}, rounds=2)
+    assert order == list("ababab")
+    assert found == {"a": [10, 100], "b": [11, 120]}
+    assert report.paired(found["b"], found["a"]) == pytest.approx(1.15)
+    rows = report.compared(found, {"b": "a"})
+    assert [(row.value, row.ratio) for row in rows] == [(55, None), (65.5, pytest.approx(1.15))]
+
+
+def test_a_report_reads_well() -> None:
+    rows = [Row("ours", 12.34, 10, 20, 1.05, "theirs"), Row("theirs", 11.75, 11, 12)]
+    lines = Report("x", "Cost of x", "µs", rows, {"ratio": 1.05}).text().splitlines()
+    assert lines[0] == "Cost of x"
+    assert any(line.split()[:2] == ["ours", "12.3"] and "1.050" in line for line in lines)
+    assert lines[-1] == "ratio: 1.050"
+
+
+def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
+    small = {"epochs": 6, "batch": 20, "widths": (16, 16, 16), "lr": 0.1}
+    assert cifar10_fast.train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
+
+
+def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path, tmp_path: Path) -> None:
+    words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
+    found = gpu.measure(1, words, tmp_path)
+    assert len(found.rows) == 14
+    assert all(row.value >= 0 for row in found.rows)
+    assert "failed" not in found.text()
+    assert found.headlines["airbench94_ratio_to_handwritten"] > 0
+    assert found.headlines["resnet50_kernels_ratio_to_handwritten"] < 1.5
+    assert found.headlines["resnet50_jpeg_share_of_time"] > 0
+    assert found.headlines["resnet18_cifar10_accuracy"] >= 0
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(written["settings"]["parts"]) == list(gpu.PARTS)
+
+
+def test_parts_of_the_gpu_benchmark_are_put_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What an earlier call found stays; a part that fails is told and ends no other."""
+
+    def out_of_memory(rig: Any, rounds: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def found(name: str) -> Any:
+        return lambda rig, rounds: ([Row(name, rounds, 0, 9)], {f"{name}_ratio": float(rounds)})
+
+    parts = {"first": found("first"), "second": out_of_memory, "third": found("third")}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    gpu.measure(1, ["device=cpu", "parts=first"], tmp_path)
+    whole = gpu.measure(2, ["device=cpu", "parts=second,third"], tmp_path)
+    assert whole.headlines == {"first_ratio": 1, "third_ratio": 2}
+    assert [row.name for row in whole.rows] == ["first", "third"]
+    message = "second failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert message in whole.text().splitlines()
+    assert json.loads((tmp_path / "gpu.json").read_text())["third_ratio"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        pytest.param(["cifar10_fast", "data.root=/nowhere"], r"give data\.root=DIR", id="no data"),
+        pytest.param(["step", "data.root=somewhere"], "step takes no overrides", id="override"),
+        pytest.param(["gpu"], "needs a GPU, and torch finds none here", id="no GPU"),
+        pytest.param(["gpu", "device=cpu", "parts=x"], "gpu has no part 'x': there are", id="part"),
+    ],
+)
+def test_a_mistake_is_answered(
+    words: list[str], answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=answer):
+        benchmark.benchmark(words)

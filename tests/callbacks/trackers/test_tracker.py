@@ -1,0 +1,205 @@
+"""A tracker that is a list: what is sent, once, and what happens while it is down."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callbacks.metrics_log import MetricsLog
+from callbacks.recorders import tracker as module
+from callbacks.recorders.settings import Names
+from callbacks.recorders.tracker import Tracker
+from conf.errors import ConfigError
+from trainer import snapshot
+from trainer.callback import Callback, Results
+
+Store = dict[str, list[tuple[int, str, float]]]  # tracked runs, with their points
+
+
+class Listed(Tracker):
+    package = "torch"
+
+    def __init__(self, store: Store) -> None:
+        super().__init__("links", 1.0)
+        self.store = store
+        self.down = False
+        self.ended: list[str] = []
+        self.run_id = ""
+
+    def connect(self, names: Names, tracked: Mapping[str, str]) -> dict[str, str]:
+        self._fail_if_down()
+        self.run_id = tracked.get("run_id", "")
+        if not self.run_id:
+            self.run_id = f"{names.project}-{len(self.store)}"
+            self.store[self.run_id] = []
+        return {"run_id": self.run_id}
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        self._fail_if_down()
+        self.store[self.run_id] += [(step, k, v) for k, v in values.items() if k != "epoch"]
+
+    def send_media(self, step: int, name: str, media: Any) -> None:
+        self._fail_if_down()
+        self.store[self.run_id].append((step, name, 0.0))
+
+    def send_end(self, results: Results) -> None:
+        self._fail_if_down()
+        self.ended.append(results.state)
+
+    def address(self) -> str:
+        return self.run_id
+
+    def _fail_if_down(self) -> None:
+        if self.down:
+            raise ConnectionError("no route to host")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def points(store: Store) -> list[tuple[int, str, float]]:
+    (run,) = store.values()
+    return run
+
+
+@pytest.mark.parametrize("cut", [3, 5, 6])
+def test_a_resumed_run_goes_on_without_doubled_points(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
+) -> None:
+    whole: Store = {}
+    store: Store = {}
+    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    first = make_trainer({"tracker": Listed(store), "stop": stop_at(cut)}, tmp_path / "cut")
+    second = make_trainer({"tracker": Listed(store)}, tmp_path / "cut")
+    third = make_trainer({"tracker": Listed(store)}, tmp_path / "cut")
+    first.fit()
+    carry_over(first, second)
+    carry_over(first, third)
+    second.fit()  # killed at its end: the checkpoint is still the first one's
+    third.fit()
+    assert sorted(points(store)) == sorted(points(whole))
+
+
+def test_other_hyper_parameters_begin_another_tracked_run(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any
+) -> None:
+    store: Store = {}
+    first = make_trainer({"tracker": Listed(store), "stop": stop_at(5)}, tmp_path)
+    second = make_trainer({"tracker": Listed(store)}, tmp_path)
+    third = make_trainer({"tracker": Listed(store)}, tmp_path, lr=0.01)
+    first.fit()
+    kept = points(store).copy()
+    lines = [{"step": step, "epoch": 0, key: value} for step, key, value in kept]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    payload = snapshot.take(first)
+    carry_over(first, second)
+    second.fit()
+    snapshot.restore(third, payload, hyper_parameters=False)
+    third.fit()
+    old, new = store.values()
+    assert new[: len(kept)] == kept
+    assert sorted({s for s, *_ in new}) == sorted({s for s, *_ in old})
+    assert [p for p in new if p[0] > 5] != [p for p in old if p[0] > 5]
+
+
+def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
+    make_trainer: Any, tmp_path: Path, caplog: Any, clock: list[float]
+) -> None:
+    whole: Store = {}
+    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    tracker = Listed({})
+    tracker.down = True
+    trainer = make_trainer({"log": MetricsLog(), "tracker": tracker}, tmp_path / "down")
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+        tracker.down = False
+        trainer.log_text("words", "lost: pictures and texts do not wait")
+        trainer.log({"test/loss": 1.0})  # within the pause
+        assert tracker.store == {}
+        clock[0] += 61
+        trainer.log({"test/accuracy": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "callbacks.tracker: no route to host; training continues without it"
+    ]
+    assert points(tracker.store)[:-2] == points(whole)
+    trainer.end(Results("pruned"))
+    assert tracker.ended == ["pruned"]
+
+
+def test_a_tracker_that_goes_down_for_a_while_misses_nothing(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    class Outage(Callback):
+        def on_update_end(self, trainer: Any) -> None:
+            tracker.down = trainer.state.global_step > 3
+
+    whole: Store = {}
+    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    tracker = Listed({})
+    callbacks = {"outage": Outage(), "log": MetricsLog(), "tracker": tracker}
+    trainer = make_trainer(callbacks, tmp_path / "down")
+    trainer.fit()
+    assert {step for step, *_ in points(tracker.store)} == {2}
+    tracker.down = False
+    trainer.end(Results("finished"))
+    assert sorted(points(tracker.store)) == sorted(points(whole))
+
+
+def test_what_a_tracker_missed_is_sent_by_the_next_start(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any
+) -> None:
+    whole: Store = {}
+    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
+    down, up = Listed({}), Listed({})
+    down.down = True
+    callbacks = {"log": MetricsLog(), "tracker": down, "stop": stop_at(7)}
+    first = make_trainer(callbacks, tmp_path / "cut")
+    second = make_trainer({"log": MetricsLog(), "tracker": up}, tmp_path / "cut")
+    first.fit()
+    first.end(Results("preempted"))
+    carry_over(first, second)
+    second.fit()
+    assert sorted(points(up.store)) == sorted(points(whole))
+
+
+def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path: Path) -> None:
+    job = tmp_path / "night" / "3"
+    job.mkdir(parents=True)
+    (job / "config.yaml").write_text("name: digits\noptimizer: {lr: 0.1}\n")
+    (job / "overrides.yaml").write_text(
+        "- optimizer.lr=0.1\n- +data.seed=2\n- trainer.max_epochs=1\n"
+    )
+    alone = Names.of(job, "")
+    assert (alone.project, alone.run, alone.sweep) == ("digits", "3", None)
+    (tmp_path / "night" / "sweep.json").write_text('{"swept": ["optimizer.lr", "data.seed"]}')
+    names = Names.of(job, "")
+    assert (names.project, names.run, names.sweep) == ("digits", "lr=0.1,seed=2", "digits/night")
+    assert Names.of(tmp_path / "x", "name: y").project == "y"  # from Python: no config.yaml
+
+
+@pytest.mark.parametrize("artifacts", ["links", "files", None])
+def test_files_of_a_run_are_bounded(tmp_path: Path, artifacts: str | None) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "trackers").mkdir()
+    for name, size in (("a.yaml", 10), ("checkpoints/step-2.pt", 900), ("trackers/x.json", 5)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "checkpoints" / "best.pt").hardlink_to(tmp_path / "checkpoints" / "step-2.pt")
+    (tmp_path / ".tmp-b").touch()
+    (tmp_path / ".lock").touch()
+    tracker = Listed({})
+    tracker.run, tracker.artifacts, tracker._megabytes = tmp_path, artifacts, 1e-4
+    expected = ["a.yaml", "checkpoints/best.pt"] if artifacts == "links" else ["a.yaml"]
+    assert list(tracker.files()) == expected
+
+
+def test_a_package_that_is_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listed, "package", "not_here")
+    with pytest.raises(ConfigError, match="not_here is not installed: pip install not_here"):
+        Listed({})

@@ -1,0 +1,165 @@
+"""Every mistake of the table names its key, file and way out, all of them together (I9)."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.check import parse
+from conf.errors import ConfigError
+from scripts.composition.compose import compose
+from trainer.assembly.check import check_targets
+
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "mistakes.yaml").read_text())
+HEAD = "# @package _global_\n"
+
+
+def check(argv: list[str]) -> None:
+    composed = compose(argv)
+    with composed.locating():
+        check_targets(parse(composed.config))
+
+
+def mistakes(*argv: str) -> ConfigError:
+    """Return the error that a command line ends in, before data are read or anything is built."""
+    with pytest.raises(ConfigError) as caught:
+        check(list(argv))
+    return caught.value
+
+
+def mine(folder: Path, text: str | bytes) -> list[str]:
+    """Write an experiment into a folder of the user's; return the line that chooses it."""
+    (folder / "experiment").mkdir(exist_ok=True)
+    content = text if isinstance(text, bytes) else text.encode()
+    (folder / "experiment" / "mine.yaml").write_bytes(content)
+    return ["--config-dir", str(folder), "experiment=mine"]
+
+
+def line(row: list) -> list[str]:
+    return row[0] if isinstance(row[0], list) else row[0].split(" ")
+
+
+def rounds(name: str) -> list:
+    """Share rows out so that a round has one for each key; all are reported together."""
+    found: list[list] = []
+    for row in TABLE[name]:
+        free = [one for one in found if all(row[1] != other[1] for other in one)]
+        if free:
+            free[0].append(row)
+        else:
+            found.append([row])
+    return [pytest.param(rows, id=f"{name}-{n}") for n, rows in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        *(one for name in ("together", "arguments", "targets") for one in rounds(name)),
+        *(pytest.param([row], id=str(row[0])) for row in TABLE["alone"]),
+    ],
+)
+def test_a_mistake_names_its_key_and_the_way_out(rows: list) -> None:
+    typed = [override for row in rows for override in line(row)]
+    first = [] if len(rows) == 1 and typed[0].startswith("experiment=") else ["experiment=resnet18"]
+    error = mistakes(*first, *typed)
+    assert error.exit_code == 2
+    for row in rows:
+        message = " ".join(str(p) for p in error.problems if p.key == row[1])
+        assert [text for text in row[2:] if text not in message] == [], (row, message)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=repr(row[0])) for row in TABLE["files"]])
+def test_a_mistake_in_a_file_is_told_with_its_line_and_does_nothing(
+    row: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    message = str(mistakes(*mine(tmp_path, f"{HEAD}{row[0]}\n")))
+    assert [text for text in row[1:] if text not in message] == [], message
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment"]
+    assert dict(os.environ) == before
+
+
+def test_all_mistakes_come_together() -> None:
+    typed = ["lrr=1", "seed=-1", "+foo.bar=2", "model=resnet19", "a=[1", "~zz", "name=../x"]
+    error = mistakes("experiment=resnet18", *typed)
+    keys = [problem.key for problem in error.problems]
+    assert keys == ["a=[1", "model", "zz", "lrr", "foo", "name", "seed"]
+    assert str(error).startswith("7 mistakes")
+    assert len(str(error).splitlines()) == 8
+
+
+def test_a_mistake_in_a_file_names_file_and_line(tmp_path: Path) -> None:
+    (problem,) = mistakes(
+        *mine(tmp_path, f"# train experiment=mine\n{HEAD}trainer:\n  max_epoch: 3\n")
+    ).problems
+    assert problem.key == "trainer.max_epoch"
+    assert problem.file == f"{tmp_path / 'experiment/mine.yaml'}:4"
+    assert problem.hint == "did you mean trainer.max_epochs?"
+
+
+def test_a_file_without_its_package_is_the_only_mistake(tmp_path: Path) -> None:
+    text = "defaults:\n  - override /model: mlp\ntrainer: {max_steps: 2}\n"
+    message = str(mistakes(*mine(tmp_path, text)))
+    assert message.startswith("must open with `# @package _global_`")
+    assert "\n" not in message
+
+
+def test_lists_that_lead_back_to_themselves_are_named(tmp_path: Path) -> None:
+    typed = mine(tmp_path, f"{HEAD}defaults: [other]\n")
+    (tmp_path / "experiment" / "other.yaml").write_text(f"{HEAD}defaults: [mine]\n")
+    message = str(mistakes(*typed))
+    assert "mine.yaml" in message
+    assert "other.yaml" in message
+
+
+def test_a_file_may_not_call_itself_part_of_hydra(tmp_path: Path) -> None:
+    text = "# @package hydra.job\nenv_set: {A: b}\n"
+    assert "Hydra's own keys" in str(mistakes(*mine(tmp_path, text)))
+
+
+def test_aliases_that_multiply_end_at_once(tmp_path: Path) -> None:
+    text = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    text += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    assert "aliases write out" in str(mistakes(*mine(tmp_path, HEAD + text)))
+
+
+def test_a_folder_of_configs_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    assert "there is no folder" in str(mistakes("--config-dir", str(tmp_path / "nowhere")))
+    assert "--config-dir" in str(mistakes("--config-dir", "d" * 300))
+    monkeypatch.setattr("scripts.composition.folders.os.scandir", refuse)
+    assert "Permission denied" in str(mistakes("--config-dir", str(tmp_path)))
+
+
+def test_what_the_command_line_may_say_and_a_file_may_not() -> None:
+    typed = ["run_dir=/my/out", "resume=auto", "data.root='http://HOST/${oc.env:HOME}'"]
+    config = compose(["data=image_folder", *typed]).config
+    assert (config["run_dir"], config["resume"]) == ("/my/out", "auto")
+    assert config["data"]["root"] == config["data"]["train"]["root"]
+    assert compose(["data=cifar10"]).config["data"]["root"]  # a path of the environment
+
+
+def test_values_of_a_class_can_be_monitored() -> None:
+    typed = ["task/metrics=per_class", "callbacks.checkpoint.monitor=val/accuracy_3"]
+    check(["experiment=resnet18", *typed])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"mode": "max-autotune", "dynamic": None, "fullgraph": True}, id="mode"),
+        pytest.param({"backend": "inductor", "options": {"max_autotune": True}}, id="switch"),
+        pytest.param({"options": {"aggressive_fusion": False, "x.y": 0.5}}, id="numbers"),
+    ],
+)
+def test_what_compilation_takes(given: dict) -> None:
+    config = compose(["experiment=resnet18", "model=mlp"]).config
+    config["trainer"]["compile"] = given
+    parse(config)

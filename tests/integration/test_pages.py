@@ -1,0 +1,392 @@
+"""What the README and the pages of docs/ show is what there is: commands, code, files, messages.
+
+Commands run block by block, in a folder that has what they name. Their limits are tiny, and the
+network is a small one; sweeps and runs over several processes are dry ones. What several pages show
+runs once. What cannot run here stands in `NOT_HERE` with its reason.
+"""
+
+import ast
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from sklearn.datasets import load_digits
+from torch import nn
+from torchvision.io import write_jpeg, write_png
+
+from conf.check import parse
+from scripts.composition.compose import compose
+from trainer.assembly.check import check_targets
+from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.task import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+README = TEXTS["README.md"]
+FENCED = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+OWN = FENCED.findall(README.split("## Add your own")[1].split("\n## ")[0])
+COMMAND = re.compile(
+    r"^(?: {4})?(?:uv run )?"
+    r"((?:train|evaluate|predict|regimen(?! \d)|python -m scripts\.\w+) .*)$"
+)
+NOT_HERE = {  # by what they begin with, or hold
+    "regimen demo": "does not end; tests/integration/test_demo.py",
+    "regimen doctor": "half a minute; tests/scripts/test_doctor.py",
+    "regimen new": "tests/integration/test_newcomer_project.py",
+    "--config-dir conf model=mine": "below, with its files",
+    "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/test_clusters.py",
+    "sweep=ray": "needs Ray; tests/scripts/sweeps/test_clusters.py",
+    "data=cifar10 ": "downloads",
+    "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_airbench.py",
+    "experiment=resnet18_cifar10 data.root": "downloads",
+    "model.weights=torchvision:": "downloads",
+}
+NEEDS_RESNET = ("unfreeze", "run_dir=runs/base")  # which names its layers, or is fine-tuned
+SMALLER = {  # fewer jobs, trials and samples
+    "range(0,10)": "range(0,1)",
+    "data.fold=0,1,2,3,4": "data.fold=0,1",
+    "n_trials=30": "n_trials=2",
+    "=1024": "=16",
+    "model=resnet18": "model=small_cnn",
+}
+NO_REPORT = "sweep.report=false"
+LIMITS = ["debug=fast", "loader.batch_size=8", "loader.eval_batch_size=8", "loader.num_workers=0"]
+
+
+def blocks():
+    """Return the commands that stand below one another, by page and line."""
+    found = {}
+    for path in PAGES:
+        lines = enumerate(TEXTS[path.relative_to(ROOT).as_posix()].splitlines(), 1)
+        matches = ((number, COMMAND.match(line)) for number, line in lines)
+        for is_match, group in itertools.groupby(matches, lambda pair: pair[1] is not None):
+            if is_match:
+                (first, match), *more = group
+                name = f"{path.relative_to(ROOT).with_suffix('')}-{first}"
+                found[name] = [
+                    m[1].partition(" # ")[0].strip() for m in [match, *(m for _, m in more)]
+                ]
+    return found
+
+
+def reason(command):
+    """Return why a command does not run here, or None."""
+    return next((why for part, why in NOT_HERE.items() if part in command + " "), None)
+
+
+def pictures(folder, count, split="", size=32):
+    """Write digits as PNG files, a folder for each class."""
+    images, labels = load_digits(return_X_y=True)
+    for index, (image, label) in enumerate(zip(images[:count], labels, strict=False)):
+        place = folder / split / (f"class{label % 2}" if split else "")
+        place.mkdir(parents=True, exist_ok=True)
+        grown = torch.from_numpy(image.reshape(1, 8, 8) * 15).byte().repeat(3, size // 8, size // 8)
+        write_png(grown, str(place / f"{index:03}.png"))
+
+
+def tables(place):
+    """Write what data=table, tokens, shards and the prompts are read from."""
+    names = [f"c{number}" for number in range(12)]
+    rows = [[(row * (number + 3)) % 7 for number in range(12)] for row in range(60)]
+    lines = [",".join(map(str, [*row, sum(row), f"k{row[0] % 2}"])) for row in rows]
+    for path, column in (("houses.csv", 12), ("TABLES/train.csv", 13)):
+        (place / path).parent.mkdir(exist_ok=True)
+        kept = [[*line.split(",")[:12], line.split(",")[column]] for line in lines]
+        head = [*names, "price" if column == 12 else "kind"]
+        (place / path).write_text("".join(",".join(row) + "\n" for row in [head, *kept]))
+    (place / "book.txt").write_text("to be or not to be, that is the question. " * 400)
+    (place / "prompts.txt").write_text("to be\nor not\n")
+    (place / "TOKENS").mkdir()
+    np.save(place / "TOKENS" / "train.npy", np.arange(20 * 1025, dtype=np.uint16) % 50257)
+    for split in ("train", "val", "test"):
+        (place / "SHARDS").mkdir(exist_ok=True)
+        with tarfile.open(place / "SHARDS" / f"{split}-000.tar", "w") as shard:
+            for path in sorted((place / "DIR" / split).rglob("*.png")):
+                shard.add(path, f"{path.stem}.png")
+                label = path.parent.name.encode()
+                entry = tarfile.TarInfo(f"{path.stem}.cls")
+                entry.size = len(label)
+                shard.addfile(entry, io.BytesIO(label))
+
+
+@pytest.fixture(scope="module")
+def run(start):
+    """Run a command's words in a folder, to its end."""
+
+    def begin(words, folder):
+        program, *arguments = words
+        if program == "python":
+            program, arguments = words[2].removeprefix("scripts."), words[3:]
+        elif program == "regimen":
+            program, *arguments = arguments
+        return start(arguments, folder=folder, command=program).wait(300)
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def world(run, tmp_path_factory):
+    """Make what the pages name: data, pictures, finished runs, a sweep."""
+    place = tmp_path_factory.mktemp("world")
+    for split, count in (("train", 60), ("val", 20), ("test", 20)):
+        pictures(place / "DIR", count, split)
+    pictures(place / "photos", 3)
+    write_jpeg(torch.zeros(3, 32, 32, dtype=torch.uint8), str(place / "photos" / "last.jpg"))
+    pictures(place / "NEW_IMAGES", 3)
+    tables(place)
+    made = [
+        ["train", "experiment=resnet18", "model=small_cnn", "run_dir=RUN", *LIMITS],
+        ["train", "experiment=char_lm", "run_dir=runs/char_lm/TIME", *LIMITS],
+        ["train", "-m", "experiment=resnet18", "model=mlp", "seed=1,2", NO_REPORT, *LIMITS],
+        ["regimen", "quantize", "run=RUN", "samples=16"],
+        ["regimen", "export", "run=RUN", "format=torchscript"],
+        ["regimen", "cp", "experiment/resnet18", "my_configs/experiment/mine.yaml"],
+    ]
+    (place / "runs" / "char_lm").mkdir(parents=True)
+    for words in made:
+        done = run(words, place)
+        assert done.code == 0, done.err
+    (sweep,) = (place / "runs/resnet18/sweeps").iterdir()
+    sweep.rename(sweep.with_name("TIME"))
+    copy(sweep.with_name("TIME"), place / "runs/NAME/sweeps/TIME")
+    (place / "RUN/exports").rename(place / "exports")  # a block that exports begins without
+    os.link(place / "exports/quantized/model.onnx", place / "model.onnx")
+    for name in ("runs/resnet18/TIME", "runs/pets/TIME", "runs/mine", "RUN_A", "RUN_B"):
+        copy(place / "RUN", place / name)
+    return place
+
+
+def copy(source, target):
+    shutil.copytree(source, target, copy_function=os.link, symlinks=True)
+
+
+def limited(command):
+    """Return a command's words with tiny limits."""
+    command = re.sub(r"<time>", "TIME", command)
+    for large, small in SMALLER.items():
+        command = command.replace(large, small)
+    command = command.replace("step-00000120", "step-00000002")
+    command = command.partition(" > ")[0].replace("out=DIR", "out=OUT")
+    command = command.replace("resume=runs/", "model=small_cnn resume=runs/")
+    command = command.replace("embeddings:avgpool", "embeddings:pool")  # the small network's
+    for kind in ("TOKENS", "TABLES", "SHARDS"):
+        if f"data={kind.lower().removesuffix('s')}" in command or f"data={kind.lower()}" in command:
+            command = command.replace("=DIR", f"={kind}")
+    words = [word for word in shlex.split(command) if not word.startswith("[")]
+    if {"predict", "export", "quantize"} & {*words[:2]}:
+        return [*words, "overwrite=true"]  # commands of a block are often alternatives
+    if words[0] != "train" or "--help" in words:
+        return words
+    given = {word.partition("=")[0] for word in words}
+    limits = [limit for limit in LIMITS if limit.partition("=")[0] not in given]
+    if "experiment=resnet18" in words and "model" not in given:
+        limits += ["model=small_cnn"] * (not any(part in command for part in NEEDS_RESNET))
+    dry = {"strategy.devices=2", "-m"} & {*words} and "sweep=optuna" not in words
+    if dry and "dry_run" not in given:
+        limits += ["dry_run=true", *[NO_REPORT] * ("-m" in words)]
+    return [*words, *limits]
+
+
+def stands_alone(words):
+    """Return whether a command neither reads nor names a run."""
+    return words[0] == "train" and not any(w.startswith(("run_dir=", "resume=")) for w in words)
+
+
+@pytest.fixture(scope="module")
+def done_before():
+    """Commands that stand alone and have run."""
+    return set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commands", [pytest.param(c, id=name) for name, c in blocks().items()])
+def test_a_block_runs(commands, world, run, tmp_path, done_before):
+    here = [command for command in commands if reason(command) is None]
+    folder = tmp_path / "here"
+    copy(world, folder)
+    if any("run_dir=runs/mine" in command for command in here):
+        shutil.rmtree(folder / "runs/mine")
+    if any("RUN/exports" in command for command in here):
+        (folder / "exports").rename(folder / "RUN/exports")
+    for command in here:
+        words = tuple(limited(command))
+        if words in done_before:
+            continue
+        done = run(words, folder)
+        assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
+        if stands_alone(words):
+            done_before.add(words)
+
+
+def test_every_shell_reads_them():
+    """Brackets, parentheses and globs stand in quotes: zsh and bash have a use of their own."""
+    bare = [
+        command
+        for commands in blocks().values()
+        for command in commands
+        if set("[](){}*?") & set(re.sub(r"'[^']*'| \[\w+=\]", "", command))
+    ]
+    assert bare == []
+
+
+def test_every_exception_is_on_a_page():
+    shown = [command + " " for commands in blocks().values() for command in commands]
+    assert [part for part in NOT_HERE if not any(part in command for command in shown)] == []
+
+
+NOT_COMPOSED = (  # what a page shows within its text: names of the reader, mistakes, parts left out
+    "accumulate_grad_batches=4",
+    "--config-dir conf",
+    "mine.",
+    "-m ",
+    "...",
+)
+EXTRAS = ("torchmetrics", "timm", "transformers", "mlflow", "wandb")  # which may not be installed
+
+
+def inline():
+    """Return what the texts show after `train` that picks something."""
+    found = set()
+    for text in TEXTS.values():
+        for line in re.findall(r"(?:^|`|&& )train ([^`\n]*=[^`\n]*)", text, re.M):
+            found.add(line.partition("   ")[0].partition(" #")[0].partition(" [")[0].strip())
+    return sorted(line for line in found if not any(part in line for part in NOT_COMPOSED))
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, id=c) for c in inline()])
+def test_a_command_composes_and_its_targets_bind(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [word for word in shlex.split(command) if word not in ("-m", "--cfg", "job")]
+    base = [] if "experiment=" in command else ["experiment=resnet18"]
+    config = parse(compose([*base, *words]).config)
+    if not any(package in command for package in EXTRAS):
+        check_targets(config)
+
+
+@pytest.fixture(scope="module")
+def own_project(tmp_path_factory):
+    """Write the files that the README prints under "Add your own"."""
+    place = tmp_path_factory.mktemp("readme")
+    for kind, text in OWN:
+        if kind in ("python", "yaml"):
+            name = text.splitlines()[0].removeprefix("# ")  # the first line names the file
+            assert re.fullmatch(r"[\w/]+\.(py|yaml)", name), name
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+    return place
+
+
+def test_what_the_readme_adds_runs_as_printed(train, own_project):
+    lines = [line for kind, text in OWN if kind == "bash" for line in text.splitlines()]
+    commands = [line.partition(" #")[0].strip() for line in lines if line.strip()]
+    assert len(commands) >= 3
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "train"
+        done = train(arguments, folder=own_project)
+        assert done.code == 0, done.err
+        assert ("epoch 10\n" in done.out) == ("Shout" in command)
+
+
+def test_the_python_snippet_of_the_readme_trains(capsys):
+    snippets = [text for kind, text in FENCED.findall(README) if "trainer.fit()" in text]
+    exec(compile(snippets[0], "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0.9
+
+
+def test_the_task_of_one_s_own_is_one():
+    (code,) = (text for kind, text in FENCED.findall(TEXTS["docs/tasks.md"]) if kind == "python")
+    names = {}
+    exec(code, names)
+    assert issubclass(names["Cautious"], Task)
+
+
+def test_the_yaml_of_optimizers_builds():
+    layers = {"conv1": nn.Conv2d(1, 2, 3), "bn1": nn.BatchNorm2d(2), "fc": nn.Linear(2, 2)}
+    network = nn.ModuleDict({**layers, "hidden": nn.Linear(2, 2)})
+    blocks = [
+        text for kind, text in FENCED.findall(TEXTS["docs/optimization.md"]) if kind == "yaml"
+    ]
+    whole, rules, several, schedule = map(yaml.safe_load, blocks)
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.1}
+    assert [g.name for g in build_optimizers(network, whole["optimizer"]).groups()] == ["default"]
+    grouped = build_optimizers(network, {**sgd, **rules})
+    assert [row.group for row in grouped.table()] == ["no_decay", "head", "default", "frozen"]
+    both = build_optimizers(network, several["optimizer"])
+    assert [group.name for group in both.groups()] == ["muon", "adamw"]
+    built = build_lr_schedule(schedule["lr_scheduler"], both, 100, 10)
+    assert list(built.tracks) == ["muon", "adamw"]
+
+
+def test_the_readme_shows_an_experiment_whole_and_the_steps_of_the_dockerfile():
+    assert (ROOT / "conf/experiment/resnet18.yaml").read_text() in README
+    steps = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    shown = [step.replace(" --no-cache-dir", "").replace(" --no-cache", "") for step in steps]
+    assert len(shown) == 2
+    assert [s for s in shown if s.replace("$TORCH_BACKEND", "cpu") not in README] == []
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in PAGES])
+def test_links_lead_somewhere_and_files_that_are_named_exist(path):
+    text = TEXTS[path.relative_to(ROOT).as_posix()]
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    named = re.findall(r"(?:^|[ `])(tests/[\w/]+\.py)", text, re.M)
+    groups = "task|data|transforms|trainer|model|optimizer|lr_scheduler|callbacks"
+    named += [f"conf/{name}" for name in re.findall(rf"`((?:{groups})/[\w/]+\.yaml)`", text)]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_site_lists_every_page():
+    nav = yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    listed = re.findall(r"[\w/]+\.md", nav)
+    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+def test_the_messages_are_those_of_the_code():
+    packages = ("conf", "data", "models", "trainer", "callbacks", "scripts")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    # Literals next to each other are one text.
+    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(p.read_text(encoding="utf-8") for p in files))
+    shown = re.findall(r"^\| `([^`]+)` \|", TEXTS["docs/troubleshooting.md"], re.M)
+    assert len(shown) > 20
+    assert [message for message in shown if message not in text] == []
+
+
+def run_notebook(place):
+    """Run the cells one after the other, as a kernel does, and check what they end with."""
+    os.chdir(place)
+    cells = json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    names, values = {}, []
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        assert not cell["outputs"]
+        *statements, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(statements, []), "notebook", "exec"), names)
+        values.append(eval(compile(ast.Expression(last.value), "notebook", "eval"), names))
+    assert values[0] == 0
+    assert [epoch for epoch, _ in values[1]] == [1, 2, 3]
+    assert values[2][0][1:] == (1, 16, 16)
+    assert sum(int(said) == label for said, label in values[3]) >= 6
+    assert 0.5 < values[4] <= 1
+    assert type(values[5]).__name__ == "MLP"
+    assert [path.name for path in place.iterdir()] == ["runs"]
+
+
+def test_the_notebook_runs(server, tmp_path):
+    process = server.Process(target=run_notebook, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

@@ -1,0 +1,241 @@
+"""What differs from the run that is resumed, and one history wherever a kill breaks that off."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.check import fill_defaults
+from scripts.runs.resume import ABSENT, Moment, changes, go_back, going_back_to
+from trainer.checkpoints.index import Index
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import CheckpointError
+
+STEPS = (5, 10, 15, 20)
+MOMENT = Moment(
+    5, {"metrics.jsonl": len(b'{"step": 5}\n'), "events.out.tfevents.1.regimen": 3}, best=(5,)
+)
+CHANGING = ("replace", "link", "truncate", "unlink", "mkdir", "fsync")
+
+
+class Killed(BaseException):
+    """What comes instead of a kill -9."""
+
+
+def content(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.tensor([float(step)])}, "state": {"step": step}}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps; step 15 is its best, as step 5 was in its time."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    (run / "tensorboard").mkdir(parents=True)
+    store = CheckpointStore(run / "checkpoints")
+    for step in STEPS:
+        names = ["last", "best"] if step in (5, 15) else ["last"]
+        store.save(content(step), step=step, names=names)
+    (run / "checkpoints" / "best.safetensors").write_bytes(b"of 15")
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in STEPS)
+    (run / "metrics.jsonl").write_text(lines)
+    (run / "tensorboard" / "events.out.tfevents.1.regimen").write_bytes(b"abcdef")
+    (run / "tensorboard" / "events.out.tfevents.2.regimen").write_bytes(b"ghi")
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return copied(finished, tmp_path / "run")
+
+
+def copied(run: Path, target: Path) -> Path:
+    """Copy a run with the hard links between its checkpoints."""
+    shutil.copytree(run, target)
+    for name, step in (("last", 20), ("best", 15)):
+        path = target / "checkpoints" / f"{name}.pt"
+        path.unlink()
+        os.link(target / "checkpoints" / f"step-{step:08d}.pt", path)
+    return target
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """Return every file but the index, whose text follows from the others."""
+    paths = (path for path in run.rglob("*") if path.is_file() and path.name != "index.json")
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
+
+
+def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
+    """Nothing beyond step 5 is left, and nothing of it is lost."""
+    (folder,) = (run / "abandoned").iterdir()
+    left = files(run)
+    moved = {k: left.pop(k) for k in list(left) if k.startswith("abandoned/")}
+    step_5 = whole["checkpoints/step-00000005.pt"]
+    assert left == {
+        **{f"checkpoints/{name}.pt": step_5 for name in ("last", "best", "step-00000005")},
+        "metrics.jsonl": b'{"step": 5}\n',
+        "tensorboard/events.out.tfevents.1.regimen": b"abc",
+    }
+    beyond = {
+        **{k: v for k, v in whole.items() if k.startswith("checkpoints/") and "05.pt" not in k},
+        "metrics.jsonl": whole["metrics.jsonl"][MOMENT.sizes["metrics.jsonl"] :],
+        "tensorboard/events.out.tfevents.1.regimen": b"def",
+        "tensorboard/events.out.tfevents.2.regimen": b"ghi",
+    }
+    assert {k.removeprefix(f"abandoned/{folder.name}/"): v for k, v in moved.items()} == beyond
+    index = Index.read(run / "checkpoints")
+    assert sorted(index.files) == ["step-00000005.pt"]
+    assert {name: entry.step for name, entry in index.names.items()} == {"last": 5, "best": 5}
+    away = CheckpointStore(folder / "checkpoints")
+    assert [entry.step for entry in away.entries()] == [10, 15, 20]
+    assert away.load(away.folder / "best.pt")["state"]["step"] == 15
+
+
+def test_what_lies_beyond_is_moved(run: Path) -> None:
+    whole = files(run)
+    assert go_back(run, MOMENT) is not None
+    assert_at_5(run, whole)
+
+
+def test_where_nothing_lies_beyond_nothing_is_made(run: Path) -> None:
+    before = files(run)
+    size = len(before["metrics.jsonl"])
+    sizes = {f"events.out.tfevents.{n}.regimen": 6 // n for n in (1, 2)}
+    assert go_back(run, Moment(20, {"metrics.jsonl": size, **sizes})) is None
+    assert files(run) == before
+    assert not (run / "abandoned").exists()
+
+
+def test_a_kill_at_any_point_leaves_a_run_that_can_go_on(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = files(finished)
+    left = 0
+
+    def counted(name: str) -> Any:
+        original = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    outcomes = set()
+    for number in range(200):
+        run, left = copied(finished, tmp_path / str(number)), number
+        try:
+            with monkeypatch.context() as patch:
+                for name in CHANGING:
+                    patch.setattr(os, name, counted(name))
+                go_back(run, MOMENT)
+        except Killed:
+            pass
+        else:
+            assert_at_5(run, whole)
+            break
+        step = going_back_to(run)
+        found = CheckpointStore(run / "checkpoints").newest(step)
+        assert found is not None
+        reached = found[1]["state"]["step"]
+        assert reached in ((5,) if step == 5 else (5, 20))  # without a note: done, or not begun
+        outcomes.add((step, reached))
+        for orphan in (run / "abandoned").glob("*"):
+            if orphan.is_dir() and not any(orphan.iterdir()):
+                orphan.rmdir()
+        go_back(run, MOMENT)
+        assert_at_5(run, whole)
+        assert go_back(run, MOMENT) is None
+        shutil.rmtree(run)
+    else:
+        pytest.fail("never came through")
+    assert outcomes == {(None, 20), (5, 5), (None, 5)}
+
+
+def test_a_broken_off_return_may_be_followed_by_one_further_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "truncate", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            go_back(run, Moment(15, {"metrics.jsonl": len(b'{"step": 5}\n{"step": 10}\n')}, (15,)))
+    assert going_back_to(run) == 15
+    go_back(run, MOMENT)
+    assert going_back_to(run) is None
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000005.pt"]
+    assert len(list((run / "abandoned").iterdir())) == 2
+
+
+def test_a_best_that_was_removed_is_chosen_anew(run: Path) -> None:
+    go_back(run, Moment(10, best=(7,)))
+    names = Index.read(run / "checkpoints").names
+    assert {name: entry.step for name, entry in names.items()} == {"last": 10}
+    assert not (run / "checkpoints" / "best.pt").exists()
+
+
+def test_a_damaged_note_is_an_error(run: Path) -> None:
+    (run / "abandoned").mkdir()
+    (run / "abandoned" / "unfinished.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"unfinished\.json"):
+        going_back_to(run)
+
+
+RUN: dict[str, Any] = {
+    "model": {"_target_": "models.mlp.MLP", "in_features": 4, "num_classes": 2},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "data": {},
+    "callbacks": {},
+    "transforms": {"train": {"affine": {"_target_": "torchvision.transforms.v2.RandomAffine"}}},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"model": {"activation": "relu"}}, id="argument"),
+        pytest.param({"data": {"fold": None}}, id="null"),
+        pytest.param({"data": {"views": {}}}, id="node"),
+        pytest.param({"data": {"views": {"crops": [], "flip": {"each": None}}}}, id="nested-node"),
+        pytest.param({"callbacks": {"pictures": None}}, id="null-callback"),
+        pytest.param({"optimizer": {"param_groups": {"biases": None}}}, id="null-rule"),
+        pytest.param({"optimizer": {"lr_scheduler": None}}, id="null-of-ours"),
+        pytest.param({"optimizer": {"foreach": None}}, id="null-is-the-default"),
+    ],
+)
+def test_what_is_new_and_empty_or_at_its_default_is_no_change(more: dict[str, Any]) -> None:
+    later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
+    assert changes(RUN, later) == {}
+    assert changes(later, fill_defaults(RUN)) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        pytest.param({"model": {"activation": "gelu"}}, "model.activation", id="argument"),
+        pytest.param({"model": {"hidden": []}}, "model.hidden", id="empty-argument"),
+        pytest.param({"model": {"activation": None}}, "model.activation", id="null-argument"),
+        pytest.param({"optimizer": {"momentum": None}}, "optimizer.momentum", id="null-number"),
+        pytest.param({"data": {"views": {"crops": [1]}}}, "data.views", id="node"),
+        pytest.param({"data": {"views": {"each": False}}}, "data.views", id="false"),
+        pytest.param({"callbacks": {"mine": {"_target_": "m.C"}}}, "callbacks.mine", id="callback"),
+    ],
+)
+def test_what_is_new_and_says_something_is_one(more: dict[str, Any], key: str) -> None:
+    later = fill_defaults(RUN | {k: RUN.get(k, {}) | v for k, v in more.items()})
+    ((_, new),) = next(iter(more.values())).items()
+    assert changes(RUN, later) == {key: (ABSENT, new)}
+    assert changes(later, fill_defaults(RUN)) == {key: (new, ABSENT)}
+
+
+def test_the_order_of_transforms_is_a_difference() -> None:
+    first = {"transforms": {"train": {"a": {}, "b": {}}}}
+    second = {"transforms": {"train": {"b": {}, "a": {}}}}
+    assert [*changes(first, fill_defaults(second))] == ["transforms.train (order)"]

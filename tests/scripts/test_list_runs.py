@@ -1,0 +1,254 @@
+"""`regimen runs`: what run directories hold."""
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.errors import ConfigError
+from scripts.list_runs import duration, read_run, runs, runs_in, varied
+from trainer.runs.directory import RunDirectory
+from trainer.runs.lock import RunLock
+from trainer.runs.status import RunDirectoryError
+from trainer.summary.text import size as size_text
+
+CONFIG: dict[str, Any] = {
+    "name": "net",
+    "seed": 0,
+    "model": {"_target_": "models.mlp.MLP", "width": 8},
+    "trainer": {"max_epochs": 3},
+    "callbacks": {"checkpoint": {"save_top_k": 1, "monitor": "auto", "mode": "auto"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(
+    place: str, state: str | None = "finished", best: float | None = None, **config: Any
+) -> Path:
+    """Make a run's directory; `state` None: it still runs, as far as its files tell."""
+    path = Path("runs") / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(CONFIG | config)
+    directory = RunDirectory.create(path, config_yaml=text, overrides=[], facts={})
+    (path / "checkpoints").mkdir(exist_ok=True)
+    lines = [{"step": 5, "epoch": 1, "val/loss": 2.5}, {"step": 10, "epoch": 2, "val/loss": 2.25}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if state is not None:
+        directory.finish(state, results={} if best is None else {"best/val/loss": best})
+    directory.release()
+    return path
+
+
+def with_checkpoint(path: Path, metrics: dict[str, float | None]) -> Path:
+    names = {"best": {"metrics": metrics}}
+    (path / "checkpoints" / "index.json").write_text(json.dumps({"names": names}))
+    return path
+
+
+@pytest.fixture
+def held() -> Iterator[Path]:
+    path = made("net/held", None)
+    lock = RunLock(path)
+    assert lock.acquire() is None
+    yield path
+    lock.release()
+
+
+def listed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    assert runs([*argv, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_no_runs_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs([]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+    assert listed(capsys, "nowhere") == []
+
+
+def test_what_a_finished_run_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/a", best=0.5)
+    (run,) = listed(capsys)
+    assert (run["run"], run["name"], run["status"]) == ("runs/net/a", "net", "finished")
+    assert (run["epoch"], run["step"], run["max_epochs"]) == (2, 10, 3)
+    assert (run["metric"], run["best"], run["differs"]) == ("val/loss", 0.5, {})
+    assert 0 <= run["seconds"] < 600
+    assert run["bytes"] == sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def test_further_names_of_a_file_take_no_room() -> None:
+    path = made("net/a")
+    before = read_run(path).size
+    (path / "checkpoints" / "step.pt").write_bytes(b"x" * 1000)
+    os.link(path / "checkpoints" / "step.pt", path / "checkpoints" / "last.pt")
+    assert read_run(path).size == before + 1000
+
+
+@pytest.mark.parametrize(
+    ("monitor", "metrics", "expected"),
+    [
+        pytest.param(
+            "auto", {"val/loss": 2.0, "val/accuracy": 0.5}, ("val/accuracy", 0.5), id="auto"
+        ),
+        pytest.param(
+            "train/loss", {"train/epoch_loss": 1.0}, ("train/epoch_loss", 1.0), id="named"
+        ),
+        pytest.param(None, {"val/loss": 2.0}, None, id="the newest"),
+        pytest.param("auto", {"val/loss": None}, None, id="not finite"),
+    ],
+)
+def test_the_best_of_a_run_that_has_not_ended(
+    monitor: str | None, metrics: dict[str, float | None], expected: tuple[str, float] | None
+) -> None:
+    node = {"save_top_k": 1, "monitor": monitor}
+    path = with_checkpoint(made("net/a", "failed", callbacks={"mine": node}), metrics)
+    assert read_run(path).best == expected
+
+
+def test_killed_and_running_runs_are_told_apart(
+    held: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made("net/killed", None)
+    assert {run["run"]: run["status"] for run in listed(capsys)} == {
+        "runs/net/held": "running",
+        "runs/net/killed": "killed",
+    }
+
+
+def test_damaged_runs_are_listed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/a")
+    for name in ("status.json", "manifest.json", "config.yaml", "metrics.jsonl"):
+        (path / name).write_bytes(b"{\xff")
+    (path / "checkpoints" / "index.json").write_text("[]")
+    (run,) = listed(capsys)
+    assert (run["status"], run["name"], run["epoch"], run["best"]) == ("damaged", "net", None, None)
+    assert runs([]) == 0
+
+
+def test_a_status_of_other_types_is_listed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status = {"state": "finished", "results": [1], "seconds": "y"}
+    (made("net/a") / "status.json").write_text(json.dumps(status))
+    (run,) = listed(capsys)
+    assert (run["status"], run["best"], run["seconds"]) == ("finished", None, None)
+
+
+@pytest.mark.parametrize(
+    ("later", "seconds"),
+    [pytest.param(-60, 60, id="once"), pytest.param(60, 0, id="not-beyond-now")],
+)
+def test_the_last_start_of_a_killed_run_counts(later: float, seconds: float) -> None:
+    path, now = made("net/killed", None), datetime.now(UTC)
+    status = json.loads((path / "status.json").read_text())
+    began = now + timedelta(seconds=min(0, 2 * later))
+    (path / "status.json").write_text(json.dumps({**status, "updated": began.isoformat()}))
+    for file in path.rglob("*.jsonl"):
+        os.utime(file, (now.timestamp() + later, now.timestamp() + later))
+    assert read_run(path).seconds == pytest.approx(seconds, abs=20)
+
+
+def test_off_a_terminal_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/" + "a_long_name_" * 15)
+    assert runs([]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["run", "status"]
+    assert row.split()[:3] == [str(path), "finished", "2/3"]
+
+
+def test_a_torn_last_line_is_no_epoch() -> None:
+    path = made("net/a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "epo')
+    assert read_run(path).step == 10
+
+
+def test_sweeps_are_found_and_links_are_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = made("net/sweeps/now/0")
+    (Path("runs") / "latest").symlink_to(path.absolute())
+    assert [run["run"] for run in listed(capsys)] == ["runs/net/sweeps/now/0"]
+    assert [run["run"] for run in listed(capsys, str(path))] == [str(path)]
+
+
+def test_what_differs_is_among_the_runs_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    made("net/a")
+    made("net/b", seed=1, model={"_target_": "models.mlp.MLP", "width": 9})
+    made("net/c", model={"_target_": "mine.Net"})
+    made("other/a", name="other", seed=7)
+    differs = {run["run"].removeprefix("runs/"): run["differs"] for run in listed(capsys)}
+    assert differs["other/a"] == {}
+    assert differs["net/b"]["seed"] == 1
+    assert differs["net/c"] == {"seed": 0, "model": {"_target_": "mine.Net"}}
+    runs([])
+    assert "model=mine.Net" in "".join(capsys.readouterr().out.split())
+
+
+def test_a_key_that_one_has_is_a_difference_and_so_is_a_type() -> None:
+    one = {"a": {"b": 1}, "same": [1]}
+    assert list(varied([one, {"a": {"b": 1, "c": None}, "same": [1]}])) == ["a.c"]
+    assert list(varied([one, {"a": {"b": True}, "same": [1]}])) == ["a.b"]
+
+
+def test_two_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    left = made("net/a", best=0.5)
+    right = made("net/b", "failed", model={"_target_": "mine.Net", "depth": 2})
+    runs(["diff", str(left), str(right), "--json"])
+    pairs = json.loads(capsys.readouterr().out)
+    assert pairs["config"] == {
+        "model._target_": ["models.mlp.MLP", "mine.Net"],
+        "model.width": [8, "-"],
+        "model.depth": ["-", 2],
+    }
+    assert pairs["metrics"] == {"best/val/loss": [0.5, None], "val/loss": [None, 2.25]}
+    assert pairs["run"]["status"] == ["finished", "failed"]
+    runs(["diff", str(left), str(right)])
+    assert "mine.Net" in capsys.readouterr().out
+
+
+def test_no_run_to_compare() -> None:
+    with pytest.raises(RunDirectoryError, match="nowhere holds no run") as caught:
+        runs(["diff", "nowhere", "there"])
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["diff", "a"], "required: B"),
+        (["a", "b"], "unrecognized"),
+    ],
+)
+def test_words_that_do_not_fit(argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"command line: .*{text}"):
+        runs(argv)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (7.46, "7.5s"), (200, "3m 20s"), (3720, "1h 02m")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (2**41, "2.0 TiB")])
+def test_sizes(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_one_damaged_status_hides_no_other_run(capsys: pytest.CaptureFixture[str]) -> None:
+    made("net/a")
+    path = made("net/b", state=None) / "status.json"
+    path.write_text('{"state": "finished", "seconds": 1e400}')
+    assert runs([]) == 0
+    assert {run.path.name: run.state for run in runs_in(Path("runs"))} == {
+        "a": "finished",
+        "b": "damaged",
+    }
+    assert "net/a" in capsys.readouterr().out

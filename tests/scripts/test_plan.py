@@ -1,0 +1,198 @@
+"""The plan as a person reads it."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from data.errors import DataError
+from data.updates import UpdateSampler
+from scripts.composition.compose import compose
+from scripts.plan import BatchSplit, curve_lines, groups_table, make_plan, plot
+from trainer.assembly import build
+from trainer.optimizers.optimizers import GroupRow
+from trainer.summary.text import count, size, to_text
+
+COSINE = [0.1 * (1 + math.cos(math.pi * t / 40)) / 2 for t in range(40)]
+CURVES = {"default": COSINE, "head": [10 * lr for lr in COSINE], "stem": [0.01] * 40}
+
+
+def test_every_decision_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=resnet18", "model=mlp", "trainer.gradient_accumulation_steps=3"]
+    request = compose([*words, "data.test=null", "trainer.max_epochs=2"])
+    make_plan(request, build(request.config), Path("run"))
+    text = capsys.readouterr().out
+    for expected in (
+        "Plan of resnet18",
+        "model=mlp  ",
+        "data=digits",
+        "seed=0  device=cpu  strategy=single (1 devices)  precision=fp32",
+        "model=mlp trainer.gradient_accumulation_steps=3",
+        "Digits",
+        "1,257",
+        "10: 0, 1, 2",
+        "AdamW",
+        "default: ",
+        "trainer.max_epochs=2, 20 updates an epoch, 40 in all",
+        "64 = 1 device x 3 micro-batches: 1 of 22 and 2 of 21 samples",
+        "the last update of an epoch: 41 = 1 device",
+        "activations of 22 samples",
+        "progress: Progress",
+        "a run would write to run",
+        "no test split: the run ends with its validation metrics",
+    ):
+        assert expected in text
+    assert "\x1b[" not in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["plan.txt"]
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_data_that_cannot_be_read_end_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "broken.jpg").write_bytes(b"\xff\xd8\xff")
+    words = ["experiment=resnet18", "model=mlp", "data=image_folder", f"data.root={tmp_path}"]
+    request = compose([*words, "data.image_size=8"])
+    with pytest.raises(DataError, match=r"broken\.jpg") as caught:
+        make_plan(request, build(request.config), tmp_path / "run")
+    assert getattr(caught.value, "exit_code", None) == 3
+    assert "Plan of resnet18" in capsys.readouterr().out
+
+
+def test_a_wide_table_of_groups_becomes_lines() -> None:
+    row = GroupRow("a_rather_long_name_of_a_group", "muon (Muon)", 4, 46, 0.1, None)
+    assert max(map(len, to_text(groups_table([row], 60), width=60).splitlines())) <= 60
+
+
+def test_groups_whose_rates_differ_by_a_factor_share_a_drawing() -> None:
+    lines = list(curve_lines(CURVES))
+    assert sum("┤" in line or "└" in line for line in lines) == 1
+    assert lines[0].startswith("default: 0.1 at first")
+    assert lines[1].startswith("head: 1 at first")
+
+
+def test_groups_with_the_same_rates_share_a_line() -> None:
+    assert next(curve_lines({"a": COSINE, "b": COSINE})).startswith("a, b: 0.1 at first")
+
+
+def test_a_curve_is_drawn_from_zero_to_its_maximum() -> None:
+    lines = plot([0, 1, 2, 3, 4], width=5, height=2)
+    assert lines[0].endswith("4 │   ▄█")
+    assert lines[1].endswith("│ ▄███")
+    assert lines[3].split() == ["0", "5", "updates"]
+
+
+def test_a_long_curve_keeps_its_ends() -> None:
+    values = [1.0, *[0.5] * 998, 0.0]
+    top, bottom = plot(values, width=20, height=1)[0].split("│")[1][0], plot(values, width=20)[4]
+    assert top == "█"
+    assert len(bottom.split("│")[1]) == 19  # the last column is empty, and cut
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        pytest.param((128, 2, 4), "128 = 2 devices x 4 micro-batches x 16", id="even"),
+        pytest.param((128, 1, 1), "128 = 1 device x 1 micro-batch x 128", id="whole"),
+        pytest.param(
+            (9, 2, 2), "9 = 2 devices x 2 micro-batches: 1 of 3 and 3 of 2 samples", id="uneven"
+        ),
+        pytest.param(
+            (3, 2, 4),
+            "3 = 2 devices x 2 micro-batches: 3 with 1 sample, 1 with none (weight 0)",
+            id="idle",
+        ),
+    ],
+)
+def test_a_split_in_words(numbers: tuple[int, int, int], text: str) -> None:
+    samples, devices, micro_batches = numbers
+    assert BatchSplit(samples, devices, micro_batches).describe(samples) == text
+
+
+class InOrder:
+    """The order 0, 1, 2, ..."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __call__(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.arange(self.length)
+
+
+def counts(n: int, devices: int, micro_batches: int) -> list[int]:
+    """Return the samples of each piece that the sampler gives."""
+    return [
+        piece.count
+        for rank in range(devices)
+        for piece in UpdateSampler(
+            InOrder(n),
+            batch_size=n,
+            gradient_accumulation_steps=micro_batches,
+            rank=rank,
+            world_size=devices,
+        ).pieces(0, 0)
+    ]
+
+
+def expected_words(found: list[int]) -> str:
+    low, high = min(found), max(found)
+    if low == high:
+        return f" x {low}"
+    if not low:
+        return f": {found.count(1)} with 1 sample, {found.count(0)} with none (weight 0)"
+    return f": {found.count(high)} of {high} and {found.count(low)} of {low} samples"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -> None:
+    for n in range(1, 25):
+        found = counts(n, devices, micro_batches)
+        split = BatchSplit(n, devices, micro_batches)
+        assert max(found) == split.largest
+        assert split.lines()[0].endswith(expected_words(found))
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "words"),
+    [
+        pytest.param(None, False, None, id="stream"),
+        pytest.param(40, False, None, id="divides"),
+        pytest.param(43, False, "the last update of an epoch: 3 = ", id="short"),
+        pytest.param(
+            43, True, "the last 3 samples of each epoch's order are dropped", id="dropped"
+        ),
+    ],
+)
+def test_an_epochs_last_samples(samples: int | None, drop_last: bool, words: str | None) -> None:
+    first, *rest = BatchSplit(10, 1, 1, samples, drop_last).lines()
+    assert first.startswith("10 = ")
+    assert len(rest) == (words is not None)
+    assert not words or rest[0].startswith(words)
+
+
+def test_fewer_samples_than_a_batch() -> None:
+    split = BatchSplit(512, 1, 2, samples=100)
+    assert split.largest == 50
+    assert split.lines() == [
+        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
+    ]
+
+
+def test_figures_are_short() -> None:
+    assert [count(v) for v in (0, 999, 1000, 11_172_810, 2.77e8, None)] == [
+        "0", "999", "1 k", "11.2 M", "277 M", "?"
+    ]  # fmt: skip
+    assert [size(v) for v in (0, 1023, 1024, 44_691_240, 5 * 2**40, None)] == [
+        "0 B", "1023 B", "1.0 KiB", "42.6 MiB", "5.0 TiB", "?"
+    ]  # fmt: skip

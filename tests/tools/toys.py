@@ -1,0 +1,200 @@
+"""The toys of all tests: samples, a network, their loader, the loop by hand, what is logged."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.loading.loader import Loader
+from data.orders import Sequential, Shuffled
+from data.updates import UpdateSampler
+from trainer.callback import Callback
+from trainer.options import TrainerOptions
+from trainer.strategies.ddp import DDP
+from trainer.strategies.replicas import Processes
+from trainer.strategies.strategy import Strategy
+from trainer.task import Task
+from trainer.trainer import Trainer
+
+FEATURES, CLASSES = 5, 3
+SAMPLES, BATCH = 23, 8  # the last update of an epoch has 7 samples
+
+Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Samples:
+    """Inputs and targets in memory, as a user would write a data set."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def points(
+    samples: int = SAMPLES,
+    features: int = FEATURES,
+    classes: int = CLASSES,
+    dtype: torch.dtype = torch.float64,
+) -> Samples:
+    """Return random points, each with its class."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, features, generator=generator, dtype=dtype)
+    return Samples(x, torch.randint(classes, (samples,), generator=generator))
+
+
+def batches(count: int, bad: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of 8 points of 4 numbers with 3 classes; one may hold a NaN."""
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        (torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator))
+        for _ in range(count)
+    ]
+    if bad is not None:
+        made[bad][0][3, 1] = float("nan")
+    return made
+
+
+def network(outputs: int = CLASSES) -> nn.Module:
+    """Return the same small network each time, in float64."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, outputs)).double()
+
+
+def normed() -> nn.Module:
+    """Return a network for `batches` with running statistics."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def loader(
+    data: Any,
+    steps: int = 1,
+    batch: int = BATCH,
+    shuffled: bool = True,
+    strategy: Strategy | None = None,
+) -> Loader:
+    """Return a process's loader: updates of `batch` samples in `steps` micro-batches."""
+    group = (strategy or Strategy("cpu")).group
+    sampler = UpdateSampler(
+        Shuffled(len(data), seed=1) if shuffled else Sequential(len(data)),
+        batch_size=batch,
+        gradient_accumulation_steps=steps,
+        rank=group.rank,
+        world_size=group.world_size,
+    )
+    return Loader(data, sampler, seed=1)
+
+
+def whole_batches(data: Samples, epochs: int = 2, shuffled: bool = True) -> Iterator[Any]:
+    """Yield the batches of `loader` by plain indexing."""
+    for epoch in range(epochs):
+        order = Shuffled(len(data), seed=1)(epoch) if shuffled else torch.arange(len(data))
+        for start in range(0, len(data), BATCH):
+            chosen = torch.as_tensor(order[start : min(start + BATCH, len(data))])
+            yield data.x[chosen], data.y[chosen]
+
+
+def by_hand(
+    objective: Objective,
+    data: Samples,
+    model: nn.Module | None = None,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    *,
+    epochs: int = 2,
+    shuffled: bool = True,
+) -> nn.Module:
+    """Train with a loop as anyone would write it, on whole batches."""
+    model = model or network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for x, y in whole_batches(data, epochs, shuffled):
+        optimizer.zero_grad()
+        objective(model, x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model
+
+
+def of_output(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
+    """Make a loss of output and target an objective for `by_hand`."""
+    return lambda model, x, y: loss(model(x), y)
+
+
+def trainer_of(
+    task: Task,
+    data: Any,
+    steps: int = 1,
+    *,
+    model: nn.Module | None = None,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    val: Any = None,
+    scheduler: Any = None,
+    shuffled: bool = True,
+    strategy: Strategy | None = None,
+    callbacks: Any = None,
+    **options: Any,
+) -> Trainer:
+    """Return what trains as `by_hand` does; `data` is of samples, or anything that has batches."""
+    model = network() if model is None else model
+    model = strategy.prepare(model) if strategy else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    own = isinstance(data, Samples)
+    return Trainer(
+        model,
+        task,
+        optimizer,
+        loader(data, steps, shuffled=shuffled, strategy=strategy) if own else data,
+        val,
+        scheduler(optimizer) if scheduler else None,
+        strategy=strategy,
+        callbacks=callbacks,
+        options=TrainerOptions(**{"max_epochs": 2, **options}),
+        precision="fp64",
+    )
+
+
+def assert_equal(a: nn.Module, b: nn.Module, tolerance: float = 1e-12) -> None:
+    """Compare the parameters of two models."""
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance, msg=name)
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    """Return the largest difference of two models' parameters."""
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+class Log(Callback):
+    """Keep what is logged, by step."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, trainer: Trainer, scalars: Any) -> None:
+        """Keep a line."""
+        self.lines.append((trainer.state.global_step, dict(scalars)))
+
+    def of(self, key: str) -> dict[int, float]:
+        """Return one scalar's values by step."""
+        return {step: line[key] for step, line in self.lines if key in line}
+
+
+def in_group(function: Callable[[Strategy], Any], kind: Any = DDP) -> Callable[[int], Any]:
+    """Return what a process of the fixture `ranks` runs: `function` within its group."""
+
+    def run(rank: int) -> Any:
+        strategy = kind(Processes("gloo", 60, "cpu"))
+        strategy.setup()
+        result = function(strategy)
+        strategy.group.barrier()
+        strategy.group.leave()
+        return result
+
+    return run

@@ -1,0 +1,199 @@
+"""A node: its arguments held against the signature, and what is built of it."""
+
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.targets.allow_list import TargetError
+from trainer.targets.instantiate import instantiate
+from trainer.targets.signatures import bind_problems, may_hold
+
+SGD = "torch.optim.SGD"
+CONV = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
+
+
+def problems(node: Any, **provided: Any) -> list[str]:
+    return [str(problem) for problem in bind_problems(node, "k", **provided)]
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        pytest.param(
+            {"_target_": SGD, "momentun": 1}, "k.momentun: .*did you mean momentum", id="near"
+        ),
+        pytest.param({"_target_": SGD, "zzz": 1}, "k.zzz: .*it takes lr, ", id="far"),
+        pytest.param({"_target_": SGD, "lr": "abc"}, "k.lr: expected float.*got 'abc'", id="type"),
+        pytest.param({"_target_": SGD, "lr": True}, "k.lr: expected float.*got True", id="bool"),
+        pytest.param({"_target_": SGD, "params": []}, "k.params: is filled in", id="filled-in"),
+        pytest.param(
+            {"_target_": SGD, "lr": 1, 3: 4}, "k.3: cannot be the name", id="number-as-name"
+        ),
+        pytest.param(
+            {"_target_": SGD, "_partial_": "x"}, "k._partial_: expected true", id="partial"
+        ),
+        pytest.param({"_target_": SGD, "_args_": 3}, "k._args_: expected a list", id="args"),
+        pytest.param(
+            {"_target_": SGD, "_partail_": True}, "k._partail_: .*no argument", id="special"
+        ),
+        pytest.param({"_target_": "os.system"}, "k._target_: .*not allowed", id="refused"),
+        pytest.param({"_target_": 3}, "k._target_: 3 is not the dotted path", id="no-path"),
+    ],
+)
+def test_a_mistake_is_named(node: dict[Any, Any], expected: str) -> None:
+    found = problems(node, provided=("params",))
+    assert [text for text in found if re.match(expected, text)], found
+
+
+def test_what_is_missing_is_listed_each() -> None:
+    found = problems({"_target_": "torch.nn.Conv2d", "kernel_size": 3})
+    assert [text.split(":")[0] for text in found] == ["k.in_channels", "k.out_channels"]
+
+
+def test_nothing_is_missing_from_a_partial() -> None:
+    assert problems({"_target_": "torch.nn.Conv2d", "_partial_": True}) == []
+
+
+def test_arguments_given_by_place_are_not_missing() -> None:
+    assert problems({"_target_": "torch.nn.Linear", "_args_": [1, 2]}) == []
+    assert problems({"_target_": "torch.nn.Linear", "out_features": 2}, positional=1) == []
+    (found,) = problems({"_target_": "torch.nn.Linear", "in_features": 1, "_args_": [1, 2]})
+    assert found.startswith("k.in_features: is filled in")
+
+
+def test_nested_nodes_are_checked_where_they_stand() -> None:
+    node = {"_target_": "torch.nn.Sequential", "_args_": [CONV, {**CONV, "strid": 2}]}
+    assert problems(node)[0].startswith("k._args_.1.strid:")
+    assert problems({"a": {"b": [{**CONV, "strid": 2}]}})[0].startswith("k.a.b.0.strid:")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"kernel_size": [3, 3]}, id="a-list-for-a-tuple"),
+        pytest.param({"padding": "same"}, id="text-of-a-union"),
+        pytest.param({"bias": False}, id="bool"),
+        pytest.param({"dtype": None}, id="null-where-it-is-the-default"),
+        pytest.param({"stride": "${total_steps}"}, id="filled-in-later"),
+    ],
+)
+def test_what_binds(change: dict[str, Any]) -> None:
+    assert problems({**CONV, **change}) == []
+
+
+class Base:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "may"),
+    [
+        pytest.param(float, 1, True, id="int-for-float"),
+        pytest.param(int, 1.5, False, id="float-for-int"),
+        pytest.param(int | None, None, True, id="optional"),
+        pytest.param(int, None, False, id="null-for-int"),
+        pytest.param(str, 3, False, id="number-for-text"),
+        pytest.param(list[int], 3, False, id="number-for-list"),
+        pytest.param(tuple[int, int], [1, 2], True, id="list-for-tuple"),
+        pytest.param(dict[str, int], [1], False, id="list-for-dict"),
+        pytest.param(Literal["a", "b"], "a", True, id="choice"),
+        pytest.param(Literal["a", "b"], "c", False, id="no-choice"),
+        pytest.param(torch.Tensor, 3, False, id="number-for-tensor"),
+        pytest.param(nn.Module, "relu", False, id="text-for-module"),
+        pytest.param(nn.Module, {"_target_": "x"}, True, id="a-node-may-become-anything"),
+        pytest.param(Base, "x", True, id="a-class-of-the-users"),
+        pytest.param("Unknown", "x", True, id="text-annotation"),
+        pytest.param(Any, None, True, id="any"),
+    ],
+)
+def test_may_hold(annotation: Any, value: Any, may: bool) -> None:
+    assert may_hold(annotation, value) is may
+
+
+def test_nested_nodes_are_built_first() -> None:
+    layer = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+    model = instantiate({"_target_": "torch.nn.Sequential", "_args_": [layer, layer]})
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+    assert model[0] is not model[1]
+
+
+def test_arguments_of_the_caller_win_and_arrive_untouched() -> None:
+    parameters = [{"params": [nn.Parameter(torch.ones(1))], "name": "a"}]
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    optimizer = instantiate(node, parameters, lr=0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["params"][0] is parameters[0]["params"][0]
+    assert node == {"_target_": "torch.optim.SGD", "lr": 0.1}
+
+
+def test_positional_arguments_take_the_place_of_the_nodes() -> None:
+    node = {"_target_": "torch.nn.Linear", "_args_": [2, 3]}
+    assert instantiate(node).out_features == 3
+    assert instantiate(node, 4, 5).out_features == 5
+
+
+def test_a_partial_is_a_callable_that_takes_the_rest() -> None:
+    node = {"_target_": "torch.nn.Linear", "_partial_": True, "bias": False}
+    make = instantiate(node, in_features=2)
+    assert make(out_features=3).weight.shape == (3, 2)
+    assert make(out_features=4).bias is None
+    assert pickle.loads(pickle.dumps(instantiate(node))).keywords == {"bias": False}
+
+
+def test_nodes_within_stay_as_they_are_where_that_is_asked_for() -> None:
+    inner = {"_target_": "torch.nn.Identity"}
+    node = {"_target_": "torch.nn.ParameterDict", "parameters": {"a": inner}, "_recursive_": False}
+    assert instantiate(node)["a"] == inner
+
+
+@pytest.mark.parametrize("text", ["${total_steps}", "a${oc.env:HOME}b", "\\${x}", "${", "\\\\${y}"])
+def test_text_is_not_resolved_a_second_time_and_containers_arrive_plain(text: str) -> None:
+    made = instantiate({"_target_": "torch.nn.ParameterDict", "parameters": {"a": [text, {}]}})
+    assert made["a"] == [text, {}]
+    assert [type(made["a"]), type(made["a"][1])] == [list, dict]
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        pytest.param(
+            {"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate", id="value"
+        ),
+        pytest.param({"_target_": "torch.optim.SGD", "zz": 1}, "zz", id="unknown-argument"),
+    ],
+)
+def test_a_value_that_the_target_rejects_is_a_config_error(node: dict[str, Any], text: str) -> None:
+    with pytest.raises(TargetError, match=r"^optimizer: torch\.optim\.SGD") as caught:
+        instantiate(node, [nn.Parameter(torch.ones(1))], _key_="optimizer")
+    assert text in str(caught.value)
+
+
+def test_a_nested_target_that_rejects_is_a_config_error() -> None:
+    inner = {"_target_": "torch.nn.Dropout", "p": 7}
+    with pytest.raises(TargetError, match=r"^model\._args_\.0: .*probability"):
+        instantiate({"_target_": "torch.nn.Sequential", "_args_": [inner]}, _key_="model")
+
+
+def test_other_exceptions_come_through(tmp_path: Path) -> None:
+    missing = {"_target_": "torchvision.datasets.ImageFolder", "root": str(tmp_path / "none")}
+    with pytest.raises(FileNotFoundError):
+        instantiate(missing)
+    with pytest.raises(FileNotFoundError):
+        instantiate({"_target_": "torch.utils.data.ConcatDataset", "datasets": [missing]})
+
+
+def test_a_fault_in_the_users_own_code_comes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_faulty.py").write_text("def build():\n    return 1 + 'x'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        instantiate({"_target_": "my_faulty.build"})
+    monkeypatch.delitem(sys.modules, "my_faulty")

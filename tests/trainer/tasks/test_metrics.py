@@ -1,0 +1,234 @@
+"""Metrics: sums on the device, exact for any split and any number of processes (I4)."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toys import in_group, loader, points
+from trainer.errors import ModelError
+from trainer.evaluation import check_metrics, named_values
+from trainer.strategies.strategy import Planned, Strategy
+from trainer.tasks.classification import Classification
+from trainer.tasks.metrics import (
+    R2,
+    ConfusionMatrix,
+    MacroF1,
+    MeanIoU,
+    MicroF1,
+    PerClassAccuracy,
+    Perplexity,
+    Running,
+)
+from trainer.tasks.supervised import metric_keys
+from trainer.trainer import Trainer
+
+SAMPLES, CLASSES = 29, 4
+
+
+def logits() -> Any:
+    """Return points whose inputs are the logits."""
+    return points(SAMPLES, CLASSES, CLASSES, torch.float32)
+
+
+class Identity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def evaluated(metrics, batch: int = 8, strategy: Strategy | None = None) -> dict[str, float]:
+    strategy = strategy or Strategy("cpu")
+    model = strategy.prepare(Identity())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    task = Classification(CLASSES, metrics=metrics)
+    trainer = Trainer(model, task, optimizer, [], strategy=strategy)
+    return trainer.evaluate(loader(logits(), 1, batch, False, strategy), "val")
+
+
+def every_metric() -> dict[str, Running]:
+    return {
+        "balanced": ConfusionMatrix(CLASSES),
+        "miou": MeanIoU(CLASSES),
+        "macro_f1": MacroF1(CLASSES),
+        "class": PerClassAccuracy(CLASSES, ["a", "b", "c", "d"]),
+        "perplexity": Perplexity(),
+    }
+
+
+def test_scikit_learn_agrees() -> None:
+    from sklearn import metrics as sk
+
+    data, got = logits(), evaluated(every_metric())
+    truth, said = data.y.numpy(), data.x.argmax(1).numpy()
+    assert got["val/balanced"] == pytest.approx(sk.balanced_accuracy_score(truth, said))
+    assert got["val/macro_f1"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
+    assert got["val/miou"] == pytest.approx(sk.jaccard_score(truth, said, average="macro"))
+    recall = sk.recall_score(truth, said, average=None)
+    assert [got[f"val/class_{c}"] for c in "abcd"] == pytest.approx(recall.tolist())
+    assert got["val/perplexity"] == pytest.approx(
+        math.exp(sk.log_loss(truth, data.x.double().softmax(1)))
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 5, 29])
+def test_batches_of_any_size_give_the_same(batch: int) -> None:
+    for metric, value in evaluated(every_metric()).items():
+        assert evaluated(every_metric(), batch)[metric] == pytest.approx(value, abs=1e-6), metric
+
+
+def test_an_evaluation_begins_afresh() -> None:
+    metrics = every_metric()
+    assert evaluated(metrics) == evaluated(metrics)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in every_metric()])
+def test_processes_add_up(name: str) -> None:
+    data, whole = logits(), every_metric()[name]
+    whole.update(data.x, data.y)
+    parts = [every_metric()[name] for _ in range(3)]
+    for part, rows in zip(parts, ([0], range(1, 20), range(20, SAMPLES)), strict=True):
+        part.update(data.x[list(rows)], data.y[list(rows)])
+    parts[0].merge(lambda total: sum(part.total for part in parts))
+    expected, got = named_values("m", whole.compute()), named_values("m", parts[0].compute())
+    assert got == pytest.approx(expected)
+
+
+def test_labels_of_no_class_are_left_out() -> None:
+    matrix = ConfusionMatrix(2)
+    matrix.update(torch.tensor([[2.0, 1], [2, 1], [1, 2], [1, 2]]), torch.tensor([0, 255, -100, 0]))
+    assert matrix.counts.tolist() == [[1, 1], [0, 0]]
+
+
+def test_absent_classes_do_not_count() -> None:
+    metric = MeanIoU(3)
+    metric.update(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]))
+    assert metric.compute() == pytest.approx(0.5)
+
+
+def test_shares_of_classes_count_as_their_largest() -> None:
+    matrix = ConfusionMatrix(2)
+    matrix.update(torch.tensor([[2.0, 1.0]]), torch.tensor([[0.2, 0.8]]))
+    assert matrix.counts.tolist() == [[0, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("metric", [R2(), MicroF1(), Perplexity()], ids=["r2", "f1", "perplexity"])
+def test_a_mean_without_samples_is_nan(metric: Running) -> None:
+    assert math.isnan(metric.compute())
+
+
+def test_names_of_classes_must_be_as_many() -> None:
+    with pytest.raises(ModelError, match="classes has 2 names"):
+        PerClassAccuracy(3, ["a", "b"])
+
+
+class Foreign:
+    """A metric of torchmetrics' kind: three methods, a device, and no `merge`."""
+
+    def __init__(self, value) -> None:
+        self.calls: list[str] = []
+        self.seen = 0
+        self.value = value
+
+    def to(self, device: torch.device) -> "Foreign":
+        self.calls.append(f"to {device}")
+        return self
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self.seen = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.seen += len(target)
+
+    def compute(self):
+        self.calls.append("compute")
+        return self.value(self.seen)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(lambda n: torch.tensor(float(n)), {"val/seen": 29}, id="scalar"),
+        pytest.param(
+            lambda n: torch.tensor([n, n + 1.0]), {"val/seen_0": 29, "val/seen_1": 30}, id="vector"
+        ),
+        pytest.param(lambda n: {"a": torch.tensor(n)}, {"val/seen_a": 29}, id="collection"),
+    ],
+)
+def test_metrics_of_others_are_taken_by_their_methods(value, expected) -> None:
+    metric = Foreign(value)
+    got = evaluated({"seen": metric})
+    assert metric.calls == ["to cpu", "reset", "compute"]
+    assert {name: v for name, v in got.items() if "seen" in name} == expected
+
+
+def test_torchmetrics_agree_with_ours() -> None:
+    classification = pytest.importorskip("torchmetrics.classification")
+    theirs = classification.MulticlassF1Score(num_classes=CLASSES, average="macro")
+    got = evaluated({"theirs": theirs, "ours": MacroF1(CLASSES)})
+    assert got["val/theirs"] == pytest.approx(got["val/ours"], abs=1e-6)
+
+
+def test_metrics_of_several_values_say_their_names() -> None:
+    metrics = {"accuracy": PerClassAccuracy(2), "f1": MacroF1(2), "other": Foreign(float)}
+    assert metric_keys(metrics) == ["accuracy_0", "accuracy_1", "f1", "other"]
+
+
+class Accuracy:
+    """The share of right answers, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.counts = torch.zeros(2)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        hits = (output.argmax(1) == target).sum()
+        self.counts += torch.stack([hits, torch.tensor(len(target))])
+
+    def compute(self) -> float:
+        return float(self.counts[0] / self.counts[1])
+
+
+class Reduced(Accuracy):
+    """Add its state up."""
+
+    def merge(self, reduce) -> None:
+        self.counts = reduce(self.counts)
+
+
+class Gathered(Accuracy):
+    """Take in others."""
+
+    def merge_state(self, others) -> None:
+        for other in others:
+            self.counts += other.counts
+
+
+def test_a_metric_of_the_users_tells_of_all_processes_samples(ranks) -> None:
+    def evaluate(strategy: Strategy) -> tuple[dict[str, float], str]:
+        metrics = evaluated({"reduced": Reduced(), "gathered": Gathered()}, 8, strategy)
+        with pytest.raises(ModelError) as refused:
+            evaluated({"mine": Accuracy()}, 8, strategy)
+        return metrics, str(refused.value)
+
+    alone = evaluated({"mine": Accuracy()})
+    for metrics, refused in ranks(3, in_group(evaluate)):
+        assert metrics["val/accuracy"] == pytest.approx(alone["val/accuracy"])
+        assert metrics["val/reduced"] == pytest.approx(alone["val/mine"])
+        assert metrics["val/gathered"] == pytest.approx(alone["val/mine"])
+        assert "task.metrics.mine" in refused
+        assert "merge(reduce)" in refused
+
+
+def test_the_plan_refuses_them_too() -> None:
+    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
+        check_metrics({"mine": Accuracy()}, Planned("ddp", 2, "cpu"))
+    check_metrics({"mine": Accuracy()}, Strategy("cpu"))

@@ -1,0 +1,366 @@
+"""From a configuration to data sets and loaders, what is kept of the data, and their facts."""
+
+from __future__ import annotations
+
+import logging
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import ConfigError, Problem, raise_problems
+from conf.schema import Config
+from data.decode import quick_form
+from data.errors import DataError
+from data.fingerprint import fingerprint
+from data.image_folder import ImageFolder
+from data.loading.cache import ImageCache, Kept, bytes_of, can_be_kept
+from data.loading.device_transforms import (
+    batch_form,
+    check_per_sample,
+    defer,
+)
+from data.streams import as_dataset
+from data.transforms import Pipeline
+from trainer.assembly.parts import build_named, with_classes
+from trainer.rng import derived, keyed
+from trainer.strategies.strategy import Strategy
+from trainer.targets.allow_list import locate
+from trainer.targets.instantiate import instantiate
+from trainer.targets.signatures import parameters_of
+
+logger = logging.getLogger("regimen")
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data sets of a run; `train` is None for an evaluation."""
+
+    sets: dict[str, Any]
+    num_classes: int | None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the facts about each set that the plan and the manifest show."""
+        return [
+            {
+                "split": split,
+                "type": type(dataset).__name__,
+                "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+                "classes": len(classes) if (classes := getattr(dataset, "classes", None)) else None,
+                "fingerprint": fingerprint(dataset),
+            }
+            for split, dataset in self.sets.items()
+            if dataset is not None
+        ]
+
+
+def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
+    """Open the data sets. Raises DataError and ConfigError."""
+    sets: dict[str, Any] = dict.fromkeys(splits)
+    for split in splits:
+        # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
+        with keyed(torch.device("cpu"), derived(config.seed, "data", split)):
+            if node := getattr(config.data, split):
+                sets[split] = _open(config, split, node)
+                _try_transforms(sets[split])
+    if "train" in splits and sets["train"] is None:
+        raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
+    return Data(sets, _num_classes(config, sets))
+
+
+def open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLITS) -> Data:
+    """Open the data sets, which may be downloaded, in one process of a machine at a time."""
+    nodes = [node for split in splits if (node := getattr(config.data, split))]
+    # `concurrent = True` on a class opts out.
+    at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
+    with nullcontext() if at_once else strategy.group.one_per_node():
+        return build_data(config, splits)
+
+
+def _try_transforms(dataset: Any) -> None:
+    """Let an image in memory meet its transforms: a crop may be larger than it."""
+    told = getattr(dataset, "input_form", None)
+    if callable(told) and told().get("size") and len(dataset):
+        try:
+            dataset[0]
+        except DataError as error:
+            if isinstance(error.__cause__, ValueError):
+                raise ConfigError(Problem("", str(error))) from error
+            raise
+
+
+def build_pipeline(config: Config, stage: str) -> Pipeline:
+    """Build the transforms of `train` or `eval` samples."""
+    steps = build_transforms(config, stage, config.data.num_classes)
+    quick = {name: quick_form(step) for name, step in steps.items() if step is not None}
+    return Pipeline(quick, f"transforms.{stage}")
+
+
+def build_transforms(config: Config, stage: str, num_classes: int | None) -> dict[str, Any]:
+    """Build the transforms of a stage (train, eval, device) by name; null drops one."""
+    nodes = with_classes(getattr(config.transforms, stage), num_classes)
+    return build_named(nodes, f"transforms.{stage}")
+
+
+def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
+    """Open a data set and give it its transforms.
+
+    Trailing transforms with a batched form are left to the loader, where it can apply them.
+    """
+    stage = _stage_of(split)
+    pipeline = build_pipeline(config, stage)
+    # A data set of the user's own may have no parameter for transforms.
+    taken = parameters_of(node["_target_"]) or {}
+    transformed = "transform" in taken and "transform" not in node
+    given: dict[str, Any] = {"transform": pipeline} if transformed else {}
+    if config.dry_run and "keep_index" in taken:
+        given["keep_index"] = False  # a dry run leaves nothing behind
+    dataset = instantiate(_in_folds(config, split, node), _key_=f"data.{split}", **given)
+    if dataset is None:
+        return None
+    if "transform" in given and _in_batches(config, split, dataset):
+        defer(pipeline, stage)
+    check_per_sample(pipeline, f"transforms.{stage}")
+    set_cache(config, split, dataset)
+    if config.data.decode == "scaled":
+        _decode_scaled(split, dataset, pipeline)
+    return as_dataset(dataset)
+
+
+def _decode_scaled(split: str, dataset: Any, pipeline: Pipeline) -> None:
+    if isinstance(dataset, ImageFolder) and pipeline.takes_files:
+        dataset.scaled = True
+    else:
+        known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
+        logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
+
+
+def deferred_of(dataset: Any) -> dict[str, Any]:
+    """Return the transforms that a data set leaves to the loader, by key below `transforms`."""
+    pipeline = getattr(dataset, "transform", None)
+    return pipeline.deferred if isinstance(pipeline, Pipeline) else {}
+
+
+def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
+    declared = config.data.num_classes
+    known = next((s for s in sets.values() if s is not None), None)
+    classes = getattr(known, "classes", None)
+    if declared is None:
+        return len(classes) if classes else None
+    for split, dataset in sets.items():
+        targets = getattr(dataset, "targets", None)
+        if targets is None or not len(targets) or getattr(targets, "ndim", 1) != 1:
+            continue
+        low, high = int(min(targets)), int(max(targets))
+        if low < 0 or high >= declared:
+            message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
+            hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
+            raise ConfigError(Problem("data.num_classes", message, hint))
+    return declared
+
+
+def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any]:
+    """Return a data set's node, in which every target that takes folds is given them."""
+    given = {"fold": config.data.fold, "folds": config.data.folds}
+
+    def with_folds(value: Any) -> Any:
+        if isinstance(value, list):
+            return [with_folds(child) for child in value]
+        if not isinstance(value, dict):
+            return value
+        inner = {name: with_folds(child) for name, child in value.items()}
+        takes = (
+            "_target_" in value
+            and (parameters_of(str(value["_target_"])) or {}).keys() >= given.keys()
+        )
+        return {**given, **inner} if takes else inner
+
+    shared = config.data.folds is not None and split in ("train", "val")  # test stays as it is
+    result: dict[str, Any] = with_folds(node) if shared else node
+    return result
+
+
+def fold_problems(config: Config) -> Iterator[Problem]:
+    """Name the data sets that cannot be shared out, where folds are asked for."""
+    for split in ("train", "val") if config.data.folds is not None else ():
+        node = getattr(config.data, split)
+        if node is None:
+            message = f"data.{split} is null: folds are shared out over train and val"
+            yield Problem("data.folds", message)
+        elif _in_folds(config, split, node) == node:
+            message = f"data.{split}: {node['_target_']} has no folds"
+            hint = "a data set has, whose target takes `fold` and `folds` (data.splits.fold_of)"
+            yield Problem("data.folds", message, hint)
+
+
+def set_cache(config: Config, split: str, dataset: Any) -> None:
+    """Let a data set keep its decoded images. Raises ConfigError where a device cannot."""
+    options = config.data
+    if options.cache == "device" and split in SPLITS:
+        transform = getattr(dataset, "transform", None)
+        raise_problems(_objections(config, split, type(dataset), transform))
+    if options.cache == "none" or config.dry_run:
+        return
+    if isinstance(dataset, ImageFolder):
+        folder = Path(options.cache_dir or Path(options.root or ".") / ".cache").expanduser()
+        dataset.cache = ImageCache(options.cache, folder, options.cache_bytes)
+    elif options.cache != "device":
+        logger.info("data.cache: data.%s reads no image files: nothing to cache", split)
+
+
+def kept(config: Config, dataset: Any, strategy: Strategy) -> Kept | None:
+    """Return what keeps a data set on the device; None if it is not to be kept there."""
+    if config.data.cache != "device" or config.dry_run or not can_be_kept(type(dataset)):
+        return None
+    return Kept(dataset, strategy.device, config.data.cache_bytes)
+
+
+def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
+    """Return how much of a device's memory the data sets will take; None before it is known."""
+    if config.data.cache != "device":
+        return 0
+    batches = [dataset.tensors() for dataset in sets.values() if dataset is not None]
+    sizes = [None if batch is None else bytes_of(batch) for batch in batches]
+    known = [size for size in sizes if size is not None and size <= config.data.cache_bytes]
+    return None if None in sizes else sum(known)
+
+
+def cache_problems(config: Config, pipeline: Callable[[str], Pipeline]) -> Iterable[Problem]:
+    """Return what `data.cache=device` cannot keep, as far as it shows before the data are open.
+
+    `pipeline` builds the transforms of a stage.
+    """
+    found: dict[str, Problem] = {}
+    for split in SPLITS if config.data.cache == "device" else ():
+        node = getattr(config.data, split)
+        kind = _kind(node["_target_"]) if node else None
+        if kind is not None:
+            left = _left(config, split, kind, pipeline)
+            for problem in _objections(config, split, kind, left):
+                found.setdefault(problem.key, problem)
+    return found.values()
+
+
+def _left(config: Config, split: str, kind: type, build: Callable[[str], Pipeline]) -> Any:
+    """Return what the samples of a split go through one by one."""
+    if "transform" not in (parameters_of(kind) or {}):
+        return None
+    try:
+        pipeline = build(_stage_of(split))
+    except ConfigError:
+        return None  # reported as such
+    if _in_batches(config, split, kind):
+        defer(pipeline, _stage_of(split))
+    return pipeline
+
+
+def _objections(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
+    instead = f"set data.cache={'ram' if issubclass(kind, ImageFolder) else 'none'}"
+    if not can_be_kept(kind):
+        message = f"is device, but data.{split} ({kind.__name__}) cannot be kept there"
+        more = "or give the class a method tensors() that returns all samples as one batch"
+        yield Problem("data.cache", message, f"{instead}, {more}")
+    elif (key := _own_collate(config, split)) is not None:
+        message = "puts single samples together, and data.cache=device gathers whole batches"
+        yield Problem(key, message, f"leave it out, or {instead}")
+    elif transform is not None and not isinstance(transform, Pipeline):
+        message = "takes single samples, and data.cache=device gathers whole batches"
+        yield Problem(f"data.{split}.transform", message, f"use the group transforms, or {instead}")
+    steps = transform.steps if isinstance(transform, Pipeline) else {}
+    single = [name for name, step in steps.items() if batch_form(step) is None]
+    for name in single or steps:  # those before such a step could do without
+        written = getattr(steps[name], "step", steps[name])  # which a quick form stands for
+        yield Problem(
+            f"transforms.{_stage_of(split)}.{name}",
+            f"{type(written).__name__} takes single samples, and data.cache=device gathers "
+            "whole batches",
+            f"use a step for batches, as transforms=on_device does, or {instead}",
+        )
+
+
+def _stage_of(split: str) -> str:
+    """Return which transforms the samples of a split go through."""
+    return "train" if split == "train" else "eval"
+
+
+def _own_collate(config: Config, split: str) -> str | None:
+    """Return the key of the `collate_fn` that a split has; None without one."""
+    options = config.loader
+    if split != "train" and options.eval.collate_fn:
+        return "loader.eval.collate_fn"
+    return "loader.collate_fn" if options.collate_fn else None
+
+
+def _in_batches(config: Config, split: str, dataset: Any) -> bool:
+    """Return whether the last transforms of a split are left to the loader, for whole batches.
+
+    The data set (or its class) has to declare that its samples begin with what the transforms
+    return.
+    """
+    declared = getattr(dataset, "transforms_in_batches", False)
+    return bool(declared) and _own_collate(config, split) is None
+
+
+def _kind(path: str) -> type | None:
+    """Return the class of a target, or the one to be kept that a function says it returns."""
+    try:
+        target = locate(path)
+        returned = typing.get_type_hints(target).get("return")
+    except Exception:  # reported with its arguments; or names that only a type checker knows
+        return None
+    if isinstance(target, type):
+        return target
+    union = typing.get_origin(returned) in (typing.Union, types.UnionType)
+    members = typing.get_args(returned) if union else (returned,)
+    return next((kind for kind in members if isinstance(kind, type) and can_be_kept(kind)), None)
+
+
+def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps of data sets that have statistics; nothing of others."""
+    known = {split: s for split, s in sets.items() if callable(getattr(s, "statistics", None))}
+    if not known:
+        return {}
+    first = known.get("train", next(iter(known.values())))
+    fingerprints = {split: str(dataset.fingerprint()) for split, dataset in known.items()}
+    return {"statistics": first.statistics(), "fingerprints": fingerprints}
+
+
+def takes_statistics(config: Config) -> bool:
+    """Return whether a data set of a configuration can be given statistics."""
+    return any(_takes(getattr(config.data, split)) for split in SPLITS)
+
+
+def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
+    """Return a configuration whose data sets are encoded by the statistics of a checkpoint."""
+    state = {} if payload is None else payload["state"]
+    if not (statistics := state.get("data", {}).get("statistics")):
+        return config
+    nodes = {split: getattr(config.data, split) for split in SPLITS}
+    given: dict[str, Any] = {
+        split: {"statistics": statistics, **node} for split, node in nodes.items() if _takes(node)
+    }
+    return replace(config, data=replace(config.data, **given))
+
+
+def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say which data sets are no longer those of a checkpoint."""
+    before = then.get("fingerprints", {})
+    changed = [s for s, mark in now.get("fingerprints", {}).items() if before.get(s, mark) != mark]
+    if not changed:
+        return []
+    same = then.get("statistics") == now.get("statistics")
+    how = "the same statistics as before" if same else "other statistics than before"
+    names = ", ".join(f"data.{split}" for split in changed)
+    return [f"{names}: the rows are not those of the checkpoint; they are encoded by {how}"]
+
+
+def _takes(node: Any) -> bool:
+    known = parameters_of(str(node.get("_target_"))) if isinstance(node, Mapping) else None
+    return "statistics" in (known or {})

@@ -1,0 +1,186 @@
+"""From a configuration to a trainer, in reading order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from conf.check import parse
+from conf.errors import ConfigError, Problem
+from conf.schema import Config
+from data.loading.on_device import OnDevice
+from trainer.assembly.check import check_targets
+from trainer.assembly.data import Data, data_facts, open_data
+from trainer.assembly.loaders import eval_loader, overfit_samples, train_loader
+from trainer.assembly.parts import Assembly, Known, build_strategy
+from trainer.callback import Average, Callback
+from trainer.lr_schedulers.build import warn_of_long_warmups
+from trainer.options import TrainerOptions, count, horizon
+from trainer.rng import seed_everything, set_switches
+from trainer.strategies.strategy import Strategy
+from trainer.trainer import Trainer
+from trainer.update.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What a command needs once a configuration is built."""
+
+    config: Config
+    data: Data
+    trainer: Trainer
+    test_loader: Any  # None where the data have no test split
+    switches: dict[str, bool]
+    checkpointed: list[str]  # modules whose activations are recomputed
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that torch uses."""
+        return torch.get_num_threads()
+
+
+def build(
+    config: Config | Mapping[str, Any],
+    strategy: Strategy | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+    config_text: str = "",
+) -> Experiment:
+    """Build what `config` describes, from the data to the trainer; nothing is written.
+
+    `config` may be what `compose([...]).config` holds; `strategy` (default: the one that `config`
+    describes) must be set up.
+    `callbacks` come before the configuration's; `config_text` is saved in checkpoints.
+    Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
+    """
+    if not isinstance(config, Config):
+        config = parse(dict(config))
+        check_targets(config)
+    if strategy is None:
+        strategy = build_strategy(config)
+        strategy.setup()
+    options, switches = config.trainer, _set_switches(config)
+    seed_everything(config.seed)
+    data = open_data(config, strategy)
+    loader, val_loader = train_loader(config, data, strategy), _val_loader(config, data, strategy)
+    limit = options.limit_train_batches
+    steps = len(loader) if limit is None else count(limit, len(loader))
+    total = horizon(options.max_epochs, options.max_steps, steps)
+
+    precision = Precision(options.precision, strategy.device.type)
+    parts = Assembly(config, Known(data.num_classes, total, steps), strategy, precision)
+    checkpointed = parts.checkpointed
+    trainer = Trainer(
+        parts.model,
+        parts.task,
+        parts.optimizers,
+        loader,
+        val_loader,
+        parts.schedule,
+        strategy,
+        precision,
+        {**(callbacks or {}), **parts.callbacks},
+        replace(
+            options,
+            seed=config.seed,
+            on_nonfinite="stop" if options.error_if_nonfinite else options.on_nonfinite,
+            limit_val_batches=None,  # the loader has no more
+        ),
+        # A dry run computes a single micro-batch, which is not worth a compilation.
+        compiled=_compile(parts.model, False if config.dry_run else options.compile),
+        config_text=config_text,
+    )
+    trainer.data_facts = data_facts(data.sets)
+    if strategy.group.is_main:
+        warn_of_long_warmups(parts.schedule, total, steps)
+    # Dropout masks differ between processes; the weights, drawn above, do not.
+    seed_everything(config.seed, strategy.group.rank)
+    trainer.random.keep()
+    test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
+    return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+
+
+def _set_switches(config: Config) -> dict[str, bool]:
+    """Set torch's global switches; return those that the manifest records."""
+    options = config.trainer
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    return set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
+
+
+def _val_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice | None:
+    """Return the loader of the validation; with `overfit_batches` it reads the training set."""
+    few = overfit_samples(config, data.sets["train"])
+    validated = data.sets["val"] if few is None else data.sets["train"]
+    return _held_out(config, validated, strategy, config.trainer.limit_val_batches, few)
+
+
+def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:
+    """Build the loader of one split for an evaluation; return it and the number of classes.
+
+    A limit of 0 batches applied to the training run only: it is ignored here.
+    """
+    limits = {"val": config.trainer.limit_val_batches, "test": config.trainer.limit_test_batches}
+    data = open_data(config, strategy, (split,))
+    if data.sets[split] is None:
+        other = "val" if split == "test" else "test"
+        hint = f"try split={other}"
+        raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
+    return eval_loader(config, data.sets[split], strategy, limits[split] or None), data.num_classes
+
+
+def build_evaluator(
+    config: Config,
+    num_classes: int | None,
+    strategy: Strategy,
+    answering: nn.Module | None = None,
+) -> Trainer:
+    """Build a trainer for evaluation and prediction, without data.
+
+    `answering` takes the place of the model: an exported file, which has no average either.
+    """
+    precision = Precision(config.trainer.precision, strategy.device.type)
+    parts = Assembly(config, Known(num_classes), strategy, precision)
+    every = [parts.model, *parts.task.own_modules().values()]
+    trainer = Trainer(
+        parts.model,
+        parts.task,
+        torch.optim.SGD([p for m in every for p in m.parameters()], lr=0.0),  # never stepped
+        [],
+        strategy=strategy,
+        precision=precision,
+        callbacks={}
+        if answering
+        else {n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
+        options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
+        compiled=answering,
+    )
+    trainer.setup()
+    return trainer
+
+
+def _held_out(
+    config: Config,
+    dataset: Any,
+    strategy: Strategy,
+    limit: int | float | None,
+    samples: int | None = None,
+) -> OnDevice | None:
+    if dataset is None or limit == 0:
+        return None
+    return eval_loader(config, dataset, strategy, limit, samples)
+
+
+def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:
+    if choice is False:
+        return model
+    # By default torch switches to dynamic shapes at the second shape: a run resumed after that
+    # would use other kernels, and not be exact.
+    options = {"dynamic": False} | (choice if isinstance(choice, dict) else {})
+    return torch.compile(model, **options)  # type: ignore

@@ -1,0 +1,280 @@
+"""From nodes to objects: a model, a task, callbacks; optimizers and schedules; the devices."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from conf.errors import ConfigError, Problem, raise_problems
+from conf.fields import rule_of
+from conf.interpolation import fill
+from conf.schema import Config
+from conf.schema_trainer import StrategyConfig
+from data.errors import DataError
+from trainer.callback import Callback, Saver
+from trainer.distributed.processes import is_rank
+from trainer.errors import ModelError
+from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.lr_schedulers.build import target_nodes as schedule_nodes
+from trainer.lr_schedulers.schedule import LRSchedule
+from trainer.optimizers.optimizers import Optimizers, build_optimizers, sections
+from trainer.strategies.ddp import DDP
+from trainer.strategies.dp import DataParallel
+from trainer.strategies.replicas import Processes
+from trainer.strategies.strategy import Planned, Strategy, check_processes, count_devices
+from trainer.targets.allow_list import TargetError
+from trainer.targets.instantiate import instantiate
+from trainer.task import Task, named_modules
+from trainer.update.activation_checkpointing import checkpoint_modules, checkpoint_segments
+from trainer.update.precision import Precision
+from trainer.user_code import is_misfit
+
+# What the nodes of a section must build: objects of a class, or with all methods of one line.
+_READ = (("__iter__",), ("__getitem__",))
+_CALLED = (("__call__",),)
+_KINDS: Mapping[str, tuple[str, type | None, tuple[tuple[str, ...], ...]]] = {
+    "model": ("torch.nn.Module", nn.Module, ()),
+    "task": ("trainer.task.Task", Task, ()),
+    "callbacks": ("trainer.callback.Callback", Callback, ()),
+    "optimizer": ("torch.optim.Optimizer", Optimizer, ()),
+    "lr_scheduler": ("torch.optim.lr_scheduler.LRScheduler", LRScheduler, ()),
+    "transforms": ("function", None, _CALLED),
+    "loader.sampler": ("sampler", None, (*_READ, ("__call__", "__len__"))),
+    "loader.batch_sampler": ("batch sampler", None, (*_READ, ("samples",))),
+    "loader.collate_fn": ("function", None, _CALLED),
+    "loader.worker_init_fn": ("function", None, _CALLED),
+    "data": (
+        "data set (with __getitem__ and __len__, or __iter__)",
+        None,
+        (("__iter__",), ("__getitem__", "__len__")),
+    ),
+}
+
+
+def wrong_class(key: str, cls: type) -> str | None:
+    """Return why objects of `cls` do not fit the node at `key`; None if they do."""
+    found = (section for section in _KINDS if f"{key}.".startswith(f"{section}."))
+    # Also the schedule of one optimizer among several.
+    section = "lr_scheduler" if "lr_scheduler" in key.split(".") else next(found, None)
+    if section is None:
+        return None
+    called, base, methods = _KINDS[section]
+    fits = any(all(hasattr(cls, name) for name in names) for names in methods)
+    if issubclass(cls, base) if base is not None else fits:
+        return None
+    return f"makes no {called} but a {cls.__module__}.{cls.__qualname__}"
+
+
+def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
+    """Build what a node describes, with further arguments.
+
+    Raises ConfigError, also if it does not fit `key`.
+    """
+    try:
+        made = instantiate(node, _key_=key, **given)
+    except DataError as error:  # about an argument, as no data are open
+        raise TargetError(Problem(key, str(error))) from error
+    if (reason := wrong_class(key, type(made))) is not None:
+        raise TargetError(Problem(f"{key}._target_", reason))
+    return made
+
+
+def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Build named nodes; null becomes None. Raises one ConfigError for all of them."""
+    made: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, node in nodes.items():
+        try:
+            made[name] = build_node(node, f"{key}.{name}") if node else None
+        except ConfigError as error:
+            problems += error.problems
+    raise_problems(problems)
+    return made
+
+
+def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+    """Return `node` with each `num_classes: null` replaced by the data's number of classes."""
+    filled: dict[str, Any] = copy.deepcopy(node)
+    pending: list[Any] = [filled]
+    while pending:
+        child = pending.pop()
+        if isinstance(child, dict) and child.get("num_classes", 0) is None:
+            child["num_classes"] = num_classes
+        inner = child.values() if isinstance(child, dict) else child
+        pending += inner if isinstance(child, dict | list) else ()
+    return filled
+
+
+def optimizer_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:
+    """Return, by config key, the nodes of optimizers and of schedules of single optimizers.
+
+    Their targets get one more positional argument. Keys that are not arguments (`param_groups`,
+    ...) are left out and shared hyper-parameters filled in, so that the nodes can be checked
+    against signatures.
+    """
+    found = sections(node, key, [])
+    nodes = {s.key: s.target for s in found if "_target_" in s.target}
+    for section in found:
+        nodes |= schedule_nodes(section.own["lr_scheduler"], f"{section.key}.lr_scheduler")
+    return nodes
+
+
+def build_strategy(config: Config) -> Strategy:
+    """Build the strategy of a configuration; of several processes, this one's part."""
+    options = config.strategy
+    if options.name == "dp":
+        if options.accelerator != "auto":
+            _device(options)  # raises if there is no such accelerator
+        return DataParallel(
+            options.device_ids,
+            options.output_device,
+            options.dim,
+            options.devices,
+            options.accelerator,
+        )
+    if options.name == "single" and not is_rank():
+        return Strategy(_device(options))
+    if not is_rank():
+        count = count_devices(options.devices, options.accelerator)
+        on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
+        return Planned(options.name, count, None if on_cpu else _device(options))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_processes(here, options.accelerator, options.backend)
+    processes = Processes(
+        None if options.backend == "auto" else options.backend,
+        options.timeout,
+        options.accelerator,
+        options.devices if isinstance(options.devices, list) else None,
+        options.sync_batchnorm,
+    )
+    kind = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
+    own = [f.name for f in fields(options) if rule_of(f).strategies == (kind,)]
+    values: dict[str, Any] = {name: getattr(options, name) for name in own}
+    if kind == "ddp":
+        return DDP(processes, **values)
+    # With DTensor and sympy, which take seconds to import.
+    fsdp = importlib.import_module("trainer.strategies.fsdp")
+    strategy: Strategy = fsdp.FSDP(processes, **values)
+    return strategy
+
+
+def _device(options: StrategyConfig) -> torch.device | None:
+    first = options.devices[0] if isinstance(options.devices, list) else None
+    if options.accelerator == "auto" and first is None:
+        return None
+    kind = options.accelerator if options.accelerator != "auto" else "cuda"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
+    if not available[kind]:
+        message = f"this machine has no {kind} device"
+        raise ModelError(Problem("strategy.accelerator", message, "auto takes what it has"))
+    return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Facts that are known once the data are open; None if they have no such fact."""
+
+    num_classes: int | None
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    guessed: bool = False  # placeholders of a check, which opens no data
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Values of the reserved interpolations."""
+        lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
+        return {name: length for name, length in lengths.items() if length is not None}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of a run; each is built once, at its first use.
+
+    A run must use the model first, since parts draw random numbers. A mistake in a node raises
+    ConfigError from the part that needs it.
+    """
+
+    config: Config
+    known: Known
+    strategy: Strategy
+    precision: Precision
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model on its device, in its dtype."""
+        node = with_classes(self.config.model, self.known.num_classes)
+        try:
+            model: nn.Module = build_node(node, "model")
+        except (RuntimeError, LookupError, AttributeError) as error:  # a layer's, of an argument
+            if not is_misfit(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            message = f"{node['_target_']} does not accept its arguments: {reason}"
+            raise ModelError(Problem("model", message)) from error
+        if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+            hint = "give its layer its sizes, or call it once"
+            raise ModelError(Problem("model", f"{lazy[0]} is a lazy parameter", hint))
+        if self.config.trainer.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        return self.strategy.prepare(self.precision.convert(model))
+
+    @cached_property
+    def checkpointed(self) -> list[str]:
+        """Names of the modules whose activations are recomputed in the backward pass."""
+        options = self.config.trainer
+        if options.activation_checkpointing_segments is not None:
+            checkpoint_segments(self.model, options.activation_checkpointing_segments)
+        return checkpoint_modules(self.model, options.activation_checkpointing or [])
+
+    @cached_property
+    def task(self) -> Task:
+        """The task, moved to the device."""
+        task: Task = build_node(with_classes(self.config.task, self.known.num_classes), "task")
+        task.to(self.strategy.device, self.precision.dtype)
+        return task
+
+    @cached_property
+    def optimizers(self) -> Optimizers:
+        """The optimizers over the parameters of model and task."""
+        # Reserved interpolations stay: an optimizer's own schedule fills them with what remains of
+        # the run after its warm-up. A fused step skips a non-finite update in its kernel, so
+        # that its state need not be copied.
+        return build_optimizers(
+            self.model,
+            self.config.optimizer,
+            prefer_fused=self.strategy.device.type == "cuda",
+            others=named_modules(self.task),
+        )
+
+    @cached_property
+    def schedule(self) -> LRSchedule:
+        """The schedule of all optimizers' learning rates."""
+        return build_lr_schedule(
+            self.config.lr_scheduler,
+            self.optimizers,
+            self.known.total_steps,
+            self.known.steps_per_epoch,
+            guessed=self.known.guessed,
+        )
+
+    @cached_property
+    def callbacks(self) -> dict[str, Callback]:
+        """The callbacks, in the order of the configuration with two exceptions.
+
+        Callbacks that average weights come first, and the one that saves checkpoints comes last.
+        """
+        built = build_named(fill(self.config.callbacks, self.known.lengths), "callbacks")
+        kept = {name: callback for name, callback in built.items() if callback is not None}
+        turns = {n: isinstance(c, Saver) - c.changes_weights for n, c in kept.items()}
+        return {name: kept[name] for name in sorted(kept, key=turns.__getitem__)}
