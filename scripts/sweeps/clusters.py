@@ -247,13 +247,8 @@ class RayLauncher:
         for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
             signal.signal(number, handler)
         # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
-        logger.info(
-            "they end with this process; what cancels them, and lets them save: kill %d (on %s). "
-            "If it is killed itself (kill -9), Ray kills them: resume=auto goes on from their last "
-            "checkpoints",
-            os.getpid(),
-            socket.gethostname(),
-        )
+        kill = f"kill {os.getpid()} (on {socket.gethostname()})"
+        logger.info("they end with this process; what cancels them, and lets them save: %s", kill)
 
     def _code(self, reference: Any) -> int:
         try:

@@ -2,10 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from scripts.sweeps.leaderboard import NOT_STARTED, Job
-from scripts.sweeps.local import errors_of
 from scripts.sweeps.sweep import Sweep
 from trainer.files.log_format import on_one_line
 from trainer.runs.metrics import read_metrics
@@ -29,71 +27,57 @@ def run_jobs(
     """
     launcher, said = it.launcher, _Said(it)
     most = it.settings.jobs or (None if launcher.quiet else 1)
-    running: dict[int, Job] = {}
     waiting: Job | None = None  # for room, or for its restart
-    starts: dict[int, int] = {}
-    printed: dict[int, int] = {}  # bytes of output before a start
-    told = 0  # signals
+    sent = 0  # signals
     while True:
-        while not it.ended and (most is None or len(running) < most):
+        while not it.ended and (most is None or len(it.running) < most):
             waiting = waiting or ask()
-            if waiting is None or it.ended:
+            if waiting is None or it.ended or not launcher.start(waiting, it.words(waiting)):
                 break
-            job, start = waiting, starts.get(waiting.number, 0) + 1
-            if not launcher.quiet:  # it runs alone, and its own output follows
-                said.start(job, start)
-            printed[job.number] = job.output.stat().st_size if job.output.exists() else 0
-            if not launcher.start(job, it.words(job)):
-                break
-            if launcher.quiet:
-                said.start(job, start)
-            waiting, running[job.number], starts[job.number] = None, job, start
-            it.running.add(job.number)
+            it.running[waiting.number] = waiting
+            waiting.starts += 1
+            said.start(waiting)
             it.write()
-        if not running:
+            waiting = None
+        if not it.running:
             return
         for job, code in launcher.wait(_PATIENCE):
-            del running[job.number]
-            it.running.discard(job.number)
+            del it.running[job.number]
             if not it.heard or holds_run(job.run_dir) or code not in _STOPPED:
-                job.end(code, errors_of(job.output, printed[job.number]))
+                job.end(code)
             lost = code < 0 or code in _LOST
-            if lost and starts[job.number] <= it.settings.retries and not it.heard:
+            if lost and job.starts <= it.settings.retries and not it.heard:
                 print(on_one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
                 waiting = job
                 continue
             it.write()
             said.end(job)
             tell(job)
-        for number in it.heard[told:]:
+        for number in it.heard[sent:]:
             launcher.send(number)
-            told += 1
-        said.progress(running)
+            sent += 1
+        said.progress()
 
 
-@dataclass
 class _Said:
     # A line for each start and each end, and now and then one for a long job. A job that runs alone
     # prints its result, its warnings and its error itself.
-    it: Sweep
-    began: float = field(default_factory=time.monotonic)
-    before: int = 0  # jobs that earlier starts have ended
-    done: int = 0
-    told: dict[int, float] = field(default_factory=dict)  # time of the last line of each job
 
-    def __post_init__(self) -> None:
-        self.before = self.done = sum(job.state != NOT_STARTED for job in self.it.jobs)
-        if self.it.launcher.quiet:
-            print(self.it.launcher.describe(), flush=True)
+    def __init__(self, it: Sweep) -> None:
+        self.it, self.began = it, time.monotonic()
+        self.before = self.done = sum(job.state != NOT_STARTED for job in it.jobs)
+        self.told: dict[int, float] = {}  # time of the last line of each job
+        if it.launcher.quiet:
+            print(it.launcher.describe(), flush=True)
 
-    def start(self, job: Job, start: int) -> None:
+    def start(self, job: Job) -> None:
+        it, given = self.it, job.overrides
         self.told[job.number] = time.monotonic()
-        given = job.overrides
-        varied = " ".join(f"{key}={given[key]}" for key in self.it.varied if key in given)
-        again = f" (start {start})" if start > 1 else ""
-        before = "" if self.it.launcher.quiet else "\n"
+        varied = " ".join(f"{key}={given[key]}" for key in it.varied if key in given)
+        again = f" (start {job.starts})" if job.starts > 1 else ""
         line = on_one_line(f"{varied}  ->  {job.run_dir}{again}")
-        print(f"{before}[{self.it.jobs.index(job) + 1}/{self.it.count}] {line}", flush=True)
+        before = "" if it.launcher.quiet else "\n"
+        print(f"{before}[{it.jobs.index(job) + 1}/{it.count}] {line}", flush=True)
 
     def end(self, job: Job) -> None:
         it, ranking = self.it, self.it.ranking
@@ -104,9 +88,10 @@ class _Said:
             result = "" if value is None else f" {ranking.name} {value:.4f}"
             why = f": {job.reason or f'see {job.output}'}" if job.failed else ""
             facts.insert(0, on_one_line(f"job {job.number} {job.state}{result}{why}"))
-        best = [j for j in ranking.ranked(it.jobs) if ranking.value(j) is not None and not j.failed]
-        if best:
-            facts.append(f"best {ranking.name} {ranking.value(best[0]):.4f} (job {best[0].number})")
+        facts += [
+            f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})"
+            for best in ranking.compared()[:1]
+        ]
         done, left = self.done - self.before, it.count - self.done
         if done and left and not it.ended:
             minutes = (time.monotonic() - self.began) / done * left / 60
@@ -114,18 +99,17 @@ class _Said:
             facts.append(f"about {about if minutes < 90 else f'{minutes / 60:.1f} h'} left")
         print("; ".join(facts), flush=True)
 
-    def progress(self, running: dict[int, Job]) -> None:
+    def progress(self) -> None:
         now, metric = time.monotonic(), self.it.ranking.name
-        for job in running.values():
+        for job in self.it.running.values():
             if now - self.told[job.number] < _EVERY:
                 continue
             self.told[job.number] = now
             lines = list(read_metrics(job.run_dir, _TAIL))
-            if lines:
+            for last in lines[-1:]:
                 values = [line[metric] for line in lines if isinstance(line.get(metric), float)]
                 value = f", {metric} {values[-1]:.4f}" if values else ""
                 epochs = (job.config.get("trainer") or {}).get("max_epochs")
                 of = f" of {epochs}" if epochs else ""
-                last = lines[-1]
                 where = f"epoch {last.get('epoch')}{of}, step {last.get('step')}"
                 print(f"job {job.number}: {where}{value}", flush=True)

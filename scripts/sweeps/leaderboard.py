@@ -5,7 +5,7 @@ import io
 import signal
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import get_terminal_size
@@ -22,6 +22,7 @@ FILE = "leaderboard.csv"
 NOT_STARTED = "not started"
 SHOWN = 20  # jobs of the table on the screen
 _BEST = "best/"
+_STATISTICS = ("mean", "std", "n")  # of a group
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Job:
     texts: list[str] = field(default_factory=list)  # all its overrides, as on a command line
     config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
     more: list[str] = field(default_factory=list)  # overrides that do not affect what it trains
+    starts: int = 0
     state: str = NOT_STARTED
     code: int = 0
     reason: str = ""
@@ -50,8 +52,8 @@ class Job:
         """Return the file of what it prints."""
         return self.run_dir.parent / "output" / f"{self.number}.txt"
 
-    def end(self, code: int, errors: Sequence[str] = ()) -> None:
-        """Note the end of its process: its code (-N: killed by signal N) and its `error:` lines."""
+    def end(self, code: int) -> None:
+        """Note the end of its process by its code; -N: killed by signal N."""
         try:
             status: dict[str, Any] = read_status(self.run_dir)
         except RunDirectoryError:
@@ -62,12 +64,20 @@ class Job:
         self.seconds, self.results = status.get("seconds"), status.get("results") or {}
         self.reason = ""
         if code > 0:
-            self.reason = str(status.get("reason") or (errors[-1] if errors else ""))
+            self.reason = str(status.get("reason") or self._last_error())
         elif code < 0:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             command = status.get("resume")
             way_out = f"; go on with: {command}" if command else ""
             self.reason = f"killed by {signal.Signals(-code).name}{memory}{way_out}"
+
+    def _last_error(self) -> str:
+        try:
+            lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        told = [line for line in lines if line.startswith("error: ")]
+        return told[-1].removeprefix("error: ").strip() if told else ""
 
 
 class Ranking:
@@ -84,11 +94,11 @@ class Ranking:
         expected: str | None = None,
         decided: bool = False,
     ) -> None:
-        nodes = [node for node in config["callbacks"].values() if node]
+        self.jobs = jobs
         modes = {
             epoch_metric(node["monitor"]): node.get("mode", AUTO)
-            for node in nodes
-            if node.get("monitor") not in (None, AUTO)  # there the task decides
+            for node in config["callbacks"].values()
+            if node and node.get("monitor") not in (None, AUTO)  # there the task decides
         }
         known = next(reversed(modes), expected or "val/loss")
         best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
@@ -106,8 +116,8 @@ class Ranking:
         """Return a number that is smaller for a better value."""
         return self._monitor.rank(value)
 
-    def ranked(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return jobs from the best to the worst; then those that failed, then the rest.
+    def ranked(self) -> list[Job]:
+        """Return the jobs from the best to the worst; then those that failed, then the rest.
 
         The pruned, which were trained less, come behind those that ran to their end.
         """
@@ -118,51 +128,44 @@ class Ranking:
             waits, short = job.state == NOT_STARTED, job.state == "pruned"
             return waits, job.failed, value is None, short, rank, job.number
 
-        return sorted(jobs, key=place)
+        return sorted(self.jobs, key=place)
+
+    def compared(self) -> list[Job]:
+        """Return the jobs that have a result, the best first."""
+        return [job for job in self.ranked() if not job.failed and self.value(job) is not None]
+
+    def groups(self, keys: Sequence[str]) -> dict[tuple[tuple[str, str], ...], list[float]]:
+        """Return the results of jobs that differ in `keys` only, by what they share; failed: none.
+
+        The group with the best mean comes first.
+        """
+        found: dict[tuple[tuple[str, str], ...], list[float]] = {}
+        for job in self.jobs:
+            values = found.setdefault(_shared(job, keys), [])
+            if not job.failed and (value := self.value(job)) is not None:
+                values.append(value)
+
+        def place(name: tuple[tuple[str, str], ...]) -> tuple[bool, float]:
+            values = found[name]
+            return not values, self.rank_of(statistics.fmean(values)) if values else 0.0
+
+        return {name: found[name] for name in sorted(found, key=place)}
 
 
-class Groups:
-    """The results of jobs that differ in the keys of `sweep.group_by` only; failed: none."""
+def _shared(job: Job, keys: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, value) for key, value in job.overrides.items() if key not in keys)
 
-    def __init__(self, keys: Sequence[str], jobs: Sequence[Job], ranking: Ranking) -> None:
-        self.keys = keys
-        self.header = ("mean", "std", "n") if keys else ()
-        self._ranking = ranking
-        self._jobs: dict[tuple[tuple[str, str], ...], list[Job]] = {}
-        for job in jobs:
-            self._jobs.setdefault(self._name(job), []).append(job)
 
-    def cells(self, job: Job, shown: Callable[[float], str]) -> list[str]:
-        """Return mean, standard deviation (of the sample) and number of a job's group."""
-        if not self.keys:
-            return []
-        values = self._values(job)
-        mean = shown(statistics.fmean(values)) if values else ""
-        deviation = shown(statistics.stdev(values)) if len(values) > 1 else ""
-        return [mean, deviation, str(len(values))]
-
-    def best_first(self) -> list[Job]:
-        """Return one job of each group, that of the best mean first."""
-
-        def place(job: Job) -> tuple[bool, float]:
-            values = self._values(job)
-            return not values, self._ranking.rank_of(statistics.fmean(values)) if values else 0.0
-
-        return sorted((jobs[0] for jobs in self._jobs.values()), key=place)
-
-    def _values(self, job: Job) -> list[float]:
-        results = (self._ranking.value(j) for j in self._jobs[self._name(job)] if not j.failed)
-        return [value for value in results if value is not None]
-
-    def _name(self, job: Job) -> tuple[tuple[str, str], ...]:
-        return tuple((k, value) for k, value in job.overrides.items() if k not in self.keys)
+def _statistics(values: Sequence[float], shown: Callable[[float], str]) -> list[str]:
+    mean = shown(statistics.fmean(values)) if values else ""
+    deviation = shown(statistics.stdev(values)) if len(values) > 1 else ""
+    return [mean, deviation, str(len(values))]
 
 
 def write_csv(
     folder: Path,
-    jobs: Sequence[Job],
     ranking: Ranking,
-    groups: Groups,
+    group_by: Sequence[str],
     count: int,
     running: Collection[int] = (),
 ) -> None:
@@ -171,16 +174,18 @@ def write_csv(
     A search knows its next jobs one by one: those missing of `count` are listed without numbers.
     `running`: the numbers of the jobs that run now. Raises StorageError.
     """
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    header = ["job", "status", *keys, ranking.name, "seconds", "run_dir", *groups.header]
+    keys = list(dict.fromkeys(key for job in ranking.jobs for key in job.overrides))
+    groups = ranking.groups(group_by) if group_by else {}
+    header = ["job", "status", *keys, ranking.name, "seconds", "run_dir"]
+    header += _STATISTICS if group_by else ()
     rows = [header]
-    for job in ranking.ranked(jobs):
+    for job in ranking.ranked():
         value = ranking.value(job)
-        state = "running" if job.number in running else job.state
-        overrides = [job.overrides.get(key, "") for key in keys]
-        facts = ["" if value is None else repr(value), _seconds(job), str(job.run_dir)]
-        rows.append([str(job.number), state, *overrides, *facts, *groups.cells(job, repr)])
-    rows += [["", NOT_STARTED, *[""] * (len(header) - 2)]] * (count - len(jobs))
+        row = [str(job.number), "running" if job.number in running else job.state]
+        row += [job.overrides.get(key, "") for key in keys]
+        row += ["" if value is None else repr(value), _seconds(job), str(job.run_dir)]
+        rows.append(row + (_statistics(groups[_shared(job, group_by)], repr) if groups else []))
+    rows += [["", NOT_STARTED, *[""] * (len(header) - 2)]] * (count - len(ranking.jobs))
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_text(folder / FILE, text.getvalue())
@@ -193,41 +198,42 @@ def read_states(folder: Path) -> Iterator[str]:
     yield from (row[1] for row in rows if len(row) > 1)
 
 
-def show(
-    folder: Path, jobs: Sequence[Job], ranking: Ranking, groups: Groups, varied: Sequence[str]
-) -> None:
+def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:
     """Print the best jobs as a table, and why jobs failed, each reason on a line of its own."""
     print(f"\n{on_one_line(f'sweep {folder}')}")
-    ranked = ranking.ranked(jobs)
-    rows = [["job", "status", *short_keys(varied), ranking.name, "seconds"]]
+    ranked = ranking.ranked()
+    facts = []
     for job in ranked[:SHOWN]:
         value = ranking.value(job)
-        facts = ["" if value is None else f"{value:.4f}", _seconds(job)]
-        overrides = [job.overrides.get(key, "") for key in varied]
-        rows.append([str(job.number), job.state, *overrides, *facts])
-    _print_table(rows)
+        ends = ["" if value is None else f"{value:.4f}", _seconds(job)]
+        facts.append(([str(job.number), job.state], job.overrides, ends))
+    _print_table(["job", "status"], varied, [ranking.name, "seconds"], facts)
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
-    if groups.keys:
-        print(f"\n{ranking.name} over {', '.join(groups.keys)}")
-        shared = [key for key in varied if key not in groups.keys]
-        rows = [[*short_keys(shared), *groups.header]]
-        for job in groups.best_first()[:SHOWN]:
-            cells = groups.cells(job, lambda value: f"{value:.4f}")
-            rows.append([*(job.overrides.get(key, "") for key in shared), *cells])
-        _print_table(rows)
-    ended = [job for job in jobs if job.state in ENDED_WELL]
-    if ended and all(ranking.value(job) is None for job in jobs):
+    if group_by:
+        print(f"\n{ranking.name} over {', '.join(group_by)}")
+        shared = [key for key in varied if key not in group_by]
+        best = list(ranking.groups(group_by).items())[:SHOWN]
+        rows = [("", dict(name), _statistics(values, "{:.4f}".format)) for name, values in best]
+        _print_table([], shared, _STATISTICS, rows)
+    if any(j.state in ENDED_WELL for j in ranked) and all(ranking.value(j) is None for j in ranked):
         print(f"no job has logged {ranking.name}: they are not ranked")
-    for job in jobs:
+    for job in ranking.jobs:
         if job.failed:
             reason = on_one_line(job.reason or f"see {job.output}")
             print(f"job {job.number} {job.state} (exit {job.code}): {reason}")
     print(on_one_line(f"leaderboard: {folder / FILE}"))
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    cells = [[on_one_line(cell) for cell in row] for row in rows]
+def _print_table(
+    first: Sequence[str],
+    keys: Sequence[str],
+    last: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
+) -> None:
+    table = [[*first, *short_keys(keys), *last]]
+    table += [[*begin, *(values.get(key, "") for key in keys), *end] for begin, values, end in rows]
+    cells = [[on_one_line(cell) for cell in row] for row in table]
     for line in aligned(cells, get_terminal_size().columns, last=2):
         print(line)
 

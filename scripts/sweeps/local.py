@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,62 +60,60 @@ def _prepare() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-def errors_of(output: Path, offset: int) -> list[str]:
-    """Return the text of the `error:` lines of an output file after `offset`."""
-    try:
-        text = output.read_bytes()[offset:].decode(errors="replace")
-    except OSError:
-        return []
-    mark = "error: "
-    lines = text.splitlines()
-    return [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
-
-
 class LocalLauncher:
     """Run up to `jobs` jobs side by side; a single one has the terminal and the whole machine.
 
-    `devices`: how many accelerators there are. `quiet`: what jobs print goes to their files alone.
+    `devices`: how many accelerators there are; a job has some of its own, or shares them with
+    `per_device` others. `quiet`: what jobs print goes to their files alone.
     """
 
     def __init__(self, jobs: int, per_device: int, devices: int) -> None:
         self.quiet = jobs > 1
-        names = device_names(devices, os.environ.get(VISIBLE)) if self.quiet else []
-        self._slots = Slots(jobs, names, per_device)
-        self._running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
+        self._jobs, self._per_device = jobs, per_device
+        self._names = device_names(devices, os.environ.get(VISIBLE)) if self.quiet else []
+        self._running: dict[int, tuple[Job, list[str], subprocess.Popen[bytes]]] = {}
         self._shown = 0  # bytes of the errors of the job that has the terminal
 
     def describe(self) -> str:
         """Describe how many jobs run at the same time, and on which resources."""
-        slots = self._slots
-        threads = share_of_threads(slots.jobs).get(THREADS) or os.environ.get(THREADS, "all")
-        said = f"up to {slots.jobs} jobs at a time, {threads} thread{'s' * (threads != '1')} each"
-        if not slots.names:
-            return said
-        devices = f"{len(slots.names)} devices" if len(slots.names) > 1 else "1 device"
-        return f"{said}, on {devices} (sweep.jobs_per_device={slots.per_device})"
+        threads = share_of_threads(self._jobs).get(THREADS) or os.environ.get(THREADS, "all")
+        said = f"up to {self._jobs} jobs at a time, {threads} thread{'s' * (threads != '1')} each"
+        count = len(self._names)
+        on = f", on {count} device{'s' * (count > 1)} (sweep.jobs_per_device={self._per_device})"
+        return said + (on if count else "")
 
     def start(self, job: Job, argv: Sequence[str]) -> bool:
         """Start a job and return at once; return False if there is no room for it now."""
         strategy = job.config.get("strategy") or {}
-        devices = self._slots.take(job.number, strategy)
+        devices = self.free_devices(strategy)
         if devices is None:
             return False
         # The processes of a job share its threads.
-        environment = share_of_threads(self._slots.jobs, processes_of(strategy))
+        environment = share_of_threads(self._jobs, processes_of(strategy))
         if devices:
             environment[VISIBLE] = ",".join(devices)
         self._shown = job.output.stat().st_size if job.output.exists() else 0
         process = start_process(TRAIN, argv, job.output, environment, shown=not self.quiet)
-        self._running[job.number] = job, process
+        self._running[job.number] = job, devices, process
         return True
+
+    def free_devices(self, strategy: Mapping[str, Any]) -> list[str] | None:
+        """Return the devices for a job of a strategy; None if there is no room now."""
+        if len(self._running) >= self._jobs:
+            return None
+        if not self._names or strategy.get("accelerator") == "cpu":
+            return []
+        used = Counter(name for _, names, _ in self._running.values() for name in names)
+        free = sorted((n for n in self._names if used[n] < self._per_device), key=used.__getitem__)
+        wanted = min(processes_of(strategy), len(self._names))
+        return free[:wanted] if len(free) >= wanted else None
 
     def wait(self, seconds: float) -> Ended:
         """Return the jobs that have ended: as soon as there is one, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            ended = [
-                (job, p.returncode) for job, p in self._running.values() if p.poll() is not None
-            ]
+            found = [(job, process.poll()) for job, _, process in self._running.values()]
+            ended = [(job, code) for job, code in found if code is not None]
             if not self.quiet:
                 self._pass_on()
             if ended or time.monotonic() > deadline:
@@ -124,12 +121,11 @@ class LocalLauncher:
             time.sleep(_PATIENCE)
         for job, _ in ended:
             del self._running[job.number]
-            self._slots.give_back(job.number)
         return ended
 
     def send(self, number: int) -> None:
         """Send a signal to all running jobs; as from a terminal, Ctrl-C goes to all processes."""
-        for _, process in self._running.values():
+        for *_, process in self._running.values():
             with suppress(ProcessLookupError):
                 if number == signal.SIGINT:
                     os.killpg(process.pid, number)
@@ -140,7 +136,7 @@ class LocalLauncher:
         """Do nothing: there is no resource to release."""
 
     def _pass_on(self) -> None:
-        for job, _ in self._running.values():
+        for job, *_ in self._running.values():
             with suppress(OSError), job.output.open("rb") as file:
                 file.seek(self._shown)
                 said = file.read()
@@ -161,9 +157,8 @@ def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
 
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 def processes_of(strategy: Mapping[str, Any]) -> int:
@@ -178,32 +173,3 @@ def device_names(count: int, visible: str | None) -> list[str]:
     """Return the names of `count` devices, as CUDA_VISIBLE_DEVICES spells them."""
     shown = [name.strip() for name in (visible or "").split(",") if name.strip()]
     return shown[:count] if shown else [str(number) for number in range(count)]
-
-
-@dataclass(slots=True)
-class Slots:
-    """Room for `jobs` jobs; each has devices of its own, or shares one with `per_device` others."""
-
-    jobs: int
-    names: list[str]  # of devices, as CUDA_VISIBLE_DEVICES has them
-    per_device: int = 1
-    running: dict[int, list[str]] = field(default_factory=dict)  # devices of each job
-
-    def take(self, number: int, strategy: Mapping[str, Any]) -> list[str] | None:
-        """Return the devices for a job; None if there is no room now."""
-        if len(self.running) >= self.jobs:
-            return None
-        if not self.names or strategy.get("accelerator") == "cpu":
-            self.running[number] = []
-            return []
-        used = Counter(name for names in self.running.values() for name in names)
-        free = sorted((n for n in self.names if used[n] < self.per_device), key=used.__getitem__)
-        wanted = min(processes_of(strategy), len(self.names))
-        if len(free) < wanted:
-            return None
-        self.running[number] = free[:wanted]
-        return self.running[number]
-
-    def give_back(self, number: int) -> None:
-        """Free the devices of a job that has ended."""
-        self.running.pop(number, None)

@@ -25,12 +25,10 @@ _CURVES, _NAMED, _AXES, _COLUMNS = 30, 10, 12, 3  # jobs, those in the legend, k
 _POINTS = 400  # of a curve, at most
 
 
-def write_report(
-    folder: Path, jobs: Sequence[Job], ranking: Ranking, varied: Sequence[str]
-) -> None:
+def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
     """Draw what the jobs have data for, and say where it is, or why there is nothing."""
     try:
-        drawn = draw(folder / FILE, jobs, ranking, varied)
+        drawn = draw(folder / FILE, ranking, varied)
     except ImportError:
         said = f"{FILE} takes the package matplotlib: pip install matplotlib"
     except Exception as error:  # a picture must not end a sweep
@@ -69,23 +67,21 @@ class Scale:
         return {n: (x - low) / (high - low) if high > low else 0.5 for n, x in moved.items()}
 
 
-def draw(file: Path, jobs: Sequence[Job], ranking: Ranking, varied: Sequence[str]) -> bool:
+def draw(file: Path, ranking: Ranking, varied: Sequence[str]) -> bool:
     """Write the picture; return False where no job has a result. Raises ImportError."""
     figures = importlib.import_module("matplotlib.figure")
-    with_results = [
-        j for j in ranking.ranked(jobs) if ranking.value(j) is not None and not j.failed
-    ]
-    curves = {job.number: _curves(job, ranking.name) for job in ranking.ranked(jobs)[:_CURVES]}
-    keys = [k for k in varied if len({job.overrides.get(k) for job in jobs}) > 1][:_AXES]
-    shares = importances(with_results, ranking, keys)
+    compared, ranked = ranking.compared(), ranking.ranked()
+    curves = {job.number: _curves(job, ranking.name) for job in ranked[:_CURVES]}
+    keys = [k for k in varied if len({job.overrides.get(k) for job in ranked}) > 1][:_AXES]
+    shares = importances(compared, ranking, keys)
     parts: list[tuple[float, Any, tuple[Any, ...]]] = []  # height, function, arguments
-    if with_results and keys:
+    if compared and keys:
         rows = -(-len(keys) // _COLUMNS)
-        parts.append((0.5 + 3.0 * rows, _values, (with_results, ranking, keys)))
+        parts.append((0.5 + 3.0 * rows, _values, (compared, ranking, keys)))
     if any(curves.values()):
-        parts.append((4.5, _draw_curves, (ranking.ranked(jobs), curves, keys)))
-    if with_results and keys:
-        parts.append((4.0, _parallel, (with_results, ranking, keys)))
+        parts.append((4.5, _draw_curves, (ranked, curves, keys)))
+    if compared and keys:
+        parts.append((4.0, _parallel, (compared, ranking, keys)))
     if shares:
         parts.append((1.0 + 0.3 * len(shares), _importance, (shares,)))
     if not parts:
@@ -106,16 +102,13 @@ def draw(file: Path, jobs: Sequence[Job], ranking: Ranking, varied: Sequence[str
 def _values(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str]) -> None:
     figure.suptitle(f"{ranking.name} against each value (x: pruned, star: the best)")
     panels = figure.subplots(-(-len(keys) // _COLUMNS), _COLUMNS, squeeze=False).flat
+    pruned = [job for job in jobs if job.state == "pruned"]
+    ended = [job for job in jobs if job.state != "pruned"]
     for key, name, axes in zip(keys, short_keys(keys), panels, strict=False):
         scale = Scale.of(key, jobs)
-        for marker, chosen in (
-            ("o", [job for job in jobs if job.state != "pruned"]),
-            ("x", [job for job in jobs if job.state == "pruned"]),
-            ("*", jobs[:1]),
-        ):
+        for marker, size, chosen in (("o", None, ended), ("x", None, pruned), ("*", 120, jobs[:1])):
             there = [job for job in chosen if job.number in scale.places]
             heights = [ranking.value(job) for job in there]
-            size = 120 if marker == "*" else None
             axes.scatter([scale.places[j.number] for j in there], heights, size, marker=marker)
         axes.set_xlabel(name)
         if scale.words:
@@ -204,25 +197,22 @@ def importances(jobs: Sequence[Job], ranking: Ranking, keys: Sequence[str]) -> d
         print("importance takes the package optuna: pip install optuna")
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    kinds = optuna.distributions
-    scales, known = {key: Scale.of(key, ended) for key in keys}, {}
-    for key, scale in scales.items():
+    kinds, scales, known = optuna.distributions, {}, {}
+    for key in keys:
+        scale = scales[key] = Scale.of(key, ended)
         low, high = min(scale.places.values()), max(scale.places.values())
         number = kinds.FloatDistribution(low, high, log=scale.log)
         known[key] = kinds.CategoricalDistribution(scale.words) if scale.words else number
     study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
     for job in ended:
-        values = {
+        params = {
             key: job.overrides[key] if scale.words else scale.places[job.number]
             for key, scale in scales.items()
             if key in job.overrides
         }
-        trial = optuna.trial.create_trial(
-            params=values,
-            distributions={key: known[key] for key in values},
-            value=ranking.value(job),
-        )
-        study.add_trial(trial)
+        found = {key: known[key] for key in params}
+        value = ranking.value(job)
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=found, value=value))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shares: dict[str, float] = optuna.importance.get_param_importances(study)

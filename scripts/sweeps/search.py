@@ -193,10 +193,11 @@ def refuse_other_values(study: Any, space: Sequence[Dimension]) -> None:
         try:
             compatible(old or new, new)
         except ValueError:
-            choices = getattr(old, "choices", None)
-            message = f"the study began with other values: {', '.join(choices) if choices else old}"
-            hint = "search those, or begin another sweep"
-            problems.append(Problem(dimension.name, message, hint))
+            values = ", ".join(getattr(old, "choices", [str(old)]))
+            message = f"the study began with other values: {values}"
+            problems.append(
+                Problem(dimension.name, message, "search those, or begin another sweep")
+            )
     raise_problems(problems)
 
 
@@ -225,20 +226,19 @@ class Trials:
             size = math.prod(len(values_of(d)) for d in space)
             self._total = min(self._total, size + len(it.settings.enqueue))
         self._refuse_changes()
-        here = str(it.folder.resolve())
+        self._here = str(it.folder.resolve())
         for trial in self._started():  # of earlier starts; a shared study has jobs of others, too
-            if it.settings.storage is not None and trial.user_attrs.get(_SWEEP) != here:
-                continue
-            if _JOB not in trial.user_attrs:  # the search was killed before it had one
+            told = trial.user_attrs
+            others = it.settings.storage is not None and told.get(_SWEEP) != self._here
+            if others or _JOB not in told:  # the search was killed before it had one
                 continue
             if not trial.state.is_finished():
                 self._open.append(trial)
-            else:
-                job = it.plan(self._overrides(trial.params), {}, trial.user_attrs[_JOB])
-                job.end(0)
-                if "reason" in trial.user_attrs:
-                    job.state, job.code = "failed", trial.user_attrs["code"]
-                    job.reason = trial.user_attrs["reason"]
+                continue
+            job = it.plan(self._overrides(trial.params), {}, told[_JOB])
+            job.end(0)
+            if "reason" in told:
+                job.state, job.code, job.reason = "failed", told["code"], told["reason"]
         self._count()
 
     def ask(self) -> Job | None:
@@ -307,7 +307,7 @@ class Trials:
         except ConfigError:
             config = {}  # not checked before the search: the job reports the mistake
         job = self.it.plan(overrides, config, trial.user_attrs.get(_JOB))
-        trial.set_user_attr(_SWEEP, str(self.it.folder.resolve()))
+        trial.set_user_attr(_SWEEP, self._here)
         trial.set_user_attr(_JOB, job.number)
         if self.it.settings.pruner is not None:  # the job reports to its trial
             about = f"storage: {quoted(self._place)}, study: {quoted(self._study.study_name)}"

@@ -28,39 +28,33 @@ def given(
     problems, dimensions = [], []
     for key, entry in params.items():
         place = f"sweep.params.{key}"
-        entry = entry if isinstance(entry, dict) else {"values": entry}
-        for word in entry.keys() - {*_WORDS}:
+        words = entry if isinstance(entry, dict) else {"values": entry}
+        for word in words.keys() - {*_WORDS}:
             hint = did_you_mean(str(word), _WORDS) or f"there are {', '.join(_WORDS)}"
             problems.append(Problem(f"{place}.{word}", "unknown key", hint))
-        if "values" not in entry:
+        if "values" not in words:
             hint = "such as interval(0.01,0.1)"
             problems.append(Problem(f"{place}.values", "missing a value", hint))
         elif key.lstrip("+") not in replaced:
-            text = f"{key}={entry['values']}"
-            _, space = split_search(replace(arguments, overrides=(text,)))
-            step = entry.get("step")
-            if not space:
+            text = f"{key}={words['values']}"
+            _, found = split_search(replace(arguments, overrides=(text,)))
+            if not found:
                 hint = "use key=value outside of it"
                 problems.append(Problem("sweep.params", f"{text}: gives one value only", hint))
-            elif step is None:
-                dimensions.append(space[0])
-            elif (in_steps := _in_steps(space[0], step)) is not None:
-                dimensions.append(in_steps)
-            else:
-                message = (
-                    f"{step!r} does not fit: it takes a number, between the ends of interval(a,b)"
-                )
-                problems.append(Problem(f"{place}.step", message))
+            elif "step" in words:
+                found = [_in_steps(found[0], words["step"], problems)]
+            dimensions += found
     raise_problems(problems)
     return dimensions
 
 
-def _in_steps(dimension: Dimension, step: Any) -> Dimension | None:
+def _in_steps(dimension: Dimension, step: Any, problems: list[Problem]) -> Dimension:
     room = dimension.high - dimension.low
-    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step <= room:
-        return None
-    if dimension.choices or dimension.log:
-        return None
+    number = isinstance(step, int | float) and not isinstance(step, bool)
+    if dimension.choices or dimension.log or not number or not 0 < step <= room:
+        message = f"{step!r} does not fit: it takes a number, between the ends of interval(a,b)"
+        problems.append(Problem(f"sweep.params.{dimension.key}.step", message))
+        return dimension
     high = dimension.low + math.floor(room / step + 1e-9) * step
     whole = dimension.integers and isinstance(step, int)
     return replace(dimension, step=step, high=high, integers=whole)
@@ -71,8 +65,7 @@ def with_integers(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
     value: Any = config
     for name in dimension.name.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return replace(dimension, integers=dimension.integers and whole)
+    return replace(dimension, integers=dimension.integers and type(value) is int)
 
 
 def values_of(dimension: Dimension) -> list[Any]:
@@ -97,10 +90,11 @@ def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
     for d in space:
         kind = int if d.integers else float
         lists.append(d.choices or tuple(dict.fromkeys((kind(d.low), kind(d.high)))))
-    longest = max(map(len, lists))
-    found = [tuple(values[n % len(values)] for values in lists) for n in range(longest)]
     if math.prod(map(len, lists)) <= _MOST_SAMPLES:
         found = list(itertools.product(*lists))
+    else:
+        longest = max(map(len, lists))
+        found = [tuple(values[n % len(values)] for values in lists) for n in range(longest)]
     return [tuple(map(swept, space, values)) for values in found]
 
 
@@ -117,28 +111,26 @@ def enqueued(
     Raises ConfigError.
     """
     known = {d.name: d for d in space}
-    problems = []
-    entries: list[dict[str, Any]] = [{} for _ in enqueue]
+    problems, entries = [], []
     for number, entry in enumerate(enqueue):
         place = f"sweep.enqueue.{number}"
+        entries.append(dict(entry))
         for key, value in entry.items():
-            if key not in known:
+            if (d := known.get(key)) is None:
                 hint = did_you_mean(key, list(known)) or f"there are {', '.join(known)}"
                 problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
-                continue
-            d = known[key]
-            choices = {_spelled(choice): choice for choice in d.choices}
-            number_of = int if d.integers else (int, float)
-            if choices:
-                entries[number][key] = choices.get(_spelled(value))
-                wrong = None if _spelled(value) in choices else f"none of {', '.join(d.choices)}"
-            else:
-                fits = isinstance(value, number_of) and d.low <= value <= d.high
+            elif d.choices:
+                spelled = {_spelled(choice): choice for choice in d.choices}
+                entries[number][key] = spelled.get(_spelled(value))
+                if _spelled(value) not in spelled:
+                    message = f"{value} is none of {', '.join(d.choices)}"
+                    problems.append(Problem(f"{place}.{key}", message))
+            elif not isinstance(value, int if d.integers else int | float) or not (
+                d.low <= value <= d.high
+            ):
                 kind = "integer" if d.integers else "number"
-                wrong = None if fits else f"no {kind} between {d.low} and {d.high}"
-                entries[number][key] = value
-            if wrong:
-                problems.append(Problem(f"{place}.{key}", f"{value} is {wrong}"))
+                message = f"{value} is no {kind} between {d.low} and {d.high}"
+                problems.append(Problem(f"{place}.{key}", message))
         if whole and (missing := [key for key in known if key not in entry]):
             problems.append(Problem(place, f"sampler=grid needs {', '.join(missing)} as well"))
     raise_problems(problems)

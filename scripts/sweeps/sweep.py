@@ -24,7 +24,6 @@ from scripts.composition.overrides import Swept
 from scripts.sweeps.clusters import RayLauncher, SubmititLauncher, options_of
 from scripts.sweeps.leaderboard import (
     FILE,
-    Groups,
     Job,
     Ranking,
     read_states,
@@ -69,7 +68,7 @@ class Sweep:
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end
-        self.running: set[int] = set()  # numbers of jobs
+        self.running: dict[int, Job] = {}
         self.launcher = self._launcher()
         self.group_by = self._group_keys()
         self.found = _find_sweep(config)
@@ -184,9 +183,8 @@ class Sweep:
         """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
         with suppress(OSError):  # a dashboard must not end a sweep
             link_jobs(self.folder, self.jobs, self.varied, self.running)
-        groups = Groups(self.group_by, self.jobs, self.ranking)
         try:
-            write_csv(self.folder, self.jobs, self.ranking, groups, self.count, self.running)
+            write_csv(self.folder, self.ranking, self.group_by, self.count, self.running)
         except StorageError as error:  # the running jobs are not affected
             if str(error) not in self._complaints:
                 logger.warning("warning: %s", error)
@@ -195,10 +193,9 @@ class Sweep:
     def close(self) -> int:
         """Print the table, draw the report and return the exit code."""
         self.write()
-        groups = Groups(self.group_by, self.jobs, self.ranking)
-        show(self.folder, self.jobs, self.ranking, groups, self.varied)
+        show(self.folder, self.ranking, self.group_by, self.varied)
         if self.settings.report and not self.heard:
-            write_report(self.folder, self.jobs, self.ranking, self.varied)
+            write_report(self.folder, self.ranking, self.varied)
         if self.ended:
             why = "interrupted" if self.heard else "sweep.fail_fast ended it"
             print(f"{why}; go on with the sweep: {self._resume_command()}")

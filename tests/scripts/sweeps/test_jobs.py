@@ -17,7 +17,7 @@ from scripts.sweeps import jobs as jobs_module
 from scripts.sweeps import local, search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.leaderboard import Job
-from scripts.sweeps.local import Slots, device_names, share_of_threads, usable_cpus
+from scripts.sweeps.local import LocalLauncher, device_names, share_of_threads, usable_cpus
 from trainer.files.storage import storage_error
 
 Sweep = Callable[..., int]
@@ -173,17 +173,31 @@ def test_each_job_has_a_device_of_its_own(
     assert {shown["CUDA_VISIBLE_DEVICES"] for shown in files} == {"2", "5"}
 
 
-def test_devices_are_distributed_over_jobs() -> None:
-    slots = Slots(4, ["0", "1"], per_device=1)
-    assert [slots.take(n, {}) for n in range(3)] == [["0"], ["1"], None]
-    assert slots.take(3, {"accelerator": "cpu"}) == []
-    slots.give_back(0)
-    assert slots.take(2, {"devices": "auto"}) == ["0"]
-    shared = Slots(4, ["0", "1"], per_device=2)
-    assert [shared.take(n, {}) for n in range(5)] == [["0"], ["1"], ["0"], ["1"], None]
-    several = Slots(4, ["0", "1", "2"])
-    assert [several.take(n, {"devices": 2}) for n in range(2)] == [["0", "1"], None]
-    assert several.take(1, {"devices": [0]}) == ["2"]
+@pytest.mark.parametrize(
+    ("count", "per_device", "asked", "expected"),
+    [
+        pytest.param(2, 1, [{}, {}, {}], [["0"], ["1"], None], id="one-each"),
+        pytest.param(2, 1, [{"accelerator": "cpu"}], [[]], id="none-needed"),
+        pytest.param(2, 2, [{}] * 5, [["0"], ["1"], ["0"], ["1"], None], id="shared"),
+        pytest.param(3, 1, [{"devices": 2}, {"devices": 2}], [["0", "1"], None], id="several"),
+        pytest.param(3, 1, [{"devices": 2}, {"devices": [0]}], [["0", "1"], ["2"]], id="a-list"),
+    ],
+)
+def test_devices_are_distributed_over_jobs(
+    count: int,
+    per_device: int,
+    asked: list[dict[str, Any]],
+    expected: list[list[str] | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "start_process", lambda *_, **__: None)
+    launcher, found = LocalLauncher(5, per_device, count), []
+    for number, strategy in enumerate(asked):
+        found.append(launcher.free_devices(strategy))
+        launcher.start(Job(number, tmp_path, {}, config={"strategy": strategy}), [])
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -202,17 +216,23 @@ def test_names_of_devices(count: int, visible: str | None, expected: list[str]) 
 def test_a_long_job_tells_now_and_then_where_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 0.0, 20.0, 40.0, 50.0, 80.0])
+    clock = iter([0.0, 0.0, 0.0, 20.0, 40.0, 50.0, 80.0])
     monkeypatch.setattr(jobs_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep'
     (tmp_path / "metrics.jsonl").write_text(text)
     job = Job(3, tmp_path, {}, config={"trainer": {"max_epochs": 4}})
-    launcher, ranking = SimpleNamespace(quiet=False), SimpleNamespace(name="val/loss")
-    it: Any = SimpleNamespace(launcher=launcher, ranking=ranking, jobs=[job], count=1, varied=[])
-    said = jobs_module._Said(it, began=0.0)
-    said.start(job, 1)
+    it: Any = SimpleNamespace(
+        launcher=SimpleNamespace(quiet=False),
+        ranking=SimpleNamespace(name="val/loss"),
+        jobs=[job],
+        count=1,
+        varied=[],
+        running={3: job},
+    )
+    said = jobs_module._Said(it)
+    said.start(job)
     for _ in range(5):
-        said.progress({3: job})
+        said.progress()
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sweeps.leaderboard import SHOWN, Groups, Job, Ranking, short_keys, show, write_csv
+from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys, show, write_csv
 
 CONFIG: dict[str, dict[str, object]] = {"callbacks": {}}
 
@@ -32,7 +32,7 @@ def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str
 def test_jobs_that_have_not_started_come_last() -> None:
     results = {"val/loss": 1.0}
     jobs = [outcome(0, "not started"), outcome(1, "failed"), outcome(2, results=results)]
-    ranked = Ranking(CONFIG, jobs).ranked(jobs)
+    ranked = Ranking(CONFIG, jobs).ranked()
     assert [job.number for job in ranked] == [2, 1, 0]
 
 
@@ -40,7 +40,7 @@ def test_pruned_jobs_rank_after_completed_ones() -> None:
     jobs = [outcome(0, "pruned", results={"val/loss": 0.5})]
     jobs += [outcome(1, "failed"), outcome(2, results={"val/loss": 1.0})]
     ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
-    assert [job.number for job in ranking.ranked(jobs)] == [2, 0, 1]
+    assert [job.number for job in ranking.ranked()] == [2, 0, 1]
     assert not jobs[0].failed
 
 
@@ -57,7 +57,7 @@ def test_the_best_are_shown_and_reasons_stay_on_one_line(
     jobs = [outcome(n, results={"val/loss": n / 100}, seconds=1.0) for n in range(SHOWN + 5)]
     jobs.append(outcome(99, "failed", code=5, reason="so it was " * 30))
     ranking = Ranking(CONFIG, jobs)
-    show(Path("s"), jobs, ranking, Groups([], jobs, ranking), ["optimizer.lr"])
+    show(Path("s"), ranking, [], ["optimizer.lr"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["job", "status", "lr", "val/loss", "seconds"]
     assert lines[3].split() == ["0", "finished", "0", "0.0000", "1.0"]
@@ -79,12 +79,11 @@ def test_groups_have_a_mean_and_a_deviation(
 ) -> None:
     jobs = [*seeds("1", 2.0, 4.0, None), *seeds("2", 1.0), *seeds("3", None)]
     ranking = Ranking(CONFIG, jobs)
-    groups = Groups(["seed"], jobs, ranking)
-    write_csv(tmp_path, jobs, ranking, groups, len(jobs))
+    write_csv(tmp_path, ranking, ["seed"], len(jobs))
     rows = [line.split(",") for line in (tmp_path / "leaderboard.csv").read_text().splitlines()]
     assert rows[0][-4:] == ["run_dir", "mean", "std", "n"]
     assert [row[-3:] for row in rows if row[2:4] == ["1", "0"]] == [["3.0", repr(2**0.5), "2"]]
-    show(tmp_path, jobs, ranking, groups, ["lr", "seed"])
+    show(tmp_path, ranking, ["seed"], ["lr", "seed"])
     out = capsys.readouterr().out
     shown = out[out.index("val/loss over seed") :].splitlines()[1:5]
     assert [line.split() for line in shown] == [
@@ -103,7 +102,7 @@ def test_a_metric_that_no_job_has_logged_is_named(
         job.state = "finished"
     for expected in (False, True):
         ranking = Ranking(CONFIG, jobs)
-        show(tmp_path, jobs, ranking, Groups([], jobs, ranking), ["lr"])
+        show(tmp_path, ranking, [], ["lr"])
         said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
         assert said is expected
         jobs[1].results = {"test/loss": 1.0}

@@ -60,7 +60,7 @@ def test_a_picture_of_everything_that_can_become_of_a_job(
     for chosen in (jobs, jobs[:6], jobs[3:4]):  # with importance; without; nothing to draw
         (tmp_path / "report.png").unlink(missing_ok=True)
         varied = [lr, "model", "model.hidden"]
-        write_report(tmp_path, chosen, Ranking(CONFIG, chosen, "val/accuracy"), varied)
+        write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), varied)
         if (tmp_path / "report.png").exists():
             image = Image.open(tmp_path / "report.png").convert("L")
             sizes.append(image.size[1])
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     jobs = make({"values": {"seed": "1"}, "curve": [0.5]})
-    write_report(tmp_path, jobs, Ranking(CONFIG, jobs), ["seed"])
+    write_report(tmp_path, Ranking(CONFIG, jobs), ["seed"])
     assert "report.png takes the package matplotlib: pip install" in capsys.readouterr().out
 
 
