@@ -3,30 +3,28 @@
 - `airbench94` (with `data.root=DIR` of CIFAR-10 as image files): seconds of all its epochs and the
   test, and accuracy, against a loop with its data on the device; `resnet18_cifar10`, whole, once;
 - `resnet18` and `resnet50` at 224, bf16, channels_last, compiled, on one batch that stays on the
-  device: images a second against a bare loop; `kernels` that an update launches, and how often the
-  host waits for the device between log lines;
+  device: images a second against a bare loop, and how often the host waits for the device between
+  log lines; `kernels` that an update launches;
 - `jpeg`: the ResNet-50 from JPEG files of `$DATA_ROOT/imagenet` (or made-up ones), against
-  torchvision's `ImageFolder` and a bare loop; `jpeg_share_of_time` is the share of its time that
-  the device does not wait for data: images a second by those of the batch that stays.
+  torchvision's `ImageFolder` and a bare loop; `share_of_time` is the share of its time that the
+  device does not wait for data: images a second by those of the batch that stays.
 
-`parts=resnet50,jpeg` measures these alone. Each part is written as soon as it is known, beside
-those that the file holds of the same machine; one that fails does not end the others.
-A first, uncounted turn compiles; `compile=reduce-overhead` compiles both sides in that mode of
-torch's, with CUDA graphs, `compile=false` neither. `device=cpu limit=2 widths=small` tries all of
-it without a GPU.
+`parts=resnet50,jpeg` measures these alone. Each part is written as soon as it is known, into a file
+of its own; one that fails does not end the others. A first, uncounted turn compiles;
+`compile=reduce-overhead` compiles both sides in that mode of torch's, with CUDA graphs,
+`compile=false` neither. `device=cpu limit=2 widths=small` tries all of it without a GPU.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -42,12 +40,12 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks import report
 from benchmarks.data import picture_folder
-from benchmarks.gpu_airbench import MEAN, STD, train_by_hand
 from benchmarks.ours import classifier
 from benchmarks.report import BY_HAND, OURS, Report, Row
 from conf.check import parse
 from conf.errors import ConfigError, did_you_mean
 from data.batch import to_device
+from examples.airbench.by_hand_gpu import MEAN, STD, train_by_hand
 from models.resnet import ResNet
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
@@ -61,6 +59,7 @@ NETWORKS = {  # depth, stem, pixels a side, classes, images of an update
 }
 FILES, WORKERS = 300, 16  # different JPEG files, each linked many times; at most so many workers
 AIRBENCH = str(Path(__file__).parents[1] / "examples" / "airbench" / "conf")
+ALONE = "Regimen, a batch that stays"
 KNOWN = ("data.root", "device", "limit", "widths", "compile", "parts")
 
 Contender = Callable[[int], object]  # applies so many updates
@@ -85,42 +84,23 @@ class Rig:
         return time.perf_counter()
 
 
-def measure(rounds: int, overrides: Sequence[str] = (), folder: Path = Path()) -> Report:
-    """Run the comparisons, `rounds` turns each; print and write a report after each."""
+def measure(rounds: int, overrides: Sequence[str] = ()) -> Iterator[Report]:
+    """Run the comparisons, `rounds` turns each, and yield a report of each."""
     rig, names = _asked(dict(word.partition("=")[::2] for word in overrides))
-    path = folder / "gpu.json"
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    same = earlier.get("machine") == report.machine()
-    parts: dict[str, dict[str, Any]] = earlier["settings"]["parts"] if same else {}
     for name in names:
-        since, part = time.perf_counter(), {"rounds": rounds, "overrides": list(overrides)}
         try:
             rows, headlines = PARTS[name](rig, rounds)
-            part |= {"rows": [asdict(row) for row in rows], "headlines": headlines}
-        except Exception as error:  # such as too little memory: the others go on
+        except Exception:  # such as too little memory: the others go on
+            print(f"{name} failed", flush=True)
             traceback.print_exc()
-            part["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        parts[name] = part | {"seconds": time.perf_counter() - since}
+        else:
+            title = f"Training on {rig.device}, against the same by hand: {name}"
+            settings = {"rounds": rounds, "overrides": list(overrides)}
+            yield Report(f"gpu_{name}", title, "value", rows, headlines, settings)
         torch.compiler.reset()  # the next part starts afresh
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        found = _report(rig, {key: parts[key] for key in PARTS if key in parts})
-        print(f"{found.text()}\nwritten to {found.write(folder)}", flush=True)
-    return found
-
-
-def _report(rig: Rig, parts: dict[str, dict[str, Any]]) -> Report:
-    rows = [Row(**row) for part in parts.values() for row in part.get("rows", ())]
-    headlines = {k: v for part in parts.values() for k, v in part.get("headlines", {}).items()}
-    values = {row.name: row.value for row in rows}
-    alone, fed = (f"resnet50{kind}, images/s: {OURS}" for kind in ("", " from JPEG files"))
-    if alone in values and fed in values:
-        headlines["resnet50_jpeg_share_of_time"] = values[fed] / values[alone]
-    title = f"Training on {rig.device}, against the same by hand"
-    for name, part in parts.items():
-        title += f"\n{name} failed: {part['failed']}" if "failed" in part else ""
-    return Report("gpu", title, "value", rows, headlines, settings={"parts": parts})
 
 
 def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
@@ -208,26 +188,26 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     return run
 
 
-def _speeds(rig: Rig, title: str, both: dict[str, Contender], batch: int, rounds: int) -> Found:
-    """Return images a second of both; the uncounted turn compiles."""
+def _rates(
+    rig: Rig, both: Mapping[str, Contender], batch: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return images a second of each; the uncounted turn compiles."""
 
     def rate(run: Contender) -> float:
         since = rig.wait()
         run(rig.updates)
         return rig.updates * batch / (rig.wait() - since)
 
-    rates = report.in_turn({name: partial(rate, run) for name, run in both.items()}, rounds)
-    name = title.replace(" from JPEG files", "_jpeg")
-    ratio = report.paired(rates[OURS], rates[BY_HAND])
-    return _rows(f"{title}, images/s", rates), {f"{name}_ratio_to_reference": ratio}
+    return report.in_turn({name: partial(rate, run) for name, run in both.items()}, rounds)
 
 
 def _speed(name: str, rig: Rig, rounds: int) -> Found:
     both = contenders(rig, name)
-    rows, headlines = _speeds(rig, name, both, batch_size(rig, name), rounds)
+    rates = _rates(rig, both, batch_size(rig, name), rounds)
+    headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
     if rig.device.type == "cuda":
-        headlines[f"{name}_host_waits"] = (_waits(both[OURS], 6) - _waits(both[OURS], 2)) / 4
-    return rows, headlines
+        headlines["host_waits"] = (_waits(both[OURS], 6) - _waits(both[OURS], 2)) / 4
+    return _rows(f"{name}, images/s", rates), headlines
 
 
 def _waits(run: Contender, updates: int) -> int:
@@ -253,7 +233,7 @@ def _kernels(rig: Rig, rounds: int) -> Found:
         counts = {who: [kernels(rig, run)] for who, run in both.items()}
         rows += _rows(f"{name}, kernels an update", counts)
         ratio = report.paired(counts[OURS], counts[BY_HAND])
-        headlines[f"{name}_kernels_ratio_to_handwritten"] = ratio
+        headlines[f"{name}_ratio_to_handwritten"] = ratio
     return rows, headlines
 
 
@@ -324,7 +304,7 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
     rows = _rows("airbench94, seconds", seconds)
     ratio = report.paired(seconds[OURS], seconds[BY_HAND])
     rows += _rows("airbench94, % of the test images", right)
-    return rows, {"airbench94_ratio_to_handwritten": ratio}
+    return rows, {"ratio_to_handwritten": ratio}
 
 
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
@@ -332,7 +312,7 @@ def _resnet18_whole(rig: Rig, rounds: int) -> Found:
     words += ["trainer.precision=bf16"]
     words += ["model=small_cnn", "trainer.max_epochs=1"] if rig.small else []
     took, share = _trained(rig, words)
-    return [], {"resnet18_cifar10_seconds": took, "resnet18_cifar10_accuracy": 100 * share}
+    return [], {"seconds": took, "accuracy": 100 * share}
 
 
 def _jpeg(rig: Rig, rounds: int) -> Found:
@@ -359,11 +339,16 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
         words += ["data=image_folder", "transforms=imagenet", "loader.persistent_workers=false"]
         config = parse(compose(["experiment=resnet18", *words]).config)
         own = train_loader(config, build_data(config, ("train",)), Strategy(rig.device))
-        both = {
+        ways = {
             BY_HAND: bare(rig, "resnet50", partial(islice, by_hand)),
             OURS: ours(rig, "resnet50", lambda updates: own),
+            ALONE: contenders(rig, "resnet50")[OURS],
         }
-        return _speeds(rig, "resnet50 from JPEG files", both, batch, rounds)
+        rates = _rates(rig, ways, batch, rounds)
+    ratio = report.paired(rates[OURS], rates[BY_HAND])
+    share = report.paired(rates[OURS], rates[ALONE])
+    rows = _rows("resnet50 from JPEG files, images/s", rates)
+    return rows, {"ratio_to_reference": ratio, "share_of_time": share}
 
 
 def _rows(title: str, values: dict[str, list[float]]) -> list[Row]:

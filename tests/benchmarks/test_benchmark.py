@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from benchmarks import __main__ as benchmark
 from benchmarks import (
     checkpoint,
-    cifar10_fast,
     data,
     ddp,
     evaluate,
@@ -29,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.report import Report, Row
 from conf.errors import ConfigError
+from examples.airbench import by_hand
 
 
 def linear() -> nn.Module:
@@ -101,8 +101,8 @@ def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path
         with contextlib.redirect_stderr(report.Terminal()):
             contender(model, optimizer, loader, tmp_path / contender.__name__)
         weights.append([p.detach() for p in model.parameters()])
-    for by_hand, ours in zip(*weights, strict=True):
-        torch.testing.assert_close(by_hand, ours)
+    for theirs, own in zip(*weights, strict=True):
+        torch.testing.assert_close(theirs, own)
 
 
 def test_an_evaluation_by_hand_finds_the_same() -> None:
@@ -136,43 +136,32 @@ def test_a_report_reads_well() -> None:
 
 def test_the_loop_of_cifar10_by_hand_learns(digit_photographs: Path) -> None:
     small = {"epochs": 6, "batch": 20, "widths": (16, 16, 16), "lr": 0.1}
-    assert cifar10_fast.train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
+    assert by_hand.train_by_hand(digit_photographs, **small) >= 0.2  # by chance 0.1
 
 
-def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path, tmp_path: Path) -> None:
+def test_the_gpu_benchmark_is_tried_on_a_cpu(digit_photographs: Path) -> None:
     words = ["device=cpu", "limit=1", "widths=small", f"data.root={digit_photographs}"]
-    found = gpu.measure(1, words, tmp_path)
-    assert len(found.rows) == 14
-    assert all(row.value >= 0 for row in found.rows)
-    assert "failed" not in found.text()
-    assert found.headlines["airbench94_ratio_to_handwritten"] > 0
-    assert found.headlines["resnet50_kernels_ratio_to_handwritten"] < 1.5
-    assert found.headlines["resnet50_jpeg_share_of_time"] > 0
-    assert found.headlines["resnet18_cifar10_accuracy"] >= 0
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(written["settings"]["parts"]) == list(gpu.PARTS)
+    found = {part.name: part for part in gpu.measure(1, words)}
+    assert list(found) == [f"gpu_{name}" for name in gpu.PARTS]
+    assert all(row.value >= 0 for part in found.values() for row in part.rows)
+    assert found["gpu_airbench94"].headlines["ratio_to_handwritten"] > 0
+    assert found["gpu_kernels"].headlines["resnet50_ratio_to_handwritten"] < 1.5
+    assert found["gpu_jpeg"].headlines["share_of_time"] > 0
+    assert found["gpu_resnet18_cifar10"].headlines["accuracy"] >= 0
 
 
-def test_parts_of_the_gpu_benchmark_are_put_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_part_that_fails_is_told_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What an earlier call found stays; a part that fails is told and ends no other."""
-
     def out_of_memory(rig: Any, rounds: int) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    def found(name: str) -> Any:
-        return lambda rig, rounds: ([Row(name, rounds, 0, 9)], {f"{name}_ratio": float(rounds)})
-
-    parts = {"first": found("first"), "second": out_of_memory, "third": found("third")}
+    parts = {"first": out_of_memory, "second": lambda rig, rounds: ([], {"ratio": 1.0})}
     monkeypatch.setattr(gpu, "PARTS", parts)
-    gpu.measure(1, ["device=cpu", "parts=first"], tmp_path)
-    whole = gpu.measure(2, ["device=cpu", "parts=second,third"], tmp_path)
-    assert whole.headlines == {"first_ratio": 1, "third_ratio": 2}
-    assert [row.name for row in whole.rows] == ["first", "third"]
-    message = "second failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert message in whole.text().splitlines()
-    assert json.loads((tmp_path / "gpu.json").read_text())["third_ratio"] == 2
+    assert [part.name for part in gpu.measure(1, ["device=cpu"])] == ["gpu_second"]
+    said = capsys.readouterr()
+    assert "first failed" in said.out
+    assert "Tried to allocate 2 GiB" in said.err
 
 
 @pytest.mark.parametrize(

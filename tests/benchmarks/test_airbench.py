@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks import gpu_airbench as airbench
 from conf.check import parse
+from examples.airbench import by_hand_gpu as airbench
 from examples.airbench.network import Airbench
 from scripts.composition.compose import compose
 from trainer.lr_schedulers.build import build_lr_schedule
