@@ -12,9 +12,9 @@ from callbacks.support.monitor import AUTO, Monitor
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
+from trainer.checkpoints.archive import write_safetensors
 from trainer.checkpoints.background import Staging, Writer, on_host
 from trainer.checkpoints.store import CheckpointStore
-from trainer.checkpoints.weights import write_safetensors
 from trainer.errors import StorageError
 from trainer.state import TrainState
 

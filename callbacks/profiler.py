@@ -8,7 +8,7 @@ from torch import profiler
 
 from trainer.callback import Callback
 from trainer.files.atomic import write_text
-from trainer.runs.dashboard import FOLDER
+from trainer.runs.status import TENSORBOARD
 from trainer.trainer import Trainer
 
 TRACES, TABLE = "profile", "profile.txt"
@@ -66,7 +66,7 @@ class Profiler(Callback):
 
     def _write(self, trainer: Trainer, profile: profiler.profile) -> None:
         assert trainer.run_dir is not None
-        folder, step = trainer.run_dir / FOLDER / TRACES, trainer.state.global_step
+        folder, step = trainer.run_dir / TENSORBOARD / TRACES, trainer.state.global_step
         folder.mkdir(parents=True, exist_ok=True)
         trace = folder / f"step-{step:08}.pt.trace.json"
         profile.export_chrome_trace(str(trace))

@@ -33,10 +33,9 @@ from callbacks.recorders.recorder import UNFINISHED, Recorder
 from callbacks.recorders.settings import Value, leaves, read_overrides, swept_keys
 from callbacks.support.errors import CallbackError
 from trainer.callback import Results, saver_of
-from trainer.files.own_yaml import own_values
 from trainer.media import Histogram, Media, PRCurve
-from trainer.runs.dashboard import FOLDER, command
 from trainer.runs.directory import CONFIG
+from trainer.runs.status import TENSORBOARD, command, own_values
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
@@ -66,8 +65,8 @@ class TensorBoard(Recorder):
         assert self.run is not None
         served = command(self.run)
         _log.info("follow the run: %s", served, extra={"command": served})
-        _rewind(self.run / FOLDER, self._sizes)
-        self._file = file = _EventFile(self.run / FOLDER, len(self._sizes))
+        _rewind(self.run / TENSORBOARD, self._sizes)
+        self._file = file = _EventFile(self.run / TENSORBOARD, len(self._sizes))
         if trainer.resumed:
             file.purge(trainer.state.global_step + 1)
         if self._sizes:  # TensorBoard keeps what the first file says of charts and settings

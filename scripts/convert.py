@@ -40,7 +40,7 @@ def convert(source: Path, target: Path) -> int:
     from trainer.checkpoints.archive import write_archive
     from trainer.checkpoints.reader import read_whole
     from trainer.errors import CheckpointError
-    from trainer.files.log_format import on_one_line
+    from trainer.files.layout import on_one_line
 
     if target.exists():  # in a run's folder it would be a file that the index does not know
         raise CheckpointError(f"{target} exists: choose another name")

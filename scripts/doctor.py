@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import importing
-from trainer.files.log_format import on_one_line
+from trainer.files.layout import on_one_line
 from trainer.runs.manifest import versions
 
 _GIB = 2**30

@@ -15,17 +15,16 @@ from callbacks.support.monitor import AUTO
 from conf.errors import ConfigError
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import command_parser, parse_command
-from trainer.files.layout import aligned, columns_of
-from trainer.files.log_format import on_one_line
+from trainer.files.layout import aligned, columns_of, on_one_line
 from trainer.metric_names import epoch_metric
 from trainer.runs.directory import CONFIG
-from trainer.runs.metrics import read_metrics
 from trainer.runs.status import (
     CHECKPOINTS,
     MANIFEST,
     RunDirectoryError,
     holds_run,
     read_json,
+    read_metrics,
     read_status,
 )
 from trainer.summary.text import natural_width, size

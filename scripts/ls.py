@@ -6,7 +6,7 @@ from pathlib import Path
 from conf.errors import ConfigError, Problem, did_you_mean
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.composition.folders import CONF, check_folder
-from trainer.files.log_format import on_one_line
+from trainer.files.layout import on_one_line
 
 # Comments that are no description: commands, and lines for Hydra and editors.
 _FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")

@@ -12,8 +12,8 @@ from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
 from scripts.ls import file_of, groups_in
-from trainer.files.log_format import on_one_line
-from trainer.files.storage import storage_error
+from trainer.files.atomic import storage_error
+from trainer.files.layout import on_one_line
 
 _CP = "Copy a config, to change the copy."
 _TEMPLATE = ROOT / "template"

@@ -19,7 +19,7 @@ from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed.group import Group
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
-from trainer.files.storage import storage_error
+from trainer.files.atomic import storage_error
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.media import Media, PRCurve, as_image, histogram_of
 from trainer.optimizers.optimizers import Optimizers

@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image as Pillow
 
 from trainer.callback import Callback, Results
-from trainer.files.storage import storage_error
+from trainer.files.atomic import storage_error
 from trainer.media import Histogram, Image, Media, PRCurve
 from trainer.state import LogPoint
 from trainer.trainer import Trainer

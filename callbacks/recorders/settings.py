@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
-from trainer.files.own_yaml import own_values
-from trainer.runs.dashboard import SWEEP
 from trainer.runs.directory import CONFIG, OVERRIDES
+from trainer.runs.status import SWEEP, own_values
 
 Value = bool | int | float | str
 

@@ -13,8 +13,7 @@ from trainer.callback import Results
 from trainer.files.atomic import TEMPORARY, write_json
 from trainer.media import Media
 from trainer.runs.lock import LOCK_FILE
-from trainer.runs.metrics import read_metrics
-from trainer.runs.status import RunDirectoryError, read_json
+from trainer.runs.status import RunDirectoryError, read_json, read_metrics
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 

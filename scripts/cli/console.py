@@ -15,8 +15,14 @@ from typing import NoReturn
 from scripts.cli.deferred import defer_imports
 from scripts.cli.output import is_job, log_file, outlive_readers, quiet_others
 from scripts.cli.signals import end_on_signals
-from trainer.files.layout import columns_of, folded, folded_command
-from trainer.files.log_format import VisibleFormatter, indented_lines, visible
+from trainer.files.layout import (
+    VisibleFormatter,
+    columns_of,
+    folded,
+    folded_command,
+    indented_lines,
+    visible,
+)
 
 logger = logging.getLogger("regimen")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

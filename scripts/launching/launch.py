@@ -25,7 +25,7 @@ from scripts.cli.request import Request
 from scripts.cli.signals import leave_after_second_interrupt
 from scripts.launching.rank import STOPPED, Failure, Notes
 from trainer.errors import PeerError, stopping_signals
-from trainer.files.log_format import indented_lines, visible
+from trainer.files.layout import indented_lines, visible
 from trainer.runs.status import amend_failure
 from trainer.strategies.strategy import check_processes, count_devices
 

@@ -29,11 +29,9 @@ from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_data
 from trainer.assembly.loaders import eval_loader
 from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.archive import digest
-from trainer.checkpoints.weights import write_safetensors
-from trainer.files.atomic import replacing, write_json
-from trainer.files.log_format import on_one_line
-from trainer.files.storage import storage_error
+from trainer.checkpoints.archive import digest, write_safetensors
+from trainer.files.atomic import replacing, storage_error, write_json
+from trainer.files.layout import on_one_line
 from trainer.inference.facts import InferenceFacts, read_facts
 from trainer.inference.generation import Generation, prompts_for
 from trainer.inference.predictor import OUTPUT, Predictor, Row, Rows

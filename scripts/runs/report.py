@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.callback import saver_of
 from trainer.files.layout import WIDTH, folded_command, packed
 from trainer.metric_names import epoch_metric
-from trainer.runs.dashboard import FOLDER, command
+from trainer.runs.status import TENSORBOARD, command
 from trainer.state import MAX_TIME, Kind
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _best(best: tuple[str, float, int] | None) -> list[str]:
 def _commands(request: Request, experiment: Experiment, run_dir: Path) -> list[tuple[str, str]]:
     """Return what can be typed next, each by what it is for."""
     found, sets = [], experiment.data.sets
-    if (run_dir / FOLDER).is_dir():
+    if (run_dir / TENSORBOARD).is_dir():
         found.append(("look", command(run_dir)))
     splits = [split for split in ("test", "val") if sets.get(split) is not None]
     if splits:

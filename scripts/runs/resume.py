@@ -28,8 +28,14 @@ from trainer.assembly.data import changed_data
 from trainer.checkpoints.reader import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
-from trainer.files.atomic import remove_orphans, replacing, sync_folder, write_json, write_text
-from trainer.files.storage import storage_error
+from trainer.files.atomic import (
+    remove_orphans,
+    replacing,
+    storage_error,
+    sync_folder,
+    write_json,
+    write_text,
+)
 from trainer.runs.directory import name_folder, reserve, timestamp
 from trainer.runs.status import (
     ENDED_WELL,

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from scripts.sweeps.leaderboard import NOT_STARTED, Job
 from scripts.sweeps.sweep import Sweep
-from trainer.files.log_format import on_one_line
-from trainer.runs.metrics import read_metrics
-from trainer.runs.status import holds_run
+from trainer.files.layout import on_one_line
+from trainer.runs.status import holds_run, read_metrics
 
 _PATIENCE = 0.5  # seconds between two checks for signals
 _EVERY = 30.0  # seconds between two lines of a job

@@ -13,8 +13,7 @@ from typing import Any
 
 from callbacks.support.monitor import AUTO, Monitor
 from trainer.files.atomic import write_text
-from trainer.files.layout import aligned
-from trainer.files.log_format import on_one_line
+from trainer.files.layout import aligned, on_one_line
 from trainer.metric_names import epoch_metric
 from trainer.runs.status import ENDED_WELL, RunDirectoryError, read_status
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.sweeps.leaderboard import Job, Ranking, short_keys
 from trainer.files.atomic import replacing
-from trainer.files.log_format import on_one_line
-from trainer.runs.metrics import read_metrics
+from trainer.files.layout import on_one_line
+from trainer.runs.status import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure

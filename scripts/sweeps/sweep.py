@@ -35,15 +35,16 @@ from scripts.sweeps.local import LocalLauncher
 from scripts.sweeps.report import write_report
 from trainer.errors import StorageError, stopping_signals
 from trainer.files.atomic import write_json
-from trainer.files.own_yaml import own_values
-from trainer.runs.dashboard import FOLDER, SWEEP
 from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
 from trainer.runs.lock import RunLock, is_held
 from trainer.runs.status import (
     ENDED_WELL,
+    SWEEP,
+    TENSORBOARD,
     RunDirectoryError,
     check_run_dir,
     holds_run,
+    own_values,
     read_status,
 )
 
@@ -120,7 +121,7 @@ class Sweep:
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         write_json(self.folder / SWEEP, {"swept": list(self.varied)})
-        board = shlex.quote(str(self.folder / FOLDER))
+        board = shlex.quote(str(self.folder / TENSORBOARD))
         print(f"follow the sweep: tensorboard --logdir {board}", flush=True)
         before = {n: signal.signal(n, self._hear) for n in stopping_signals()}
         try:
@@ -305,9 +306,9 @@ def link_jobs(
 
     Links of jobs that the grid has no more are removed. Raises OSError.
     """
-    board, links = sweep / FOLDER, dict[str, str]()
+    board, links = sweep / TENSORBOARD, dict[str, str]()
     for job in jobs:
-        own = job.run_dir / FOLDER
+        own = job.run_dir / TENSORBOARD
         if not own.is_dir() and job.number not in running:
             continue  # an open TensorBoard finds the folder of one that runs once it is there
         pairs = zip(short_keys(varied), varied, strict=True)

@@ -15,8 +15,8 @@ from callbacks.metrics_log import MetricsLog
 from callbacks.support.errors import CallbackError
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
+from trainer.checkpoints.archive import read_safetensors
 from trainer.checkpoints.store import CheckpointStore
-from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import StorageError
 from trainer.files import atomic
 from trainer.state import MAX_TIME

@@ -39,7 +39,7 @@ from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.sweep import link_jobs
 from trainer.callback import Results
 from trainer.media import PRCurve
-from trainer.runs.dashboard import command
+from trainer.runs.status import command
 
 Series = dict[str, list[tuple[int, float]]]
 SWEPT = "optimizer.weight_decay"

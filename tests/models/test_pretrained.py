@@ -12,7 +12,7 @@ from models.errors import NetworkError, WeightsError
 from models.pretrained import fine_tune, load_weights
 from models.small_cnn import SmallCNN
 from models.weights import no_initial_weights, read_weights
-from trainer.checkpoints.weights import write_safetensors
+from trainer.checkpoints.archive import write_safetensors
 
 
 def net(num_classes: int = 10, in_channels: int = 1, seed: int = 0) -> SmallCNN:

@@ -1,4 +1,4 @@
-"""One file of torch.save's: written whole, and read without trusting it."""
+"""Files of torch.save and of safetensors: written whole, and read without trusting them."""
 
 import _compat_pickle
 import hashlib
@@ -6,24 +6,64 @@ import io
 import pickletools
 import warnings
 import zipfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from trainer.errors import CheckpointError, ResourceError
+from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.files.atomic import regular, replacing
 
 _FOLDER = 0x10  # among the attributes of an archive's entry
 _LARGEST = 1 << 28  # bytes of a pickle that is searched for code
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_MAPPINGS: tuple[type, ...] = (dict, Counter, OrderedDict)
+_SEQUENCES: tuple[type, ...] = (list, tuple, set)
 
 
 class DamagedCheckpointError(CheckpointError):
     """A file that is not a checkpoint, or whose content changed after it was written."""
+
+
+class NotPlainError(TypeError):
+    """A value of a type that cannot be loaded without running code."""
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with subclasses of numbers and strings (numpy scalars, enums) made plain.
+
+    Tensors are returned as they are. Raises `NotPlainError` for any other type.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in _ATOMS:
+        return value
+    if type(value) in _MAPPINGS:
+        return type(value)({plain(k): plain(v) for k, v in value.items()})
+    if type(value) in _SEQUENCES:
+        return type(value)(plain(v) for v in value)
+    for base in (int, float, str):
+        if isinstance(value, base):
+            return base(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy scalar
+        return plain(value.item())
+    raise NotPlainError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `values` that are plain; others, such as functions, are left out."""
+    kept = {}
+    for key, value in values.items():
+        try:
+            kept[key] = plain(value)
+        except NotPlainError:
+            continue
+    return kept
 
 
 def write_archive(path: Path, payload: Any) -> None:
@@ -151,3 +191,36 @@ def _imported(path: Path) -> Iterator[str]:
                     yield ".".join(strings[-2:])
                 elif isinstance(argument, str):
                     strings.append(argument)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of `path` by name, on the CPU. Raises CheckpointError."""
+    try:
+        # Not load_file, which maps the file: overwriting it would change the tensors.
+        return safetensors.torch.load(path.read_bytes())
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"{path}: damaged, or not a .safetensors file") from error
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Replace `path` by a file of these tensors, and of text about them. Raises StorageError.
+
+    Tied weights are written once for each name: the format has no shared tensors.
+    """
+    values: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        values[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    try:
+        content = safetensors.torch.save(values, {**(metadata or {}), "format": "pt"})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise StorageError(f"cannot write {path}: the format does not support {error}") from error
+    with replacing(path) as file:
+        file.write(content)

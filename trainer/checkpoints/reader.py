@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.archive import DamagedCheckpointError, digest, read_archive
+from trainer.checkpoints.archive import (
+    DamagedCheckpointError,
+    digest,
+    read_archive,
+    read_safetensors,
+)
 from trainer.checkpoints.index import INDEX, Index
-from trainer.checkpoints.weights import read_safetensors
 from trainer.errors import CheckpointError
 from trainer.state import TrainState
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
 from trainer.distributed.processes import ProcessGroup
 from trainer.errors import CheckpointError, StorageError
-from trainer.files.atomic import TEMPORARY, sync_folder
-from trainer.files.storage import storage_error
+from trainer.files.atomic import TEMPORARY, storage_error, sync_folder
 
 SUFFIX = ".shards"
 # The types in the .metadata of the shards; torch would unpickle any other, and run its code.

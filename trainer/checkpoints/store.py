@@ -21,11 +21,10 @@ from trainer.checkpoints.reader import (
 )
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
-from trainer.files.atomic import link_or_copy, remove_orphans, sync_folder
-from trainer.files.storage import storage_error
+from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
 from trainer.runs import manifest
 from trainer.runs.lock import refuse_taken
-from trainer.runs.metrics import read_metrics
+from trainer.runs.status import read_metrics
 
 __all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
 

@@ -23,8 +23,7 @@ from data.batch import inputs_of
 from data.errors import DataError
 from trainer.assembly.data import build_data, build_pipeline
 from trainer.assembly.loaders import eval_loader
-from trainer.checkpoints.archive import digest
-from trainer.checkpoints.weights import write_safetensors
+from trainer.checkpoints.archive import digest, write_safetensors
 from trainer.errors import ModelError
 from trainer.export.card import how_to_load, model_card
 from trainer.export.formats import (
@@ -37,8 +36,14 @@ from trainer.export.formats import (
     check_libraries,
     load_weights,
 )
-from trainer.files.atomic import TEMPORARY, remove_orphans, sync_folder, write_json, write_text
-from trainer.files.storage import storage_error
+from trainer.files.atomic import (
+    TEMPORARY,
+    remove_orphans,
+    storage_error,
+    sync_folder,
+    write_json,
+    write_text,
+)
 from trainer.inference.predictor import named_tensors
 from trainer.inference.run import Run, find_checkpoint
 from trainer.runs import manifest

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram, export, save
 
 from data.transforms import Pipeline, Standardize, ToFloat
 from models.weights import no_initial_weights
-from trainer.checkpoints.weights import read_safetensors
+from trainer.checkpoints.archive import read_safetensors
 from trainer.errors import ModelError
 from trainer.inference.predictor import OUTPUT, named_tensors
 from trainer.targets.instantiate import instantiate

@@ -5,8 +5,8 @@ import logging
 import os
 from pathlib import Path
 
-from trainer.files.log_format import VisibleFormatter
-from trainer.files.storage import storage_error
+from trainer.files.atomic import storage_error
+from trainer.files.layout import VisibleFormatter
 
 _BLOCK = 1 << 16
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"

@@ -38,8 +38,7 @@ from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, read_facts
 from trainer.inference.generation import Generation, Sampling, prompts_for
 from trainer.inference.predictor import Answers, Predictor, Row, Rows
-from trainer.runs.metrics import read_metrics
-from trainer.runs.status import RunDirectoryError
+from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow, close
 from trainer.trainer import Trainer

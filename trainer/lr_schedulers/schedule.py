@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.errors import ConfigError, Problem
-from trainer.checkpoints.plain import plain_part
+from trainer.checkpoints.archive import plain_part
 from trainer.errors import CheckpointError
 from trainer.metric_names import epoch_metric
 from trainer.optimizers.optimizers import Optimizers

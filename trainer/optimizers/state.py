@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.checkpoints.plain import NotPlainError, plain, plain_part
+from trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from trainer.errors import CheckpointError
 from trainer.optimizers.steps import needs_closure
 

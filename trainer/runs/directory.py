@@ -13,8 +13,7 @@ from typing import Any, Self
 import yaml
 
 from conf.errors import Problem
-from trainer.files.atomic import remove_orphans, write_json, write_text
-from trainer.files.storage import storage_error
+from trainer.files.atomic import remove_orphans, storage_error, write_json, write_text
 from trainer.runs import manifest
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
 from trainer.runs.status import (
@@ -24,6 +23,7 @@ from trainer.runs.status import (
     MANIFEST,
     METRICS,
     STATUS,
+    TENSORBOARD,
     RunDirectoryError,
     holds_run,
     read_json,
@@ -31,7 +31,7 @@ from trainer.runs.status import (
     seconds_until_killed,
 )
 
-CONFIG, OVERRIDES, TENSORBOARD = "config.yaml", "overrides.yaml", "tensorboard"
+CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
 _FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)

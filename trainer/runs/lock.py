@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer.errors import StorageError
-from trainer.files.atomic import forget, keep_from_children, regular
-from trainer.files.storage import storage_error
+from trainer.files.atomic import forget, keep_from_children, regular, storage_error
 
 LOCK_FILE = ".lock"
 _PATIENCE = 2.0  # seconds to wait for a lock whose holder is dead or unknown

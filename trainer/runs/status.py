@@ -4,15 +4,18 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.errors import ConfigError, Problem
 from trainer.errors import RunError
-from trainer.files.atomic import regular, write_json
-from trainer.files.storage import storage_error
+from trainer.files.atomic import regular, storage_error, write_json
 from trainer.runs.lock import is_held
 
 MANIFEST = "manifest.json"
@@ -20,6 +23,9 @@ INFERENCE = "inference.json"
 STATUS = "status.json"
 ENDED_WELL = ("finished", "pruned")  # states of runs that are not gone on with
 LOG, METRICS, CHECKPOINTS = "train.log", "metrics.jsonl", "checkpoints"
+TENSORBOARD = "tensorboard"
+SWEEP = "sweep.json"  # in the folder of a sweep: what varies in it
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, where it is
 
 
 class RunDirectoryError(ConfigError, RunError):
@@ -131,3 +137,39 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunDirectoryError(f"cannot read {path}: it does not contain a JSON object")
     return value
+
+
+def own_values(text: str) -> Any:
+    """Return the values of a YAML text that Regimen wrote itself."""
+    return yaml.load(text, Loader=_LOADER)
+
+
+def read_metrics(run_dir: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's log, the oldest first; nothing where there is no log.
+
+    Incomplete lines, which a kill leaves, are skipped. last_bytes: read only the end of the file.
+    """
+    try:
+        with regular(run_dir / METRICS).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = 0 if last_bytes is None else max(0, size - last_bytes)
+            file.seek(start)
+            lines = file.read().split(b"\n")[bool(start) : -1]  # the ends may be incomplete
+    except OSError:
+        return
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            yield values
+
+
+def command(run_dir: Path) -> str:
+    """Return the command that serves a run to this machine only.
+
+    For a job of a sweep it is the sweep's, which shows the job by what varies in it.
+    """
+    folder = run_dir.parent if (run_dir.parent / SWEEP).exists() else run_dir
+    return f"tensorboard --logdir {shlex.quote(str(folder / TENSORBOARD))}"

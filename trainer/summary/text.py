@@ -6,8 +6,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trainer.files.layout import folded
-from trainer.files.log_format import on_one_line, visible
+from trainer.files.layout import folded, on_one_line, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

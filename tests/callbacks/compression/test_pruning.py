@@ -18,8 +18,8 @@ from conf.errors import ConfigError
 from trainer import snapshot
 from trainer.assembly.parts import Assembly, Known
 from trainer.callback import Average, Callback
+from trainer.checkpoints.archive import read_safetensors
 from trainer.checkpoints.store import CheckpointStore
-from trainer.checkpoints.weights import read_safetensors
 
 WEIGHTS = {"weights": {"kind": "matrix"}}
 FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]

@@ -14,7 +14,7 @@ from data.errors import UnreadableError
 from scripts.cli.console import describe, exit_code, log_to_stderr, report
 from scripts.cli.keys import misspelt
 from trainer.errors import CheckpointError, StorageError
-from trainer.files.log_format import indented_lines, visible
+from trainer.files.layout import indented_lines, visible
 from trainer.summary.text import table, to_text
 
 

@@ -18,7 +18,7 @@ from scripts.sweeps import local, search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.local import LocalLauncher, device_names, share_of_threads, usable_cpus
-from trainer.files.storage import storage_error
+from trainer.files.atomic import storage_error
 
 Sweep = Callable[..., int]
 Rows = Callable[[Path], list[dict[str, str]]]

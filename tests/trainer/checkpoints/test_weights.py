@@ -9,9 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.archive import DamagedCheckpointError, read_safetensors, write_safetensors
 from trainer.checkpoints.store import model_only
-from trainer.checkpoints.weights import read_safetensors, write_safetensors
 from trainer.errors import CheckpointError, StorageError
 
 WEIGHTS = {

@@ -17,12 +17,12 @@ from trainer.errors import StorageError
 from trainer.runs import directory as module
 from trainer.runs.directory import RunDirectory, reserve
 from trainer.runs.lock import LOCK_FILE, is_held
-from trainer.runs.metrics import read_metrics
 from trainer.runs.status import (
     RunDirectoryError,
     check_run_dir,
     find_unfinished,
     holds_run,
+    read_metrics,
     read_status,
 )
 

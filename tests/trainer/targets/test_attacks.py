@@ -32,7 +32,7 @@ trainer.targets.nameable.is_offered trainer.runs.lock.RunLock trainer.strategies
 data.batch.map_leaves data.batch.rebuild data.loading.workers.kill data.loading.fetch.Fetcher
 data.sources.locked data.sources.os.system data.text.docstrings models.weights.fetch
 models.pretrained.load_weights models.pretrained.LoadReport callbacks.support.event_file.rewind
-trainer.checkpoints.weights.write_safetensors callbacks.swa.measure
+trainer.checkpoints.archive.write_safetensors callbacks.swa.measure
 callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict scripts.run.leave_at_once
 conf.yaml_file.examine tests.conftest.anything torch.load torch.hub.load
 torch.utils.cpp_extension.load_inline torch.nn.Module.load_state_dict
