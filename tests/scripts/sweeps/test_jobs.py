@@ -6,21 +6,26 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from conf.errors import ConfigError
+from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.composition.compose import split_jobs
+from scripts.sweeps import grid, local, search
 from scripts.sweeps import jobs as jobs_module
-from scripts.sweeps import local, search
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.local import LocalLauncher, device_names, share_of_threads, usable_cpus
 from trainer.files.atomic import storage_error
 
 Sweep = Callable[..., int]
+
+
 Rows = Callable[[Path], list[dict[str, str]]]
 
 
@@ -69,15 +74,6 @@ def test_a_search_runs_several_jobs_at_once(
     assert sweep_of(*argv, "run_dir=there") == 0
     rows = rows_of(Path("there"))
     assert {row["seed"]: row["status"] for row in rows} == {"1": "finished", "2": "finished"}
-
-
-def test_a_lost_job_leaves_the_others_alone(job: Path, sweep_of: Sweep, rows_of: Rows) -> None:
-    argv = ["run_dir=there", "optimizer.lr=0.1,0.4,0.2", "sweep.jobs=3"]
-    assert sweep_of(*argv) == 137
-    states = {row["optimizer.lr"]: row["status"] for row in rows_of(Path("there"))}
-    assert states == {"0.1": "finished", "0.2": "finished", "0.4": "killed"}
-    assert sweep_of(*argv, "resume=auto") == 0
-    assert {row["status"] for row in rows_of(Path("there"))} == {"finished"}
 
 
 def test_a_failed_job_is_not_restarted(job: Path, sweep_of: Sweep) -> None:
@@ -236,3 +232,44 @@ def test_a_long_job_tells_now_and_then_where_it_is(
         said.progress()
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2
+
+
+def test_mistakes_of_targets_are_found_in_a_process_of_its_own() -> None:
+    wrong = "callbacks.checkpoint.monitor=val/accurcy"
+    arguments = parse_arguments(["-m", "model=mlp,small_cnn", "optimizer.lr=0.1,0.2", wrong])
+    with pytest.raises(ConfigError, match=r"^callbacks.checkpoint.monitor: .* did you mean") as e:
+        grid.check_built(arguments, split_jobs(arguments))
+    assert len(e.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [("classification", "accuracy"), ("regression", "loss"), ("gan", None)],
+)
+def test_the_metric_of_a_task_is_known_before_a_job_runs(task: str, expected: str | None) -> None:
+    problems, monitor, _ = grid.built([parse_arguments([f"task={task}"])])
+    assert monitor == expected
+    assert not problems or task == "gan"
+
+
+def test_one_job_of_each_combination_of_words_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def submit(function: Any, given: Sequence[Arguments]) -> Any:
+        calls.append([arguments.overrides for arguments in given])
+        return SimpleNamespace(result=lambda: ([], "accuracy", 2))
+
+    class Pool:
+        def __init__(self, *_: Any) -> None:
+            self.submit = submit
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(grid, "ProcessPoolExecutor", Pool)
+    arguments = parse_arguments(["-m", "model=mlp,gan", "optimizer.lr=0.1,0.2"])
+    assert grid.check_built(arguments, split_jobs(arguments)) == ("val/accuracy", 2)
+    assert calls == [[("model=mlp", "optimizer.lr=0.2"), ("model=gan", "optimizer.lr=0.2")]]

@@ -1,12 +1,17 @@
-"""The table that a sweep ends with."""
+"""The table and the picture that a sweep ends with, and the links for TensorBoard."""
 
+import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys, show, write_csv
-
-CONFIG: dict[str, dict[str, object]] = {"callbacks": {}}
+from scripts.sweeps.report import Scale, importances, write_report
+from scripts.sweeps.sweep import link_jobs
 
 
 def outcome(number: int, state: str = "finished", **facts: object) -> Job:
@@ -106,3 +111,133 @@ def test_a_metric_that_no_job_has_logged_is_named(
         said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
         assert said is expected
         jobs[1].results = {"test/loss": 1.0}
+
+
+NASTY = "<script> $x_1^{2"
+
+
+CONFIG: dict[str, Any] = {"callbacks": {}}
+
+
+Make = Callable[..., list[Job]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Return a function that makes jobs: of each its values, and the curve of its accuracy."""
+
+    def jobs(*jobs: dict[str, Any]) -> list[Job]:
+        made = []
+        for number, facts in enumerate(jobs):
+            curve = facts.get("curve", [])
+            job = Job(number, tmp_path / str(number), facts["values"])
+            job.state = facts.get("state", "finished")
+            job.results = {"best/val/accuracy": max(curve)} if curve else {}
+            job.run_dir.mkdir()
+            pairs = enumerate(curve, 1)
+            lines = [{"step": 10 * n, "val/accuracy": v, "val/loss": 1 - v} for n, v in pairs]
+            text = "\n".join(map(json.dumps, lines)) + '\n{"step": 9'
+            (job.run_dir / "metrics.jsonl").write_text(text)
+            made.append(job)
+        return made
+
+    return jobs
+
+
+def test_a_picture_of_everything_that_can_become_of_a_job(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="report.png takes matplotlib, the extra `report`")
+    from PIL import Image
+
+    lr = "optimizer.lr"
+    jobs = make(
+        {"values": {lr: "0.1", "model": "mlp", "model.hidden": "16"}, "curve": [0.5, 0.7, 0.6]},
+        {"values": {lr: "0.001", "model": "cnn"}, "curve": [0.2, 0.9, 0.8]},
+        {"values": {lr: "0.01", "model": "cnn"}, "curve": [0.95], "state": "pruned"},
+        {"values": {lr: "9", "model": NASTY}, "state": "failed"},
+        {"values": {lr: "2", "model": NASTY}, "curve": [0.3, 0.4]},
+        {"values": {lr: "3", "model": "mlp"}, "state": "not started"},
+        *({"values": {lr: f"{n}", "model": "mlp"}, "curve": [n / 9]} for n in range(1, 8)),
+    )
+    sizes = []
+    for chosen in (jobs, jobs[:6], jobs[3:4]):  # with importance; without; nothing to draw
+        (tmp_path / "report.png").unlink(missing_ok=True)
+        varied = [lr, "model", "model.hidden"]
+        write_report(tmp_path, Ranking(CONFIG, chosen, "val/accuracy"), varied)
+        if (tmp_path / "report.png").exists():
+            image = Image.open(tmp_path / "report.png").convert("L")
+            sizes.append(image.size[1])
+            assert len(set(image.resize((200, 200)).tobytes())) > 10  # no empty sheet
+    assert len(sizes) == 2
+    assert sizes[0] > sizes[1]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"report: {tmp_path / 'report.png'}"] * 2 + [
+        "no report.png: no job has a result"
+    ]
+
+
+def test_a_missing_package_is_named(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    jobs = make({"values": {"seed": "1"}, "curve": [0.5]})
+    write_report(tmp_path, Ranking(CONFIG, jobs), ["seed"])
+    assert "report.png takes the package matplotlib: pip install" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_key_that_matters_has_the_largest_share(make: Make) -> None:
+    pytest.importorskip("optuna")
+    grid = [(n, str(0.001 * 2**n), "ab"[n * n % 3 % 2]) for n in range(16)]
+    keys = ("optimizer.lr", "model")
+    jobs = make(
+        *(
+            {"values": dict(zip(keys, values, strict=True)), "curve": [n / 20]}
+            for n, *values in grid
+        )
+    )
+    shares = importances(jobs, Ranking(CONFIG, jobs), keys)
+    assert next(iter(shares)) == "optimizer.lr"
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "log"),
+    [
+        pytest.param(["1", "2"], False, False, id="numbers"),
+        pytest.param(["0.001", "1"], False, True, id="far-apart"),
+        pytest.param(["-1", "1000"], False, False, id="negative"),
+        pytest.param(["1", "x"], True, False, id="a-word"),
+        pytest.param(["1", "nan"], True, False, id="nan"),
+    ],
+)
+def test_the_scale_of_a_key(make: Make, values: list[str], words: bool, log: bool) -> None:
+    scale = Scale.of("k", make(*({"values": {"k": value}} for value in values)))
+    assert (bool(scale.words), scale.log) == (words, log)
+
+
+def test_tensorboard_shows_jobs_by_what_varies_in_them(make: Make, tmp_path: Path) -> None:
+    values: list[dict[str, str]] = [
+        {"optimizer.lr": "0.1", "seed": "1"},
+        {"optimizer.lr": "0.1", "seed": "2"},
+        {"optimizer.lr": "../../a\nb", "seed": "x" * 300},
+        {"optimizer.lr": "0.2", "seed": "1"},
+    ]
+    jobs = make(*({"values": of_one} for of_one in values))
+    for job in jobs[:3]:
+        (job.run_dir / "tensorboard").mkdir()
+    board = tmp_path / "tensorboard"
+    link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"], running=[3])
+    links = {path.name[:22]: os.readlink(path) for path in board.iterdir()}
+    assert links == {
+        "lr=0.1,seed=1": "../0/tensorboard",
+        "lr=0.1,seed=2": "../1/tensorboard",
+        "lr=.._.._a_b,seed=xxxx": "../2/tensorboard",
+        "lr=0.2,seed=1": "../3/tensorboard",
+    }
+    (board / "mine").mkdir()
+    link_jobs(tmp_path, jobs[:2], ["optimizer.lr"])  # the grid has changed
+    assert {path.name for path in board.iterdir()} == {"lr=0.1", "lr=0.1,job=1", "mine"}
+    link_jobs(tmp_path, jobs[:1], [])
+    assert {path.name for path in board.iterdir()} == {"job 0", "mine"}

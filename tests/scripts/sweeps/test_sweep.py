@@ -1,4 +1,4 @@
-"""Many jobs from one command line."""
+"""Many jobs from one command line: which there are, and how they go on."""
 
 import csv
 import json
@@ -61,11 +61,6 @@ def keep_configs(folder: Path) -> None:
 )
 def test_the_jobs_of_a_command_line(argv: list[str], expected: list[list[str]]) -> None:
     assert jobs(*argv) == expected
-
-
-def test_every_combination_comes_once() -> None:
-    found = jobs("optimizer.lr=0.1,0.2", "seed=1,2", "trainer.max_epochs=1")
-    assert len({tuple(job) for job in found}) == len(found) == 4
 
 
 def test_a_glob_takes_all_choices_of_a_group() -> None:
@@ -154,15 +149,6 @@ def test_a_finished_job_of_another_configuration_is_left_to_its_own_process(
     assert capfd.readouterr().out.count("job output 0.1") == 2
 
 
-def test_fail_fast_ends_a_sweep_at_the_first_failure(
-    job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["run_dir=there", "optimizer.lr=1.5,0.1", "seed=1", "sweep.fail_fast=true"]
-    assert run(*argv) == 5
-    assert {row["status"] for row in board(Path("there"))} == {"failed", "not started"}
-    assert "sweep.fail_fast ended it; go on with the sweep: train -m" in capfd.readouterr().out
-
-
 def test_the_newest_unfinished_sweep_is_resumed(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,18 +217,6 @@ def test_ctrl_c_ends_the_job_and_the_sweep(command: list[str]) -> None:
 @pytest.mark.parametrize("text", ["plain", "it's", "a b,c=d", "ü [x]", "back\\slash", "end\\"])
 def test_quoted_text_is_read_as_it_was(text: str, tmp_path: Path) -> None:
     assert compose([f"run_dir={quoted(text)}"]).config["run_dir"] == text
-
-
-@pytest.mark.slow
-def test_a_real_sweep(tmp_path: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "scripts.train", "-m", "model=mlp", "debug=fast"]
-    argv += ["optimizer.lr=0.01,1e30", "trainer.max_steps=2", "run_dir=there"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 5, done.stderr
-    rows = board(tmp_path / "there")
-    assert [row["status"] for row in rows] == ["finished", "failed"]
-    assert (tmp_path / "there" / "0" / "config.yaml").exists()
 
 
 @pytest.mark.slow
