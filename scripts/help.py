@@ -1,30 +1,38 @@
-"""Answer what asks for information instead of a run: --help, --cfg, --info and their like.
+"""What a command line may hold: --help and its like, what TAB completes, the table in the docs.
 
 The keys of a group and their meanings are those of the schema, then those of its files.
+`python -m scripts.help` writes the table of keys in docs/configuration.md anew.
 """
 
+import argparse
+import dataclasses
+import os
 import re
-import sys
+import shlex
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import islice, pairwise
 from pathlib import Path
 
 from conf.check import spelled
 from conf.errors import ConfigError, Problem, did_you_mean
-from conf.fields import REQUIRED, dataclass_in, declared, default_of, rule_of
+from conf.fields import REQUIRED, dataclass_in, declared, default_of, is_open, rule_of
+from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
-from scripts.cli.arguments import Arguments, parser
+from scripts.catalog import below, description, groups_in
+from scripts.cli.arguments import Arguments, command_parser, parse_command, parser
+from scripts.cli.shadow import ROOT
 from scripts.composition.compose import answer_by_hydra, config_text
 from scripts.composition.folders import CONF
-from scripts.ls import below, description, groups_in
+from trainer.runs.status import MANIFEST
 
 _WIDTH = 96
 _LINE = re.compile(r"( *)([\w-]+):(?: +([^#]*?))? *(?:# *(.*))?$")
-_SKIPPED = ("_target_", "defaults", "_partial_", "_args_")
+_SKIPPED = {"_target_", "defaults", "_partial_", "_args_"}
 _USAGE = """\
 Train PyTorch models from YAML.
 
@@ -61,8 +69,11 @@ def answer(arguments: Arguments) -> bool:
     elif arguments.version:
         print(f"Regimen {metadata.version('regimen')} (Hydra {metadata.version('hydra-core')})")
     elif arguments.cfg == "job":
-        _print_config(arguments)
-    elif arguments.cfg or arguments.info or arguments.hydra_help or arguments.shell_completion:
+        text, problems = config_text(arguments)
+        print(text, end="", flush=True)  # before its mistakes, wherever both go
+        if problems:
+            raise ConfigError(problems)
+    elif arguments.asks_for_text:
         answer_by_hydra(arguments)
     else:
         return False
@@ -72,20 +83,18 @@ def answer(arguments: Arguments) -> bool:
 def help_text(arguments: Arguments) -> str:
     """Return the help: usage, experiments, groups with their choices, options."""
     groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
-    experiments = groups.pop("experiment", {})
-    width = max((len(name) for name in experiments), default=0)
     parts = [_USAGE, "Experiments (experiment=...):"]
-    parts += [f"  {name:<{width}}  {description(path)}" for name, path in experiments.items()]
+    parts += _described(groups.pop("experiment", {}))
     parts += ["", "Groups (group=choice):"]
     parts += [_filled(f"{group}: {', '.join(choices)}") for group, choices in groups.items()]
-    parts += ["", "Overrides:", _GRAMMAR, _options()]
-    return "\n".join(parts)
+    options = parser().format_help().partition("\noptions:\n")[2]
+    return "\n".join([*parts, "", "Overrides:", _GRAMMAR, f"Options:\n{options.rstrip()}"])
 
 
 def topic_text(arguments: Arguments, topic: str) -> str:
     """Return a group's choices and the meaning of its keys; of `trainer.precision` only that key.
 
-    Raises ConfigError for a group that does not exist.
+    Raises ConfigError for a group or a key that does not exist.
     """
     groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
     group, _, rest = topic.partition(".")
@@ -97,46 +106,36 @@ def topic_text(arguments: Arguments, topic: str) -> str:
         if rest:
             keys = [key for key in keys if f"{key.name}.".startswith(f"{topic}.")]
         else:
-            width = max(map(len, files))
-            parts += [f"{name}=CHOICE:"]
-            parts += [f"  {choice:<{width}}  {description(p)}" for choice, p in files.items()]
-        parts += [_key_line(key, files) for key in keys]
+            parts += [f"{name}=CHOICE:", *_described(files)]
+        for key in keys:
+            some = 0 < len(key.choices) < len(files)
+            text = f"{key.name}={key.value}" if key.value else key.name
+            meaning = f"  {key.meaning}" if key.meaning else ""
+            parts.append(_filled(text + meaning + (f" [{', '.join(key.choices)}]" * some)))
         parts += [""] if keys or not rest else []
     if not parts:
         raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, known)))
     return "\n".join(parts)
 
 
-def _key_line(key: Key, files: Mapping[str, Path]) -> str:
-    some = key.choices and len(key.choices) < len(files)
-    which = f" [{', '.join(key.choices)}]" if some else ""
-    text = f"{key.name}={key.value}" if key.value else key.name
-    meaning = f"  {key.meaning}" if key.meaning else ""
-    return _filled(f"{text}{meaning}{which}")
+def _described(files: Mapping[str, Path]) -> list[str]:
+    width = max(map(len, files), default=0)
+    return [f"  {choice:<{width}}  {description(path)}" for choice, path in files.items()]
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ")
 
 
-def _print_config(arguments: Arguments) -> None:
-    text, problems = config_text(arguments)
-    sys.stdout.write(text)
-    if problems:
-        sys.stdout.flush()  # the configuration before its mistakes, wherever both go
-        raise ConfigError(problems)
-
-
-def _options() -> str:
-    lines = parser().format_help().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("options"))
-    return "\n".join(["Options:", *lines[start + 1 :]])
-
-
 def keys_of(group: str, files: Mapping[str, Path]) -> list[Key]:
     """Return the keys of a group such as `optimizer` or `lr_scheduler/warmup`."""
     prefix = group.replace("/", ".")
-    found = {key.name: key for key in _declared(prefix)}
+    section: type | None = Config
+    for name in group.split("/"):
+        one = declared(section).get(name) if section else None
+        hint = typing.get_type_hints(section)[name] if one else None
+        section = (dataclass_in(hint) or rule_of(one).words) if one else None
+    found = {key.name: key for key in schema_keys(section, prefix)} if section else {}
     for choice, path in files.items():
         for key in _written(path, prefix):
             known = found.setdefault(key.name, key)
@@ -146,24 +145,14 @@ def keys_of(group: str, files: Mapping[str, Path]) -> list[Key]:
     return list(found.values())
 
 
-def _declared(prefix: str) -> Iterator[Key]:
-    schema: type | None = Config
-    for name in prefix.split("."):
-        if schema is None or name not in declared(schema):
-            return
-        one, annotation = declared(schema)[name], typing.get_type_hints(schema)[name]
-        schema = dataclass_in(annotation) or rule_of(one).words
-    if schema is not None:
-        yield from _section(schema, prefix)
-
-
-def _section(schema: type, prefix: str) -> Iterator[Key]:
-    hints = typing.get_type_hints(schema)
-    for name, one in declared(schema).items():
-        section, rule, default = dataclass_in(hints[name]), rule_of(one), default_of(one)
-        here = f"{prefix}.{name}"
-        if section is not None:
-            yield from _section(section, here)
+def schema_keys(section: type, prefix: str) -> Iterator[Key]:
+    """Yield the keys of a section and of those inside it, as the schema declares them."""
+    hints = typing.get_type_hints(section)
+    for name, one in declared(section).items():
+        inner, rule, default = dataclass_in(hints[name]), rule_of(one), default_of(one)
+        here = join(prefix, name)
+        if inner is not None:
+            yield from schema_keys(inner, here)
             continue
         takes = "" if rule.node or rule.words else f" ({spelled(hints[name], rule)})"
         value = "" if default is REQUIRED or isinstance(default, dict | list) else word(default)
@@ -172,10 +161,7 @@ def _section(schema: type, prefix: str) -> Iterator[Key]:
 
 def _written(path: Path, prefix: str) -> Iterator[Key]:
     """Yield the keys of a YAML file with the comments behind them."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if any(line.startswith("# @package _global_") for line in lines):
         return
     parents: list[tuple[int, str]] = []
@@ -185,5 +171,123 @@ def _written(path: Path, prefix: str) -> Iterator[Key]:
         indent, name, value, meaning = len(match[1]), match[2], match[3] or "", match[4] or ""
         parents = [*((i, n) for i, n in parents if i < indent), (indent, name)]
         path_in_file = [n for _, n in parents]
-        if not any(n in _SKIPPED for n in path_in_file) and (value or meaning):
+        if not _SKIPPED.intersection(path_in_file) and (value or meaning):
             yield Key(".".join([prefix, *path_in_file]), value, meaning)
+
+
+_COMPLETION = """\
+Completes groups, choices, keys and directories of runs.
+
+eval "$(regimen completion bash)"        # in ~/.bashrc, or for this shell
+eval "$(regimen completion zsh)"         # in ~/.zshrc, after compinit
+regimen completion fish | source         # in ~/.config/fish/config.fish
+"""
+# bash splits a word at "=", so only what follows the last one is replaced.
+_BASH = """\
+_regimen_complete() {
+  local IFS=$'\\n'
+  COMPREPLY=($(regimen completion bash --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+  [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+}
+complete -o default -F _regimen_complete regimen train evaluate predict
+"""
+# -S '' and -U: the word is replaced as it is, without a blank after "=".
+_ZSH = """\
+_regimen_complete() {
+  local -a found whole partial
+  found=("${(@f)$(regimen completion zsh --line "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+  found=(${found:#})
+  partial=(${(M)found:#*=})
+  whole=(${found:#*=})
+  (( $#partial )) && compadd -U -S '' -- $partial
+  (( $#whole )) && compadd -U -- $whole
+  (( $#found )) || _files
+}
+compdef _regimen_complete regimen train evaluate predict
+"""
+_FISH = """\
+function __regimen_complete
+  set -l words (commandline -opc) (commandline -ct)
+  regimen completion fish --line (string join ' ' -- $words) 2>/dev/null
+end
+for name in regimen train evaluate predict
+  complete -c $name -a '(__regimen_complete)'
+end
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_OF_RUNS = ("run", "resume")
+_MOST_RUNS = 200
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Print the script for a shell, or what that asks for. Raises ConfigError."""
+    parser = command_parser("regimen completion", _COMPLETION)
+    parser.add_argument("shell", choices=tuple(_SCRIPTS))
+    parser.add_argument("--line", help=argparse.SUPPRESS)  # what the script asks for
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    if arguments.line is None:
+        print(_SCRIPTS[arguments.shell], end="")
+        return 0
+    # bash has taken the word apart at its last "="; the others replace the whole word
+    key, equals, _ = arguments.line.split(" ")[-1].partition("=")
+    before = key + equals if equals and arguments.shell != "bash" else ""
+    for found in completions(arguments.line):
+        print(before + found)
+    return 0
+
+
+def completions(line: str) -> list[str]:
+    """Return the completions of the last word of a command line, without the part before `=`."""
+    from scripts.regimen import COMMANDS
+
+    *before, last = line.split(" ")
+    words = [text for text in before if text]
+    key, equals, value = last.partition("=")
+    own = [folder for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
+    groups = groups_in([*own, CONF])
+    if words == ["regimen"]:
+        return [name for name in COMMANDS if name.startswith(last)]
+    if not equals:
+        names = [*groups, *(known.name for known in schema_keys(Config, "")), *_OF_RUNS]
+        return [f"{name}=" for name in dict.fromkeys(names) if name.startswith(last)]
+    if key in _OF_RUNS:
+        runs = (place for place, _, files in os.walk("runs") if MANIFEST in files)
+        return [w for w in map(shlex.quote, islice(runs, _MOST_RUNS)) if w.startswith(value)]
+    return [choice for choice in groups.get(key.lstrip("+"), ()) if choice.startswith(value)]
+
+
+DOCUMENT = ROOT / "docs" / "configuration.md"
+_START, _END = "<!-- keys: python -m scripts.help -->\n", "<!-- end of keys -->"
+
+
+def with_tables(text: str) -> str:
+    """Return the page of keys with its tables as the schema has them."""
+    before, rest = text.split(_START)
+    return f"{before}{_START}{''.join(_tables(Config, '', 'The root'))}{_END}{rest.split(_END)[1]}"
+
+
+def _tables(schema: type, key: str, title: str) -> Iterator[str]:
+    """Yield a table of a section, then those of the sections in it."""
+    summary = (schema.__doc__ or "").split("\n")[0]
+    yield f"\n### {title}\n\n{summary}\n\n| key | default | takes | meaning |\n|---|---|---|---|\n"
+    hints, inner = typing.get_type_hints(schema), []
+    for name, one in declared(schema).items():
+        rule, default, here = rule_of(one), default_of(one), join(key, name)
+        section = dataclass_in(hints[name])
+        inner += [(known, here) for known in (section, rule.words) if known is not None]
+        takes = "see below" if section else spelled(hints[name], rule)
+        if rule.node or (rule.words and is_open(rule.words)):
+            named = hints[name] == dict[str, dict[str, typing.Any] | None]
+            takes = takes.replace("a section of keys", "named nodes" if named else "a node")
+        value = "required" if default is REQUIRED else f"`{word(default)}`"
+        value = "" if dataclasses.is_dataclass(default) else value
+        only = f" ({', '.join(rule.strategies)} only)" if rule.strategies else ""
+        cells = (f"`{here}`", value, takes, rule.doc + only)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    for known, here in inner:
+        yield from _tables(known, here, f"`{here}`")
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import json
 import math
-import sys
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -31,28 +30,21 @@ from conf.fields import (
 )
 from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
+from scripts.catalog import groups_in
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command
 from scripts.composition.folders import CONF
-from scripts.ls import groups_in
 from trainer.targets.allow_list import locate
 from trainer.targets.signatures import SPECIAL
 
 Schema = dict[str, Any]
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-_OPEN = r"\$\{|^\?\?\?$"  # an interpolation, or ???
+_OPEN = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}  # an interpolation, or ???
 # Arguments in other packages change with the installed version.
 _OURS = ("models.", "data.", "trainer.", "callbacks.")
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    with Command() as command:
-        command.code = schema(sys.argv[1:])
-
-
 def schema(argv: Sequence[str]) -> int:
-    """Print the schema that a command line asks for. Raises ConfigError."""
+    """Print or write the schemas that a command line asks for. Raises ConfigError."""
     parser = command_parser("regimen schema", __doc__)
     parser.add_argument("group", nargs="?", help="optimizer, task/loss, experiment, ...")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write all schemas into a folder")
@@ -62,16 +54,10 @@ def schema(argv: Sequence[str]) -> int:
         print(schema_text(arguments.group), end="")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in schema_files().items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for group in (None, *groups_in([CONF])):
+        name = (group or "configuration").replace("/", ".")
+        (folder / f"{name}.json").write_text(schema_text(group), encoding="utf-8")
     return 0
-
-
-def schema_files() -> dict[str, str]:
-    """Return the schema of the whole configuration and of each group's files, by file name."""
-    groups: list[str | None] = [None, *groups_in([CONF])]
-    names = [f"{(group or 'configuration').replace('/', '.')}.json" for group in groups]
-    return dict(zip(names, map(schema_text, groups), strict=True))
 
 
 def schema_text(group: str | None) -> str:
@@ -81,30 +67,30 @@ def schema_text(group: str | None) -> str:
     interpolation. A node whose `_target_` is one of ours takes the target's arguments only.
     Raises ConfigError if there is no such group.
     """
-    groups = groups_in([CONF])
+    groups, keys = list(groups_in([CONF])), declared(Config)
     parts = (group or "configuration").strip("/").split("/")
     if group is not None and "/".join(parts) not in groups:
         hint = did_you_mean(group, groups) or f"groups: {', '.join(groups)}"
         raise ConfigError(Problem("", f"there is no group {group!r}", hint))
     # The files of a group that no section is named after hold keys of the root.
-    body = _inside(parts) if parts[0] in declared(Config) else _section(Config, "")
+    body = _inside(parts) if parts[0] in keys else _section(Config, "")
     if group is None:
-        required = [name for name, one in declared(Config).items() if default_of(one) is REQUIRED]
-        body["required"] = required
+        body["required"] = [name for name, one in keys.items() if default_of(one) is REQUIRED]
     elif "properties" in body:
-        body["properties"] = {"defaults": _defaults(groups), **body["properties"]}
+        body["properties"] = {"defaults": _defaults(), **body["properties"]}
     found = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "/".join(parts), **body}
-    used = [top for top in declared(Config) if f'"#/definitions/{top}"' in json.dumps(found)]
+    used = [top for top in keys if f'"#/definitions/{top}"' in json.dumps(found)]
     if used:
         found["definitions"] = {top: _any_node(top) for top in sorted(used)}
     return json.dumps(found, indent=1) + "\n"
 
 
-def _defaults(groups: dict[str, dict[str, Path]]) -> Schema:
-    names: Schema = {group: {"type": ["string", "null", "array"]} for group in groups}
-    for group, files in groups.items():
+def _defaults() -> Schema:
+    names: Schema = {}
+    for group, files in groups_in([CONF]).items():
         choice: Schema = {"type": "string", "enum": list(files)}
         several: Schema = {"type": "array", "items": choice}
+        names[group] = {"type": ["string", "null", "array"]}
         names[f"override /{group}"] = {"anyOf": [choice, several, {"type": "null"}]}
     entry = {"type": ["string", "object"], "properties": names}
     return {"type": "array", "description": "the choices it is composed of", "items": entry}
@@ -112,18 +98,16 @@ def _defaults(groups: dict[str, dict[str, Path]]) -> Schema:
 
 def _inside(parts: list[str]) -> Schema:
     """Return what stands at a key, from the section that declares it."""
-    section: type = Config
-    for index, name in enumerate(parts):
-        if name not in declared(section):
-            break
+    section: type | None = Config
+    found: Schema = {}
+    for name in parts:
+        if section is None or name not in declared(section):
+            return {"allOf": [_reference(parts[0])]}
         one, hint = declared(section)[name], typing.get_type_hints(section)[name]
         inner = dataclass_in(hint)
-        if index + 1 == len(parts):
-            return _section(inner, parts[0]) if inner else _value(hint, one, parts[0])
-        if (words := inner or rule_of(one).words) is None:
-            break
-        section = words
-    return {"allOf": [_reference(parts[0])]}
+        found = _section(inner, parts[0]) if inner else _value(hint, one, parts[0])
+        section = inner or rule_of(one).words
+    return found
 
 
 def _section(section: type, top: str) -> Schema:
@@ -148,7 +132,7 @@ def _value(annotation: Any, one: "dataclasses.Field[Any]", top: str) -> Schema:
             kind = _type(member, rule_of(one), top)
             merged = {**merged, **kind, "type": [*merged["type"], kind["type"]]}
     if "string" not in merged["type"]:
-        merged = {**merged, "type": [*merged["type"], "string"], "pattern": _OPEN}
+        merged = {**merged, **_OPEN, "type": [*merged["type"], "string"]}
     whole: Schema = {"anyOf": [{"enum": choices}, merged]} if choices else merged
     default = default_of(one)
     if default is REQUIRED or dataclasses.is_dataclass(default) or default == math.inf:
@@ -188,8 +172,8 @@ def _any_node(top: str) -> Schema:
     rules, inner = _targets().get(top, {}), _reference(top)
     target = {"description": "an import path", "type": "string", "examples": list(rules)}
     node: Schema = {"properties": {"_target_": target}, "additionalProperties": inner}
-    own = [name for part in (top, "lr_scheduler") for name in OWN_KEYS.get(part, ())]
-    beside = dict.fromkeys((*SPECIAL, "defaults", *(own if top in OWN_KEYS else ())), True)
+    own = [*OWN_KEYS[top], *OWN_KEYS["lr_scheduler"]] if top in OWN_KEYS else []
+    beside = dict.fromkeys((*SPECIAL, "defaults", *own), True)
     conditions = [
         {
             "if": {"properties": {"_target_": {"const": path}}, "required": ["_target_"]},
@@ -215,9 +199,8 @@ def _targets() -> dict[str, dict[str, Schema]]:
 
 
 def _argument(annotation: Any) -> Any:
-    if typing.get_origin(annotation) is not Literal:
-        return True
-    return {"anyOf": [{"enum": typing.get_args(annotation)}, {"type": "string", "pattern": _OPEN}]}
+    choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+    return {"anyOf": [{"enum": choices}, _OPEN]} if choices else True
 
 
 def _named(node: Any, top: str) -> Iterator[tuple[str, str]]:
@@ -226,7 +209,3 @@ def _named(node: Any, top: str) -> Iterator[tuple[str, str]]:
         if key == "_target_" and str(child).startswith(_OURS):
             yield top, child
         yield from _named(child, key if top in ("experiment", "debug") else top)
-
-
-if __name__ == "__main__":
-    main()

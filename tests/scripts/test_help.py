@@ -1,5 +1,7 @@
-"""What asks for information instead of a run."""
+"""What asks for information instead of a run: help, configurations, completions, the docs."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +9,23 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
+from conf.schema import Config
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.folders import CONF
-from scripts.help import answer
+from scripts.help import DOCUMENT, answer, completion, completions, with_tables
+from scripts.regimen import COMMANDS
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("net/now", "a;touch b/now"):
+        Path("runs", run).mkdir(parents=True)
+        Path("runs", run, "manifest.json").write_text("{}")
+    for name in ("experiment/mine", "model/resnet_mine"):
+        Path("mine", name).parent.mkdir(parents=True)
+        text = "# train experiment=mine\n# @package _global_\n# What I am after.\nname: mine\n"
+        Path("mine", f"{name}.yaml").write_text(text)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -17,27 +33,18 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_every_group_with_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--help")
-    words = set(text.replace(",", " ").replace(":", " ").split())
+def test_help_lists_every_group_with_its_choices_and_what_experiments_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "--help", "--config-dir", "mine")
+    words = set(re.split(r"[\s,:]+", text))
     groups = {path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml")} - {"."}
     assert groups - {"experiment"} <= words
     assert {path.stem for path in CONF.rglob("*/*.yaml")} <= words
-
-
-def test_help_says_what_each_experiment_is(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split(None, 1) for line in printed(capsys, "--help").splitlines()]
-    described = {words[0] for words in lines if len(words) == 2}
-    assert {path.stem for path in (CONF / "experiment").glob("*.yaml")} <= described
-
-
-def test_help_shows_the_users_folder_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "experiment").mkdir()
-    text = "# train experiment=mine\n# @package _global_\n# What I am after.\nname: mine\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    assert "What I am after." in printed(capsys, "--help", "--config-dir", str(tmp_path))
+    for path in (CONF / "experiment").glob("*.yaml"):
+        assert re.search(rf"^  {path.stem} +\w", text, re.M)
+    assert "What I am after." in text
+    assert "--config-dir" in text
 
 
 def test_help_of_a_group_shows_choices_and_keys_with_their_meanings(
@@ -61,41 +68,20 @@ def test_help_of_a_section_is_that_of_the_schema(capsys: pytest.CaptureFixture[s
     assert "loader.batch_size" in text
 
 
-@pytest.mark.parametrize(
-    ("topic", "near"), [("optimiser", "optimizer"), ("trainer.precison", "trainer.precision")]
-)
-def test_help_of_what_does_not_exist_names_the_nearest(topic: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean {near}"):
-        answer(parse_arguments(["--help", topic]))
-
-
-def test_help_needs_neither_torch_nor_hydras_composition() -> None:
-    code = "import sys; from scripts.help import answer; from scripts.cli.arguments import *;"
-    code += "answer(parse_arguments(['--help'])); sys.exit('torch' in sys.modules)"
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from scripts.train import train; train(['--help']);"
+    code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
 
 
-def test_a_run_is_not_answered() -> None:
-    assert not answer(parse_arguments(["experiment=resnet18"]))
-
-
 def test_the_config_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = printed(capsys, "--cfg", "job", "loader.batch_size=3")
+    whole = printed(capsys, "--cfg", "job", "loader.batch_size=3", "data=image_folder")
     assert "batch_size: 3" in whole
     assert "${data.num_classes}" in whole
-
-
-def test_the_config_of_a_job_resolved_and_in_part(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--cfg", "job", "--resolve", "-p", "model"]
-    assert "num_classes: 10" in printed(capsys, *argv)
+    assert "root: ???" in whole  # though a run could not begin
+    assert "num_classes: 10" in printed(capsys, "--cfg", "job", "--resolve", "-p", "model")
     assert printed(capsys, "--cfg", "job", "-p", "model.dropout", "model.dropout=0.25") == "0.25\n"
-
-
-def test_the_config_is_printed_though_values_are_missing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "root: ???" in printed(capsys, "--cfg", "job", "data=image_folder")
 
 
 def test_the_config_is_printed_before_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,31 +98,114 @@ def test_the_config_is_printed_before_its_mistakes(capsys: pytest.CaptureFixture
         pytest.param(["--info", "searchpath"], "conf", id="searchpath"),
         pytest.param(["--hydra-help"], "hydra", id="hydra-help"),
         pytest.param(["--cfg", "hydra", "-p", "hydra.job"], "name: train", id="hydra-config"),
+        pytest.param(["-sc", "query=bash"], "optimizer=adamw", id="hydra-completion"),
     ],
 )
 def test_what_hydra_answers(
-    argv: list[str], expected: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert answer(parse_arguments(argv))
-    assert expected in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        pytest.param(["--info", "nonsense"], id="unknown-topic"),
-        pytest.param(["--shell-completion", "install=nonsense"], id="unknown-shell"),
-        pytest.param(["--cfg", "hydra", "hydra.run.dir=x"], id="hydras-keys"),
-    ],
-)
-def test_a_question_that_has_no_answer(argv: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        answer(parse_arguments(argv))
-
-
-def test_completion_knows_groups_and_keys(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    expected: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "train optimizer=ada")
     monkeypatch.setenv("COMP_POINT", "19")
-    assert "optimizer=adamw" in printed(capsys, "--shell-completion", "query=bash")
+    assert expected in printed(capfd, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        pytest.param(["--help", "optimiser"], "did you mean optimizer", id="group"),
+        pytest.param(["--help", "trainer.precison"], "did you mean trainer.precision", id="key"),
+        pytest.param(["--info", "nonsense"], "invalid choice", id="unknown-topic"),
+        pytest.param(
+            ["--shell-completion", "install=nonsense"], "bash fish zsh", id="unknown-shell"
+        ),
+        pytest.param(["--cfg", "hydra", "hydra.run.dir=x"], "hydra", id="hydras-keys"),
+    ],
+)
+def test_a_question_that_has_no_answer(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        answer(parse_arguments(argv))
+
+
+def test_a_run_is_not_answered() -> None:
+    assert not answer(parse_arguments(["experiment=resnet18"]))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("regimen tr", ["train"], id="command"),
+        pytest.param("regimen ", list(COMMANDS), id="every command"),
+        pytest.param("train mod", ["model="], id="group"),
+        pytest.param("train model=resnet1", ["resnet18"], id="choice"),
+        pytest.param("regimen train task/loss=cross", ["cross_entropy"], id="inner group"),
+        pytest.param("train trainer.max_ep", ["trainer.max_epochs="], id="key"),
+        pytest.param("train dry", ["dry_run="], id="key at the root"),
+        pytest.param("evaluate run=runs", ["runs/net/now"], id="run"),
+        pytest.param("train resume='", ["'runs/a;touch b/now'"], id="no command of the shell"),
+        pytest.param("train -cd mine model=resnet_", ["resnet_mine"], id="the user's"),
+        pytest.param("train nothing", [], id="nothing"),
+    ],
+)
+def test_what_a_word_can_become(line: str, expected: list[str]) -> None:
+    assert completions(line) == expected
+
+
+def test_every_group_and_key_is_offered_once() -> None:
+    offered = completions("train ")
+    assert len(offered) == len(set(offered))
+    assert {"experiment=", "model=", "seed=", "loader.batch_size=", "run="} <= set(offered)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_zsh_and_fish_get_whole_words(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("train model=resnet5", "train trainer.max_ep", "regimen ru"):
+        completion([shell, "--line", line])
+    assert capsys.readouterr().out == "model=resnet50\ntrainer.max_epochs=\nruns\n"
+
+
+SHELLS = {  # how each asks for what completes `train model=resnet`
+    "bash": """
+compopt() { :; }
+regimen() { PYTHON -P -m scripts.regimen "$@"; }
+SCRIPT
+COMP_LINE='train model=resnet' COMP_POINT=18
+_regimen_complete
+printf 'model=%s\\n' "${COMPREPLY[@]}"
+""",
+    "zsh": """
+regimen() { PYTHON -P -m scripts.regimen "$@" }
+compdef() { :; }
+compadd() { print -r -- "${@[$@[(i)--]+1,-1]}" }
+SCRIPT
+words=(train model=resnet) CURRENT=2
+_regimen_complete
+""",
+    "fish": """
+function regimen; PYTHON -P -m scripts.regimen $argv; end
+SCRIPT
+complete -C "train model=resnet"
+""",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_takes_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    completion([shell])
+    code = SHELLS[shell].replace("SCRIPT", capsys.readouterr().out)
+    code = code.replace("PYTHON", f"'{sys.executable}'")
+    done = subprocess.run([shell, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["model=resnet18", "model=resnet34", "model=resnet50"]
+    assert done.stderr == ""
+
+
+def test_the_documentation_says_what_the_schema_says() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "python -m scripts.help"
+    rows = set(re.findall(r"^\| `([\w.]+)` ", text, re.M))
+    assert set(Config.__dataclass_fields__) <= rows
+    assert {"trainer.max_epochs", "strategy.devices", "loader.eval.timeout", "optimizer.lr"} <= rows

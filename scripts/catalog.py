@@ -1,0 +1,171 @@
+"""`regimen ls` lists the configs, `regimen cp` copies one, `regimen new DIR` begins a project."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from conf.errors import ConfigError, Problem, did_you_mean
+from scripts.cli.arguments import command_parser, parse_command
+from scripts.cli.shadow import ROOT
+from scripts.composition.folders import CONF, check_folder
+from trainer.files.atomic import storage_error
+from trainer.files.layout import on_one_line
+
+_LS = "The groups of configs, their choices, and what each is for."
+_CP = "Copy a config, to change the copy."
+_NEW = "A small project of your own that trains at once."
+# Comments that are no description: commands, and lines for Hydra and editors.
+_FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
+_TEMPLATE = ROOT / "template"
+_LONGEST = 100  # letters of a name, which becomes a folder's and a package's
+
+Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
+
+
+def groups_in(folders: Iterable[str | Path]) -> Groups:
+    """Return the choices of each group with their files; the first folder that has one wins."""
+    groups: Groups = {}
+    for folder in map(Path, folders):
+        for path in sorted(folder.rglob("*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if group != "." and path.is_file():
+                groups.setdefault(group, {}).setdefault(path.stem, path)
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def below(groups: Groups, name: str) -> Groups:
+    """Return the group `name` and those inside it. Raises ConfigError if there is none."""
+    name = name.strip("/")
+    found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
+    if not found:
+        hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
+        raise ConfigError(Problem("", f"there is no group {name!r}", hint))
+    return found
+
+
+def description(path: Path) -> str:
+    """Return the first comment of a file that describes it."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = line.lstrip("# ").strip()
+        if text and not line.startswith("#"):
+            break
+        if text and not text.startswith(_FOR_PROGRAMS):
+            return text
+    return ""
+
+
+def ls(argv: Sequence[str]) -> int:
+    """Print the groups that a command line asks for. Raises ConfigError."""
+    parser = _parser("regimen ls", _LS)
+    parser.add_argument("group", nargs="?", help="only this group and those inside it: task, model")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    groups = _groups(arguments)
+    for group, files in (below(groups, arguments.group) if arguments.group else groups).items():
+        width = max(map(len, files))
+        print(group)
+        for choice, path in files.items():
+            place = "" if path.is_relative_to(CONF) else f" ({path})"
+            print(on_one_line(f"  {choice:<{width}}  {description(path)}{place}").rstrip())
+    return 0
+
+
+def cp(argv: Sequence[str]) -> int:
+    """Copy the config that a command line names. Raises ConfigError, StorageError."""
+    parser = _parser("regimen cp", _CP)
+    parser.add_argument("source", metavar="GROUP/CHOICE")
+    parser.add_argument("target", metavar="FILE", help="a new file, or a folder with a / behind")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    groups, target = _groups(arguments), Path(arguments.target)
+    group, _, choice = arguments.source.removesuffix(".yaml").strip("/").rpartition("/")
+    files = groups.get(group, {})
+    if choice not in files:
+        known = [f"{group}/{choice}" for group, files in groups.items() for choice in files]
+        inside = f"{group} has {', '.join(files)}" if files else "`regimen ls` lists them"
+        message = f"there is no config {arguments.source!r}: name group/choice"
+        raise ConfigError(Problem("", message, did_you_mean(arguments.source, known) or inside))
+    if arguments.target.endswith("/") or target.is_dir():
+        target /= files[choice].name
+    if target.suffix != ".yaml":
+        raise ConfigError(Problem("", f"{target}: the name of a config ends in .yaml"))
+    _write_new(target, files[choice].read_text(encoding="utf-8"))
+    print(f"written to {on_one_line(target)}")
+    place = target.absolute().parent
+    if place.as_posix().endswith(f"/{group}"):  # else no --config-dir makes it a choice
+        root = os.path.relpath(place.parents[group.count("/")])
+        words = ["train", "--config-dir", root, f"{group}={target.stem}"]
+        print(f"use it with: {shlex.join(words)}")
+    return 0
+
+
+def _parser(command: str, text: str) -> argparse.ArgumentParser:
+    parser = command_parser(command, text)
+    parser.add_argument(
+        "--config-dir", "-cd", action="append", default=[], help="a folder of your own"
+    )
+    return parser
+
+
+def _groups(arguments: argparse.Namespace) -> Groups:
+    for folder in arguments.config_dir:
+        check_folder(folder, "--config-dir")
+    return groups_in([*arguments.config_dir, CONF])
+
+
+def new(argv: Sequence[str]) -> int:
+    """Write the project. Raises ConfigError where the folder holds something, StorageError."""
+    parser = command_parser("regimen new", _NEW)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
+    if (arguments := parse_command(parser, argv)) is None:
+        return 0
+    folder: Path = arguments.folder
+    title = folder.resolve().name
+    if len(title) > _LONGEST:
+        raise ConfigError(Problem("", f"{title[:20]}...: a name has at most {_LONGEST} letters"))
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        message = f"{folder} exists and is no empty folder: choose another name"
+        raise ConfigError(Problem("", message))
+    for name, text in project_files(title, os.path.relpath(ROOT, folder.resolve())).items():
+        _write_new(folder / name, text)
+        print(on_one_line(folder / name))
+    print(f"train it: cd {shlex.quote(str(folder))} && train --config-dir conf experiment=mine")
+    return 0
+
+
+def project_files(title: str, clone: str) -> dict[str, str]:
+    """Return the text of each file by its path; `clone`: the folder that Regimen is taken from."""
+    from scripts.schema import schema_text
+
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "project"
+    if name == "regimen":  # a project cannot depend on its own name
+        name = "my-regimen"
+    files = {
+        path.relative_to(_TEMPLATE).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(_TEMPLATE.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    # TOML's basic strings escape as JSON's do.
+    for place, text in (("NAME", name), ("CLONE", clone)):
+        quoted = json.dumps(text, ensure_ascii=False)
+        files["pyproject.toml"] = files["pyproject.toml"].replace(f'"{place}"', quoted)
+    files["README.md"] = files["README.md"].replace("TITLE", title).replace("CLONE", clone)
+    files[".gitignore"] = "runs/\n.venv/\n__pycache__/\n"
+    files["editor/experiment.json"] = schema_text("experiment")
+    return files
+
+
+def _write_new(path: Path, text: str) -> None:
+    # Never over a file that exists.
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{error.filename} exists: choose another name") from None
+    except OSError as error:
+        raise storage_error(path, error) from error

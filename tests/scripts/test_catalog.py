@@ -1,0 +1,205 @@
+"""`regimen ls` lists the configs, `regimen cp` copies one, `regimen new` begins a project."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from conf.errors import ConfigError
+from scripts.catalog import cp, description, ls, new, project_files
+from scripts.cli.arguments import parse_arguments
+from scripts.cli.shadow import PACKAGES, ROOT
+from scripts.composition.compose import compose, split_jobs
+from scripts.composition.folders import CONF
+from scripts.regimen import COMMANDS
+
+MINE = Path("conf/experiment/mine.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    MINE.parent.mkdir(parents=True)
+    MINE.write_text("# @package _global_\n# What I am after.\nname: mine\n")
+
+
+def test_every_group_and_choice_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    ls([])
+    listed, group = set(), ""
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith(" "):
+            listed.add(f"{group}/{line.split()[0]}")
+        else:
+            group = line
+    shipped = {p.relative_to(CONF).with_suffix("").as_posix() for p in CONF.rglob("*/*.yaml")}
+    assert listed == shipped
+    assert [path for path in CONF.rglob("*/*.yaml") if not description(path)] == []
+
+
+def test_one_group_with_its_descriptions_and_those_inside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ls(["task/"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^\S.*", text, re.M) == ["task", "task/loss", "task/metrics"]
+    assert re.search(r"^  none +No metrics beside the accuracies\.$", text, re.M)
+
+
+def test_a_file_of_the_users_is_listed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    ls(["experiment", "--config-dir", "conf"])
+    text = capsys.readouterr().out
+    assert re.search(rf"^  mine +What I am after\. \({MINE}\)$", text, re.M)
+    assert re.search("^  resnet18 ", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        pytest.param(["modle"], r"no group 'modle'; did you mean model\?", id="misspelt"),
+        pytest.param(["xyz"], "groups: callbacks, data", id="nothing near"),
+        pytest.param(["-cd", "nowhere"], "there is no folder nowhere", id="folder"),
+        pytest.param(["a", "b"], "unrecognized arguments: b", id="two groups"),
+    ],
+)
+def test_what_ls_cannot_list(argv: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        ls(argv)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "use"),
+    [
+        ("experiment/resnet18", "new/experiment/mine.yaml", "--config-dir new experiment=mine"),
+        ("model/mlp.yaml", "new/model/", "--config-dir new model=mlp"),
+        ("task/loss/cross_entropy", "../a/task/loss/", "--config-dir ../a task/loss=cross_entropy"),
+        ("experiment/resnet18", "mine.yaml", None),  # in no folder of that name: not to be picked
+    ],
+)
+def test_a_copy_is_the_file_and_the_command_that_picks_it_is_told(
+    source: str, target: str, use: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = CONF / f"{source.removesuffix('.yaml')}.yaml"
+    assert cp([source, target]) == 0
+    copy = Path(target) / shipped.name if target.endswith("/") else Path(target)
+    assert copy.read_bytes() == shipped.read_bytes()
+    told = capsys.readouterr().out.partition("use it with: train ")[2].strip()
+    assert told == (use or "")
+    if use:
+        compose(shlex.split(use))
+
+
+def test_a_copy_of_the_users_own() -> None:
+    cp(["experiment/mine", "other.yaml", "--config-dir", "conf"])
+    assert Path("other.yaml").read_text() == MINE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        pytest.param("experiment/resnet18", str(MINE), "exists", id="exists"),
+        pytest.param("data/digits", f"{MINE}/a.yaml", "mine.yaml exists", id="file as folder"),
+        pytest.param("experiment/resnet18", "mine", "ends in .yaml", id="no yaml"),
+        pytest.param(
+            "experiment/resnet81", "a.yaml", "did you mean experiment/resnet18", id="near"
+        ),
+        pytest.param("resnet18", "a.yaml", "name group/choice", id="no group"),
+        pytest.param("strategy/zzzzzzzzzzzz", "a.yaml", "has ddp, dp", id="choices"),
+    ],
+)
+def test_what_cp_refuses(source: str, target: str, expected: str) -> None:
+    before = MINE.read_text()
+    with pytest.raises(ConfigError, match=expected) as caught:
+        cp([source, target])
+    assert caught.value.exit_code == 2
+    assert MINE.read_text() == before
+    assert [path for path in Path().rglob("*") if path.is_file()] == [MINE]
+
+
+def test_the_umbrella_ends_with_their_exit_code() -> None:
+    argv = [sys.executable, "-P", "-m", "scripts.regimen", "cp", "experiment/resnet18", str(MINE)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    expected = (2, "", f"error: {MINE} exists: choose another name\n")
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Path:
+    assert new(["flowers"]) == 0
+    monkeypatch.chdir("flowers")
+    return Path.cwd()
+
+
+def test_a_new_project_trains_at_once_and_its_tests_pass(project: Path) -> None:
+    words = ["--config-dir", "conf", "experiment=mine", "trainer.max_epochs=2", "run_dir=run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    for module in (["scripts.train", *words], ["pytest", "-q", "-p", "no:cacheprovider"]):
+        command = [sys.executable, "-P", "-m", *module]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    status = json.loads((project / "run/status.json").read_text())
+    assert status["state"] == "finished"
+    assert status["results"]["test/accuracy"] > 0.8
+    title, *epochs = (project / "run/diary.txt").read_text().splitlines()
+    assert (title, len(epochs)) == ("mine", 2)
+    assert float(epochs[-1]) == pytest.approx(status["results"]["val/accuracy"], abs=1e-3)
+
+
+def test_the_commands_of_its_readme_are_sound(project: Path) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", (project / "README.md").read_text(), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert all(words[:2] == ["uv", "run"] for words in lines)
+    for command, *words in (words[2:] for words in lines):
+        if command == "train" and "-m" in words:
+            assert len(split_jobs(parse_arguments(words))) == 2
+        elif command == "train":
+            assert compose(words).config["name"] == "mine"
+        else:
+            assert command == "pytest" or words[0] in COMMANDS
+
+
+def test_it_depends_on_this_clone_and_hides_none_of_its_packages(project: Path) -> None:
+    facts = tomllib.loads((project / "pyproject.toml").read_text())
+    assert facts["project"]["name"] == "flowers"
+    source = facts["tool"]["uv"]["sources"]["regimen"]
+    assert (project / source["path"]).resolve() == ROOT
+    assert source["editable"]
+    texts = [path.read_text() for path in project.rglob("*") if path.is_file()]
+    absolute = re.compile(rf"(?<!\.\.){re.escape(str(ROOT))}")
+    assert not any(map(absolute.search, texts))  # a team shares the project
+    assert not {path.stem for path in project.rglob("*.py")} & set(PACKAGES)
+    (config,) = (project / "conf").rglob("*.yaml")
+    (schema,) = re.findall(r"\$schema=(.*)", config.read_text())
+    assert json.loads((config.parent / schema).read_text())["title"] == "experiment"
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        pytest.param("My Flowers!", "my-flowers", id="spaces"),
+        pytest.param("花", "project", id="no letters"),
+        pytest.param("Regimen", "my-regimen", id="ours"),
+    ],
+)
+def test_any_folder_gives_a_name_that_can_be_installed(title: str, name: str) -> None:
+    text = project_files(title, '/a "quoted" \\ folder')["pyproject.toml"]
+    facts = tomllib.loads(text)
+    assert facts["project"]["name"] == name
+    assert facts["tool"]["uv"]["sources"]["regimen"]["path"] == '/a "quoted" \\ folder'
+
+
+def test_a_project_is_begun_in_an_empty_folder_alone() -> None:
+    Path("a b").mkdir()
+    assert new(["a b"]) == 0
+    for taken in ("conf", str(MINE)):
+        with pytest.raises(ConfigError, match="no empty folder"):
+            new([taken])
+    with pytest.raises(ConfigError, match="at most 100 letters"):
+        new(["n" * 300])
+    assert [path.name for path in Path("conf").rglob("*") if path.is_file()] == ["mine.yaml"]
