@@ -5,57 +5,22 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from conf.errors import ConfigError, Problem, did_you_mean
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.shadow import ROOT
 from scripts.composition.folders import CONF, check_folder
+from scripts.help import Groups, below, description, groups_in
 from trainer.files.atomic import storage_error
 from trainer.files.layout import on_one_line
 
 _LS = "The groups of configs, their choices, and what each is for."
 _CP = "Copy a config, to change the copy."
 _NEW = "A small project of your own that trains at once."
-# Comments that are no description: commands, and lines for Hydra and editors.
-_FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
 _TEMPLATE = ROOT / "template"
 _LONGEST = 100  # letters of a name, which becomes a folder's and a package's
-
-Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
-
-
-def groups_in(folders: Iterable[str | Path]) -> Groups:
-    """Return the choices of each group with their files; the first folder that has one wins."""
-    groups: Groups = {}
-    for folder in map(Path, folders):
-        for path in sorted(folder.rglob("*.yaml")):
-            group = path.parent.relative_to(folder).as_posix()
-            if group != "." and path.is_file():
-                groups.setdefault(group, {}).setdefault(path.stem, path)
-    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
-
-
-def below(groups: Groups, name: str) -> Groups:
-    """Return the group `name` and those inside it. Raises ConfigError if there is none."""
-    name = name.strip("/")
-    found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
-    if not found:
-        hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
-        raise ConfigError(Problem("", f"there is no group {name!r}", hint))
-    return found
-
-
-def description(path: Path) -> str:
-    """Return the first comment of a file that describes it."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        text = line.lstrip("# ").strip()
-        if text and not line.startswith("#"):
-            break
-        if text and not text.startswith(_FOR_PROGRAMS):
-            return text
-    return ""
 
 
 def ls(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a command line may hold: --help and its like, what TAB completes, the table in the docs.
+"""What a command line may hold: groups and keys, as --help, TAB and the docs show them.
 
 The keys of a group and their meanings are those of the schema, then those of its files.
 `python -m scripts.help` writes the table of keys in docs/configuration.md anew.
@@ -11,7 +11,7 @@ import re
 import shlex
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import islice, pairwise
@@ -23,7 +23,6 @@ from conf.fields import REQUIRED, dataclass_in, declared, default_of, is_open, r
 from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
-from scripts.catalog import below, description, groups_in
 from scripts.cli.arguments import Arguments, command_parser, parse_command, parser
 from scripts.cli.shadow import ROOT
 from scripts.composition.compose import answer_by_hydra, config_text
@@ -49,6 +48,11 @@ _GRAMMAR = """\
   +key=value  adds an argument to a node; ~key removes one; +group=x adds a group
   key=a,b     with -m: a job for each; also range(1,4), choice(a,b), glob(*)
 """
+
+
+# Comments that are no description: commands, and lines for Hydra and editors.
+_FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
+Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 
 @dataclass(slots=True)
@@ -125,6 +129,38 @@ def _described(files: Mapping[str, Path]) -> list[str]:
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ")
+
+
+def groups_in(folders: Iterable[str | Path]) -> Groups:
+    """Return the choices of each group with their files; the first folder that has one wins."""
+    groups: Groups = {}
+    for folder in map(Path, folders):
+        for path in sorted(folder.rglob("*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if group != "." and path.is_file():
+                groups.setdefault(group, {}).setdefault(path.stem, path)
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def below(groups: Groups, name: str) -> Groups:
+    """Return the group `name` and those inside it. Raises ConfigError if there is none."""
+    name = name.strip("/")
+    found = {g: files for g, files in groups.items() if g == name or g.startswith(f"{name}/")}
+    if not found:
+        hint = did_you_mean(name, list(groups)) or f"groups: {', '.join(groups)}"
+        raise ConfigError(Problem("", f"there is no group {name!r}", hint))
+    return found
+
+
+def description(path: Path) -> str:
+    """Return the first comment of a file that describes it."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = line.lstrip("# ").strip()
+        if text and not line.startswith("#"):
+            break
+        if text and not text.startswith(_FOR_PROGRAMS):
+            return text
+    return ""
 
 
 def keys_of(group: str, files: Mapping[str, Path]) -> list[Key]:

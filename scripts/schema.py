@@ -30,9 +30,9 @@ from conf.fields import (
 )
 from conf.interpolation import children
 from conf.schema import OWN_KEYS, Config
-from scripts.catalog import groups_in
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.composition.folders import CONF
+from scripts.help import groups_in
 from trainer.targets.allow_list import locate
 from trainer.targets.signatures import SPECIAL
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.catalog import cp, description, ls, new, project_files
+from scripts.catalog import cp, ls, new, project_files
 from scripts.cli.arguments import parse_arguments
 from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.composition.compose import compose, split_jobs
 from scripts.composition.folders import CONF
+from scripts.help import description
 from scripts.regimen import COMMANDS
 
 MINE = Path("conf/experiment/mine.yaml")
