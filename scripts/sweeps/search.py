@@ -53,7 +53,7 @@ _SAMPLERS = {
 }
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
-_SWEEP, _JOB = "sweep", "job"  # a trial's attributes: the folder, and the number of the job in it
+_CODE = "code"  # a failed trial's attribute: the exit code of its job
 
 
 def search(arguments: Arguments) -> int:
@@ -226,19 +226,14 @@ class Trials:
             size = math.prod(len(values_of(d)) for d in space)
             self._total = min(self._total, size + len(it.settings.enqueue))
         self._refuse_changes()
-        self._here = str(it.folder.resolve())
         for trial in self._started():  # of earlier starts; a shared study has jobs of others, too
-            told = trial.user_attrs
-            others = it.settings.storage is not None and told.get(_SWEEP) != self._here
-            if others or _JOB not in told:  # the search was killed before it had one
+            overrides = self._overrides(trial.params)
+            if it.settings.storage is not None and not it.knows(overrides):
                 continue
             if not trial.state.is_finished():
                 self._open.append(trial)
-                continue
-            job = it.plan(self._overrides(trial.params), {}, told[_JOB])
-            job.end(0)
-            if "reason" in told:
-                job.state, job.code, job.reason = "failed", told["code"], told["reason"]
+            else:
+                it.plan(overrides, {}).end(trial.user_attrs.get(_CODE, 0))
         self._count()
 
     def ask(self) -> Job | None:
@@ -279,8 +274,7 @@ class Trials:
                     reason = job.reason or f"it logged no {self.it.ranking.name}"
                     if not job.failed:
                         logger.warning("warning: job %d: %s", job.number, reason)
-                    trial.set_user_attr("code", job.code)
-                    trial.set_user_attr("reason", reason)
+                    trial.set_user_attr(_CODE, job.code or 1)
                     self._study.tell(trial, state=states.FAIL)
 
     def _started(self) -> list[Any]:
@@ -306,9 +300,7 @@ class Trials:
             (config,) = composed(self.it.arguments, [overrides])
         except ConfigError:
             config = {}  # not checked before the search: the job reports the mistake
-        job = self.it.plan(overrides, config, trial.user_attrs.get(_JOB))
-        trial.set_user_attr(_SWEEP, self._here)
-        trial.set_user_attr(_JOB, job.number)
+        job = self.it.plan(overrides, config)
         if self.it.settings.pruner is not None:  # the job reports to its trial
             about = f"storage: {quoted(self._place)}, study: {quoted(self._study.study_name)}"
             job.more = [f"sweep.trial={{{about}, number: {trial.number}}}"]
@@ -329,8 +321,10 @@ class Trials:
         if before is None:
             self._study.set_user_attr(_OVERRIDES, now)
             return
-        pairs = [[text.lstrip("+~").partition("=") for text in texts] for texts in (before, now)]
-        old, new = ({key: value for key, _, value in found} for found in pairs)
+        old, new = (
+            {key: value for key, _, value in (t.lstrip("+~").partition("=") for t in texts)}
+            for texts in (before, now)
+        )
         changed = [
             f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}"
             for key in {**old, **new}

@@ -99,9 +99,13 @@ class Sweep:
         )
         return keys
 
+    def knows(self, overrides: Sequence[Swept]) -> Path | None:
+        """Return the folder that an earlier start gave a job."""
+        return self._known.get(identity(override.text for override in overrides))
+
     def is_done(self, overrides: Sequence[Swept], config: dict[str, Any]) -> bool:
         """Return whether a job of an earlier start has finished."""
-        folder = self._known.get(identity(o.text for o in overrides))
+        folder = self.knows(overrides)
         return folder is not None and _has_finished(folder, config)
 
     @contextmanager
@@ -135,18 +139,15 @@ class Sweep:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard.append(number)
 
-    def plan(
-        self, overrides: Sequence[Swept], config: dict[str, Any], number: int | None = None
-    ) -> Job:
-        """Give a job its folder, that of `number` or the next free one; a finished job is read."""
+    def plan(self, overrides: Sequence[Swept], config: dict[str, Any]) -> Job:
+        """Give a job its folder, or the next free one; the result of a finished job is read."""
         texts = [override.text for override in overrides]
         name = identity(texts)
         if name in self._planned:
             self.count -= 1
             return self._planned[name]
-        folder = self._known.get(name) if number is None else self.folder / str(number)
         free = (str(n) for n in itertools.count() if str(n) not in self._taken)
-        folder = folder or self.folder / next(free)
+        folder = self._known.get(name) or self.folder / next(free)
         self._taken.add(folder.name)
         values = {o.key: o.value for o in overrides if not belongs_outside(o.key)}
         job = self._planned[name] = Job(int(folder.name), folder, values, texts, config)
