@@ -60,6 +60,15 @@ def problems_at(key: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def noted(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ConfigError to a list, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
 def raise_problems(found: Iterable[Problem], kind: type[ConfigError] = ConfigError) -> None:
     """Raise all problems as one error, if there are any."""
     if problems := list(found):

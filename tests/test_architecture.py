@@ -109,7 +109,6 @@ LIGHT = (
 # Files that name something private of torch, torchvision or Hydra, and why; six at most are meant
 # to remain. What is private may change with any version, so each has a test of what it needs.
 PRIVATE = {
-    "trainer/assembly/check.py": "the names of the compiler's options",
     "trainer/internals.py": "kernels over lists of tensors; the bases of norms and convolutions",
     "trainer/optimizers/steps.py": "a step without the wrapper that costs a tenth of an update",
     "trainer/update/precision.py": "a backward pass without 30 us of argument checks",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,7 @@ from data.errors import DataError
 from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
 from data.loading.cache import ImageCache, Kept, bytes_of, can_be_kept
-from data.loading.device_transforms import (
-    batch_form,
-    check_per_sample,
-    defer,
-)
+from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.assembly.parts import build_named, with_classes
@@ -109,11 +104,13 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
     return build_named(nodes, f"transforms.{stage}")
 
 
-def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
-    """Open a data set and give it its transforms.
+def _stage_of(split: str) -> str:
+    """Return which transforms the samples of a split go through."""
+    return "train" if split == "train" else "eval"
 
-    Trailing transforms with a batched form are left to the loader, where it can apply them.
-    """
+
+def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
+    """Open a data set and give it its transforms."""
     stage = _stage_of(split)
     pipeline = build_pipeline(config, stage)
     # A data set of the user's own may have no parameter for transforms.
@@ -125,21 +122,35 @@ def _open(config: Config, split: str, node: dict[str, Any]) -> Any:
     dataset = instantiate(_in_folds(config, split, node), _key_=f"data.{split}", **given)
     if dataset is None:
         return None
-    if "transform" in given and _in_batches(config, split, dataset):
-        defer(pipeline, stage)
+    if transformed:
+        _defer(config, split, dataset, pipeline)
     check_per_sample(pipeline, f"transforms.{stage}")
     set_cache(config, split, dataset)
     if config.data.decode == "scaled":
-        _decode_scaled(split, dataset, pipeline)
+        if isinstance(dataset, ImageFolder) and pipeline.takes_files:
+            dataset.scaled = True
+        else:
+            known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
+            logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
     return as_dataset(dataset)
 
 
-def _decode_scaled(split: str, dataset: Any, pipeline: Pipeline) -> None:
-    if isinstance(dataset, ImageFolder) and pipeline.takes_files:
-        dataset.scaled = True
-    else:
-        known = "files whose first transform is a bilinear RandomResizedCrop or Resize"
-        logger.warning("warning: data.decode=scaled: data.%s has no %s", split, known)
+def _defer(config: Config, split: str, dataset: Any, pipeline: Pipeline) -> None:
+    """Leave the last transforms to the loader, which applies them to whole batches, if it can.
+
+    The data set (or its class) has to declare that its samples begin with what the transforms
+    return.
+    """
+    if getattr(dataset, "transforms_in_batches", False) and _own_collate(config, split) is None:
+        defer(pipeline, _stage_of(split))
+
+
+def _own_collate(config: Config, split: str) -> str | None:
+    """Return the key of the `collate_fn` that a split has; None without one."""
+    options = config.loader
+    if split != "train" and options.eval.collate_fn:
+        return "loader.eval.collate_fn"
+    return "loader.collate_fn" if options.collate_fn else None
 
 
 def deferred_of(dataset: Any) -> dict[str, Any]:
@@ -150,10 +161,9 @@ def deferred_of(dataset: Any) -> dict[str, Any]:
 
 def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
     declared = config.data.num_classes
-    known = next((s for s in sets.values() if s is not None), None)
-    classes = getattr(known, "classes", None)
     if declared is None:
-        return len(classes) if classes else None
+        first = next((dataset for dataset in sets.values() if dataset is not None), None)
+        return len(getattr(first, "classes", None) or ()) or None
     for split, dataset in sets.items():
         targets = getattr(dataset, "targets", None)
         if targets is None or not len(targets) or getattr(targets, "ndim", 1) != 1:
@@ -170,20 +180,17 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
     """Return a data set's node, in which every target that takes folds is given them."""
     given = {"fold": config.data.fold, "folds": config.data.folds}
 
-    def with_folds(value: Any) -> Any:
+    def shared(value: Any) -> Any:
         if isinstance(value, list):
-            return [with_folds(child) for child in value]
+            return [shared(child) for child in value]
         if not isinstance(value, dict):
             return value
-        inner = {name: with_folds(child) for name, child in value.items()}
-        takes = (
-            "_target_" in value
-            and (parameters_of(str(value["_target_"])) or {}).keys() >= given.keys()
-        )
-        return {**given, **inner} if takes else inner
+        inner = {name: shared(child) for name, child in value.items()}
+        taken = parameters_of(value["_target_"]) if "_target_" in value else None
+        return {**given, **inner} if (taken or {}).keys() >= given.keys() else inner
 
-    shared = config.data.folds is not None and split in ("train", "val")  # test stays as it is
-    result: dict[str, Any] = with_folds(node) if shared else node
+    cut = config.data.folds is not None and split in ("train", "val")  # test stays as it is
+    result: dict[str, Any] = shared(node) if cut else node
     return result
 
 
@@ -205,7 +212,7 @@ def set_cache(config: Config, split: str, dataset: Any) -> None:
     options = config.data
     if options.cache == "device" and split in SPLITS:
         transform = getattr(dataset, "transform", None)
-        raise_problems(_objections(config, split, type(dataset), transform))
+        raise_problems(_not_kept(config, split, type(dataset), transform))
     if options.cache == "none" or config.dry_run:
         return
     if isinstance(dataset, ImageFolder):
@@ -227,85 +234,26 @@ def kept_bytes(config: Config, sets: Mapping[str, Any]) -> int | None:
     if config.data.cache != "device":
         return 0
     batches = [dataset.tensors() for dataset in sets.values() if dataset is not None]
-    sizes = [None if batch is None else bytes_of(batch) for batch in batches]
-    known = [size for size in sizes if size is not None and size <= config.data.cache_bytes]
-    return None if None in sizes else sum(known)
+    if any(batch is None for batch in batches):
+        return None
+    return sum(size for size in map(bytes_of, batches) if size <= config.data.cache_bytes)
 
 
-def cache_problems(config: Config, pipeline: Callable[[str], Pipeline]) -> Iterable[Problem]:
-    """Return what `data.cache=device` cannot keep, as far as it shows before the data are open.
-
-    `pipeline` builds the transforms of a stage.
-    """
+def cache_problems(config: Config) -> Iterable[Problem]:
+    """Return what `data.cache=device` cannot keep, as far as it shows before the data are open."""
     found: dict[str, Problem] = {}
     for split in SPLITS if config.data.cache == "device" else ():
         node = getattr(config.data, split)
-        kind = _kind(node["_target_"]) if node else None
-        if kind is not None:
-            left = _left(config, split, kind, pipeline)
-            for problem in _objections(config, split, kind, left):
-                found.setdefault(problem.key, problem)
+        if (kind := _kind(node["_target_"]) if node else None) is None:
+            continue
+        pipeline = None
+        if "transform" in (parameters_of(kind) or {}):
+            with suppress(ConfigError):  # of the transforms: reported as such
+                pipeline = build_pipeline(config, _stage_of(split))
+                _defer(config, split, kind, pipeline)
+        for problem in _not_kept(config, split, kind, pipeline):
+            found.setdefault(problem.key, problem)
     return found.values()
-
-
-def _left(config: Config, split: str, kind: type, build: Callable[[str], Pipeline]) -> Any:
-    """Return what the samples of a split go through one by one."""
-    if "transform" not in (parameters_of(kind) or {}):
-        return None
-    try:
-        pipeline = build(_stage_of(split))
-    except ConfigError:
-        return None  # reported as such
-    if _in_batches(config, split, kind):
-        defer(pipeline, _stage_of(split))
-    return pipeline
-
-
-def _objections(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
-    instead = f"set data.cache={'ram' if issubclass(kind, ImageFolder) else 'none'}"
-    if not can_be_kept(kind):
-        message = f"is device, but data.{split} ({kind.__name__}) cannot be kept there"
-        more = "or give the class a method tensors() that returns all samples as one batch"
-        yield Problem("data.cache", message, f"{instead}, {more}")
-    elif (key := _own_collate(config, split)) is not None:
-        message = "puts single samples together, and data.cache=device gathers whole batches"
-        yield Problem(key, message, f"leave it out, or {instead}")
-    elif transform is not None and not isinstance(transform, Pipeline):
-        message = "takes single samples, and data.cache=device gathers whole batches"
-        yield Problem(f"data.{split}.transform", message, f"use the group transforms, or {instead}")
-    steps = transform.steps if isinstance(transform, Pipeline) else {}
-    single = [name for name, step in steps.items() if batch_form(step) is None]
-    for name in single or steps:  # those before such a step could do without
-        written = getattr(steps[name], "step", steps[name])  # which a quick form stands for
-        yield Problem(
-            f"transforms.{_stage_of(split)}.{name}",
-            f"{type(written).__name__} takes single samples, and data.cache=device gathers "
-            "whole batches",
-            f"use a step for batches, as transforms=on_device does, or {instead}",
-        )
-
-
-def _stage_of(split: str) -> str:
-    """Return which transforms the samples of a split go through."""
-    return "train" if split == "train" else "eval"
-
-
-def _own_collate(config: Config, split: str) -> str | None:
-    """Return the key of the `collate_fn` that a split has; None without one."""
-    options = config.loader
-    if split != "train" and options.eval.collate_fn:
-        return "loader.eval.collate_fn"
-    return "loader.collate_fn" if options.collate_fn else None
-
-
-def _in_batches(config: Config, split: str, dataset: Any) -> bool:
-    """Return whether the last transforms of a split are left to the loader, for whole batches.
-
-    The data set (or its class) has to declare that its samples begin with what the transforms
-    return.
-    """
-    declared = getattr(dataset, "transforms_in_batches", False)
-    return bool(declared) and _own_collate(config, split) is None
 
 
 def _kind(path: str) -> type | None:
@@ -317,9 +265,29 @@ def _kind(path: str) -> type | None:
         return None
     if isinstance(target, type):
         return target
-    union = typing.get_origin(returned) in (typing.Union, types.UnionType)
-    members = typing.get_args(returned) if union else (returned,)
+    members = typing.get_args(returned) or (returned,)
     return next((kind for kind in members if isinstance(kind, type) and can_be_kept(kind)), None)
+
+
+def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
+    instead = f"set data.cache={'ram' if issubclass(kind, ImageFolder) else 'none'}"
+    single = "takes single samples, and data.cache=device gathers whole batches"
+    if not can_be_kept(kind):
+        message = f"is device, but data.{split} ({kind.__name__}) cannot be kept there"
+        more = "or give the class a method tensors() that returns all samples as one batch"
+        yield Problem("data.cache", message, f"{instead}, {more}")
+    elif (key := _own_collate(config, split)) is not None:
+        message = "puts single samples together, and data.cache=device gathers whole batches"
+        yield Problem(key, message, f"leave it out, or {instead}")
+    elif transform is not None and not isinstance(transform, Pipeline):
+        yield Problem(f"data.{split}.transform", single, f"use the group transforms, or {instead}")
+    steps = transform.steps if isinstance(transform, Pipeline) else {}
+    # Those before a step for single samples could do without.
+    for name in [name for name, step in steps.items() if batch_form(step) is None] or steps:
+        written = type(getattr(steps[name], "step", steps[name]))  # which a quick form stands for
+        hint = f"use a step for batches, as transforms=on_device does, or {instead}"
+        key = f"transforms.{_stage_of(split)}.{name}"
+        yield Problem(key, f"{written.__name__} {single}", hint)
 
 
 def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +302,7 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
 
 def takes_statistics(config: Config) -> bool:
     """Return whether a data set of a configuration can be given statistics."""
-    return any(_takes(getattr(config.data, split)) for split in SPLITS)
+    return bool(_statistical(config))
 
 
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
@@ -342,11 +310,17 @@ def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config
     state = {} if payload is None else payload["state"]
     if not (statistics := state.get("data", {}).get("statistics")):
         return config
-    nodes = {split: getattr(config.data, split) for split in SPLITS}
     given: dict[str, Any] = {
-        split: {"statistics": statistics, **node} for split, node in nodes.items() if _takes(node)
+        split: {"statistics": statistics, **node} for split, node in _statistical(config).items()
     }
     return replace(config, data=replace(config.data, **given))
+
+
+def _statistical(config: Config) -> dict[str, Any]:
+    """Return, by split, the nodes whose targets take statistics."""
+    nodes = {split: node for split in SPLITS if (node := getattr(config.data, split))}
+    known = {split: parameters_of(str(node.get("_target_"))) for split, node in nodes.items()}
+    return {split: node for split, node in nodes.items() if "statistics" in (known[split] or {})}
 
 
 def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -359,8 +333,3 @@ def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     how = "the same statistics as before" if same else "other statistics than before"
     names = ", ".join(f"data.{split}" for split in changed)
     return [f"{names}: the rows are not those of the checkpoint; they are encoded by {how}"]
-
-
-def _takes(node: Any) -> bool:
-    known = parameters_of(str(node.get("_target_"))) if isinstance(node, Mapping) else None
-    return "statistics" in (known or {})

@@ -62,10 +62,18 @@ def build(
     if strategy is None:
         strategy = build_strategy(config)
         strategy.setup()
-    options, switches = config.trainer, _set_switches(config)
+    options = config.trainer
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    switches = set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
     seed_everything(config.seed)
     data = open_data(config, strategy)
-    loader, val_loader = train_loader(config, data, strategy), _val_loader(config, data, strategy)
+    loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
+    validated = data.sets["val" if few is None else "train"]
+    val_loader = _held_out(config, validated, strategy, options.limit_val_batches, few)
     limit = options.limit_train_batches
     steps = len(loader) if limit is None else count(limit, len(loader))
     total = horizon(options.max_epochs, options.max_steps, steps)
@@ -101,24 +109,6 @@ def build(
     trainer.random.keep()
     test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
-
-
-def _set_switches(config: Config) -> dict[str, bool]:
-    """Set torch's global switches; return those that the manifest records."""
-    options = config.trainer
-    torch.autograd.set_detect_anomaly(options.detect_anomaly)
-    return set_switches(
-        deterministic=options.deterministic,
-        cudnn_benchmark=options.cudnn_benchmark,
-        tf32=options.tf32 or options.precision == "tf32",
-    )
-
-
-def _val_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice | None:
-    """Return the loader of the validation; with `overfit_batches` it reads the training set."""
-    few = overfit_samples(config, data.sets["train"])
-    validated = data.sets["val"] if few is None else data.sets["train"]
-    return _held_out(config, validated, strategy, config.trainer.limit_val_batches, few)
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from conf.errors import Problem
@@ -22,15 +21,11 @@ from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate
 from trainer.targets.signatures import parameters_of
 
+# Arguments that a sampler is given if its signature asks for them.
+OFFERED = ("dataset", "data_source", "targets", "seed")
 _OF_LOADER = (
-    "num_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "persistent_workers",
-    "timeout",
-    "collate_fn",
-    "worker_init_fn",
-    "multiprocessing_context",
+    *("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout"),
+    *("collate_fn", "worker_init_fn", "multiprocessing_context"),
 )
 
 
@@ -48,8 +43,7 @@ def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
         world_size=strategy.group.world_size,
     )
     steps = build_transforms(config, "device", data.num_classes)
-    loader = _loader(config, dataset, sampler, strategy, "replace")
-    return _on_device(config, loader, strategy, steps)
+    return _loader(config, dataset, sampler, strategy, "replace", steps)
 
 
 def eval_loader(
@@ -73,8 +67,7 @@ def eval_loader(
         rank=strategy.group.rank,
         world_size=strategy.group.world_size,
     )
-    loader = _loader(config, dataset, sampler, strategy, "drop", evaluating=True)
-    return _on_device(config, loader, strategy, {})
+    return _loader(config, dataset, sampler, strategy, "drop")
 
 
 def overfit_samples(config: Config, dataset: Any) -> int | None:
@@ -94,40 +87,18 @@ def _chosen(config: Config, dataset: Any) -> Order | Updates:
     options, samples = config.loader, overfit_samples(config, dataset)
     if samples is not None:
         return FirstOf(Sequential(len(dataset)), samples)
-    if options.batch_sampler is not None:
-        sampler = _over(options.batch_sampler, "loader.batch_sampler", dataset, config.seed)
-        return as_updates(sampler, config.seed)
-    if options.sampler is not None:
-        return as_order(_over(options.sampler, "loader.sampler", dataset, config.seed), config.seed)
+    for name, made_of in (("batch_sampler", as_updates), ("sampler", as_order)):
+        if (node := getattr(options, name)) is None:
+            continue
+        asked = [n for n in parameters_of(node["_target_"]) or {} if n in OFFERED and n not in node]
+        given = dict.fromkeys(asked, dataset)
+        given |= {"seed": config.seed} if "seed" in asked else {}
+        given |= {"targets": dataset.targets} if "targets" in asked else {}
+        sampler = instantiate(node, _key_=f"loader.{name}", **given)
+        if (reason := wrong_class(f"loader.{name}", type(sampler))) is not None:
+            raise TargetError(Problem(f"loader.{name}._target_", reason))
+        return made_of(sampler, config.seed)
     return default_order(dataset, config.seed, options.shuffle)
-
-
-def _over(node: dict[str, Any], key: str, dataset: Any, seed: int) -> Any:
-    """Build a sampler with the arguments that its signature asks for."""
-    offered: dict[str, Callable[[], Any]] = {
-        "dataset": lambda: dataset,
-        "data_source": lambda: dataset,
-        "targets": lambda: dataset.targets,
-        "seed": lambda: seed,
-    }
-    asked = parameters_of(node["_target_"]) or {}
-    given = {n: offer() for n, offer in offered.items() if n in asked and n not in node}
-    made = instantiate(node, _key_=key, **given)
-    if (reason := wrong_class(key, type(made))) is not None:
-        raise TargetError(Problem(f"{key}._target_", reason))
-    return made
-
-
-def _on_device(
-    config: Config, loader: Loader, strategy: Strategy, steps: dict[str, Any]
-) -> OnDevice:
-    return OnDevice(
-        loader,
-        strategy.device,
-        transforms=DeviceTransforms(steps, config.seed, deferred_of(loader.dataset)),
-        non_blocking=config.loader.non_blocking,
-        prefetch=config.loader.prefetch_to_device,
-    )
 
 
 def _loader(
@@ -135,23 +106,23 @@ def _loader(
     dataset: Any,
     sampler: UpdateSampler,
     strategy: Strategy,
-    on_error: str,
-    evaluating: bool = False,
-) -> Loader:
-    options = config.loader
+    on_error: str,  # what stands for a sample that cannot be read, if it is skipped
+    steps: dict[str, Any] | None = None,  # on the device: of training
+) -> OnDevice:
+    options, deferred = config.loader, deferred_of(dataset)
     values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
-    if evaluating:
+    if steps is None:
         own = {name: getattr(options.eval, name, None) for name in values}
         values |= {name: value for name, value in own.items() if value is not None}
     for name in ("collate_fn", "worker_init_fn"):
         if values[name]:
             values[name] = instantiate(values[name], _key_=f"loader.{name}")
-    if deferred_of(dataset):
+    if deferred:
         values["collate_fn"] = collate_ragged
     # Pinning would create a CUDA context, which a run on the CPU does not need.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
     check_workers(values["num_workers"])
-    return Loader(
+    loader = Loader(
         dataset,
         sampler,
         seed=config.seed,
@@ -159,4 +130,11 @@ def _loader(
         max_skipped=config.data.max_skipped,
         kept=kept(config, dataset, strategy),
         **values,
+    )
+    return OnDevice(
+        loader,
+        strategy.device,
+        transforms=DeviceTransforms(steps or {}, config.seed, deferred),
+        non_blocking=options.non_blocking,
+        prefetch=options.prefetch_to_device,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,13 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from conf.errors import ConfigError, Problem, raise_problems
+from conf.errors import Problem, noted, problems_at, raise_problems
 from conf.fields import rule_of
 from conf.interpolation import fill
 from conf.schema import Config
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
-from trainer.callback import Callback, Saver
+from trainer.callback import Callback, Saver, check_hooks
 from trainer.distributed.processes import is_rank
 from trainer.errors import ModelError
 from trainer.lr_schedulers.build import build_lr_schedule
@@ -41,39 +39,33 @@ from trainer.update.precision import Precision
 from trainer.user_code import is_misfit
 
 # What the nodes of a section must build: objects of a class, or with all methods of one line.
-_READ = (("__iter__",), ("__getitem__",))
-_CALLED = (("__call__",),)
-_KINDS: Mapping[str, tuple[str, type | None, tuple[tuple[str, ...], ...]]] = {
-    "model": ("torch.nn.Module", nn.Module, ()),
-    "task": ("trainer.task.Task", Task, ()),
-    "callbacks": ("trainer.callback.Callback", Callback, ()),
-    "optimizer": ("torch.optim.Optimizer", Optimizer, ()),
-    "lr_scheduler": ("torch.optim.lr_scheduler.LRScheduler", LRScheduler, ()),
-    "transforms": ("function", None, _CALLED),
-    "loader.sampler": ("sampler", None, (*_READ, ("__call__", "__len__"))),
-    "loader.batch_sampler": ("batch sampler", None, (*_READ, ("samples",))),
-    "loader.collate_fn": ("function", None, _CALLED),
-    "loader.worker_init_fn": ("function", None, _CALLED),
+_KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
+    "model": ("torch.nn.Module", nn.Module),
+    "task": ("trainer.task.Task", Task),
+    "callbacks": ("trainer.callback.Callback", Callback),
+    "optimizer": ("torch.optim.Optimizer", Optimizer),
+    "lr_scheduler": ("torch.optim.lr_scheduler.LRScheduler", LRScheduler),
+    "transforms": ("function", ("__call__",)),
+    "loader.sampler": ("sampler", ("__iter__", "__getitem__", "__call__ __len__")),
+    "loader.batch_sampler": ("batch sampler", ("__iter__", "__getitem__", "samples")),
+    "loader": ("function", ("__call__",)),
     "data": (
         "data set (with __getitem__ and __len__, or __iter__)",
-        None,
-        (("__iter__",), ("__getitem__", "__len__")),
+        ("__iter__", "__getitem__ __len__"),
     ),
 }
 
 
 def wrong_class(key: str, cls: type) -> str | None:
     """Return why objects of `cls` do not fit the node at `key`; None if they do."""
-    found = (section for section in _KINDS if f"{key}.".startswith(f"{section}."))
     # Also the schedule of one optimizer among several.
-    section = "lr_scheduler" if "lr_scheduler" in key.split(".") else next(found, None)
-    if section is None:
-        return None
-    called, base, methods = _KINDS[section]
-    fits = any(all(hasattr(cls, name) for name in names) for names in methods)
-    if issubclass(cls, base) if base is not None else fits:
-        return None
-    return f"makes no {called} but a {cls.__module__}.{cls.__qualname__}"
+    place = "lr_scheduler." if "lr_scheduler" in key.split(".") else f"{key}."
+    called, wanted = next(kind for name, kind in _KINDS.items() if place.startswith(f"{name}."))
+    if isinstance(wanted, type):
+        fits = issubclass(cls, wanted)
+    else:
+        fits = any(all(hasattr(cls, name) for name in line.split()) for line in wanted)
+    return None if fits else f"makes no {called} but a {cls.__module__}.{cls.__qualname__}"
 
 
 def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
@@ -87,6 +79,9 @@ def build_node(node: dict[str, Any], key: str, **given: Any) -> Any:
         raise TargetError(Problem(key, str(error))) from error
     if (reason := wrong_class(key, type(made))) is not None:
         raise TargetError(Problem(f"{key}._target_", reason))
+    if isinstance(made, Callback):
+        with problems_at(key):
+            check_hooks(made)
     return made
 
 
@@ -95,25 +90,21 @@ def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, node in nodes.items():
-        try:
+        with noted(problems):
             made[name] = build_node(node, f"{key}.{name}") if node else None
-        except ConfigError as error:
-            problems += error.problems
     raise_problems(problems)
     return made
 
 
-def with_classes(node: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
+def with_classes(node: Any, num_classes: int | None) -> Any:
     """Return `node` with each `num_classes: null` replaced by the data's number of classes."""
-    filled: dict[str, Any] = copy.deepcopy(node)
-    pending: list[Any] = [filled]
-    while pending:
-        child = pending.pop()
-        if isinstance(child, dict) and child.get("num_classes", 0) is None:
-            child["num_classes"] = num_classes
-        inner = child.values() if isinstance(child, dict) else child
-        pending += inner if isinstance(child, dict | list) else ()
-    return filled
+    if isinstance(node, list):
+        return [with_classes(child, num_classes) for child in node]
+    if not isinstance(node, dict):
+        return node
+    filled = {name: with_classes(child, num_classes) for name, child in node.items()}
+    open_ = "num_classes" in filled and filled["num_classes"] is None
+    return {**filled, "num_classes": num_classes} if open_ else filled
 
 
 def optimizer_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:
@@ -136,16 +127,11 @@ def build_strategy(config: Config) -> Strategy:
     if options.name == "dp":
         if options.accelerator != "auto":
             _device(options)  # raises if there is no such accelerator
-        return DataParallel(
-            options.device_ids,
-            options.output_device,
-            options.dim,
-            options.devices,
-            options.accelerator,
-        )
-    if options.name == "single" and not is_rank():
-        return Strategy(_device(options))
+        kind, devices = options.accelerator, options.devices
+        return DataParallel(options.device_ids, options.output_device, options.dim, devices, kind)
     if not is_rank():
+        if options.name == "single":
+            return Strategy(_device(options))
         count = count_devices(options.devices, options.accelerator)
         on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
         return Planned(options.name, count, None if on_cpu else _device(options))
@@ -158,15 +144,14 @@ def build_strategy(config: Config) -> Strategy:
         options.devices if isinstance(options.devices, list) else None,
         options.sync_batchnorm,
     )
-    kind = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
-    own = [f.name for f in fields(options) if rule_of(f).strategies == (kind,)]
-    values: dict[str, Any] = {name: getattr(options, name) for name in own}
-    if kind == "ddp":
+    name = "fsdp" if options.name == "fsdp" else "ddp"  # under torchrun `single` is one of ddp
+    own = [f.name for f in fields(options) if rule_of(f).strategies == (name,)]
+    values: dict[str, Any] = {key: getattr(options, key) for key in own}
+    if name == "ddp":
         return DDP(processes, **values)
-    # With DTensor and sympy, which take seconds to import.
-    fsdp = importlib.import_module("trainer.strategies.fsdp")
-    strategy: Strategy = fsdp.FSDP(processes, **values)
-    return strategy
+    from trainer.strategies.fsdp import FSDP  # with DTensor and sympy: seconds to import
+
+    return FSDP(processes, **values)
 
 
 def _device(options: StrategyConfig) -> torch.device | None:
@@ -190,11 +175,10 @@ class Known:
     steps_per_epoch: int | None = None
     guessed: bool = False  # placeholders of a check, which opens no data
 
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Values of the reserved interpolations."""
+    def fill(self, node: Any) -> Any:
+        """Return a node with the reserved interpolations replaced by what is known."""
         lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
-        return {name: length for name, length in lengths.items() if length is not None}
+        return fill(node, {name: length for name, length in lengths.items() if length is not None})
 
 
 @dataclass(frozen=True)
@@ -274,7 +258,7 @@ class Assembly:
 
         Callbacks that average weights come first, and the one that saves checkpoints comes last.
         """
-        built = build_named(fill(self.config.callbacks, self.known.lengths), "callbacks")
+        built = build_named(self.known.fill(self.config.callbacks), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
         turns = {n: isinstance(c, Saver) - c.changes_weights for n, c in kept.items()}
         return {name: kept[name] for name in sorted(kept, key=turns.__getitem__)}

@@ -4,11 +4,11 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from typing import Any, Literal, Union
 
-from conf.errors import Problem, did_you_mean, problems_at
+from conf.errors import Problem, did_you_mean, noted, problems_at
 from trainer.targets.allow_list import TargetError, locate, under
 
 # Hydra's own keys; every other key of a node is an argument.
@@ -59,18 +59,33 @@ def parameters_of(target: Any) -> Mapping[str, Parameter] | None:
 
 
 def bind_problems(
-    node: Any, key: str, provided: Sequence[str] = (), positional: int = 0
+    node: Any,
+    key: str,
+    provided: Sequence[str] = (),
+    positional: int = 0,
+    elsewhere: Callable[[str], str | None] = lambda key: None,
 ) -> list[Problem]:
     """List the problems of targets and arguments in `node`, including nested nodes.
 
     `provided` names the keyword arguments, and `positional` counts the positional ones, that the
-    caller adds to the outermost target. Targets are imported; nothing is built.
+    caller adds to the outermost target. `elsewhere` says which key of the configuration an unknown
+    argument may have been meant for. Targets are imported; nothing is built.
     """
     found: list[Problem] = []
     for where, inner in nodes_in(node, key):
-        outer = inner is node
-        given = (provided, positional) if outer else ((), 0)
-        found += _node_problems(inner, where, *given)
+        for name, value in inner.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                found.append(Problem(f"{where}.{name}", "cannot be the name of an argument"))
+            elif name in ("_partial_", "_recursive_") and not isinstance(value, bool):
+                found.append(Problem(f"{where}.{name}", f"expected true or false, got {value!r}"))
+            elif name == "_args_" and not isinstance(value, list):
+                found.append(Problem(f"{where}._args_", f"expected a list, got {value!r}"))
+        with noted(found), problems_at(f"{where}._target_"):
+            target = locate(inner["_target_"])
+            found += refused_arguments(inner, where)
+            if (parameters := parameters_of(target)) is not None:
+                given = (provided, positional) if inner is node else ((), 0)
+                found += _argument_problems(inner, where, parameters, *given, elsewhere)
     return found
 
 
@@ -114,33 +129,13 @@ def takes(node: Any, name: str) -> bool:
     return any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
 
 
-def _node_problems(
-    node: dict[str, Any], key: str, provided: Sequence[str], positional: int
-) -> Iterator[Problem]:
-    for name, value in node.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            yield Problem(f"{key}.{name}", "cannot be the name of an argument")
-        elif name in ("_partial_", "_recursive_") and not isinstance(value, bool):
-            yield Problem(f"{key}.{name}", f"expected true or false, got {value!r}")
-        elif name == "_args_" and not isinstance(value, list):
-            yield Problem(f"{key}._args_", f"expected a list, got {value!r}")
-    try:
-        with problems_at(f"{key}._target_"):
-            target = locate(node["_target_"])
-    except TargetError as error:
-        yield from error.problems
-        return
-    yield from refused_arguments(node, key)
-    if (parameters := parameters_of(target)) is not None:
-        yield from _argument_problems(node, key, parameters, provided, positional)
-
-
 def _argument_problems(
     node: dict[str, Any],
     key: str,
     parameters: Mapping[str, Parameter],
     provided: Sequence[str],
     positional: int,
+    elsewhere: Callable[[str], str | None],
 ) -> Iterator[Problem]:
     target, args, places = node["_target_"], _positional(node), _by_place(parameters)
     kinds = {p.kind for p in parameters.values()}
@@ -163,8 +158,9 @@ def _argument_problems(
             if (message := _mismatch(parameters[name], value)) is not None:
                 yield Problem(where, message)
         elif Parameter.VAR_KEYWORD not in kinds:
-            listed = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-            hint = did_you_mean(name, names) or listed
+            ours = elsewhere(where)
+            hint = f"it is called {ours} here" if ours else did_you_mean(name, names)
+            hint = hint or (f"it takes {', '.join(names)}" if names else "it takes no arguments")
             yield Problem(where, f"{target} has no argument {name!r}", hint)
     for name in names if node.get("_partial_") is not True else ():
         if parameters[name].default is Parameter.empty and name not in given:
