@@ -8,17 +8,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from conf import fields
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
-from conf.fields import (
-    REQUIRED,
-    Rule,
-    dataclass_in,
-    declared,
-    default_of,
-    is_open,
-    members,
-    rule_of,
-)
+from conf.fields import REQUIRED, Rule, declared, members, rule_of
 from conf.interpolation import children, join
 from conf.other_words import VALUES, our_key
 from conf.schema import Config
@@ -48,14 +40,14 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
         yield Problem(key, f"expected a section of keys, got {shown(raw)}")
         return
     known, hints = declared(schema), typing.get_type_hints(schema)
-    if not is_open(schema):
+    if not fields.is_open(schema):
         yield from (unknown(key, str(n), list(known)) for n in raw if n not in known)
     inner: list[Problem] = []
     for name, one in known.items():
         here, rule = join(key, name), rule_of(one)
         if name in raw:
             inner += _value(raw[name], hints[name], rule, here)
-        elif default_of(one) is REQUIRED:
+        elif fields.default_of(one) is REQUIRED:
             inner.append(_missing(here, rule))
     yield from inner
     if not inner and hasattr(schema, "conflicts"):
@@ -64,7 +56,7 @@ def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:
 
 
 def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Problem]:
-    section = dataclass_in(annotation)
+    section = fields.dataclass_in(annotation)
     named = [m for m in members(annotation) if typing.get_origin(m) is dict]
     child = typing.get_args(named[0])[1] if named else Any
     if value == MISSING:
@@ -180,12 +172,12 @@ def _type_hint(annotation: Any, value: Any, key: str) -> str | None:
 
 def _built(annotation: Any, value: Any) -> Any:
     """Return a value that fits its type, with dataclasses in place of sections."""
-    schema = dataclass_in(annotation)
+    schema = fields.dataclass_in(annotation)
     if schema is None or value is None:
         return value
     known, hints = declared(schema), typing.get_type_hints(schema)
     values = {name: _built(hints[name], value[name]) for name in known if name in value}
-    if is_open(schema):
+    if fields.is_open(schema):
         values["extra"] = {name: inner for name, inner in value.items() if name not in known}
     return schema(**values)
 
@@ -208,8 +200,8 @@ def fill_defaults(raw: dict[str, Any], schema: type = Config) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     hints = typing.get_type_hints(schema)
     for name, one in declared(schema).items():
-        users, default = rule_of(one).strategies, default_of(one)
-        section = dataclass_in(hints[name])
+        users, default = rule_of(one).strategies, fields.default_of(one)
+        section = fields.dataclass_in(hints[name])
         given = raw.get(name, {} if dataclasses.is_dataclass(default) else default)
         if section is not None and isinstance(given, dict):
             filled[name] = fill_defaults(given, section)

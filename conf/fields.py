@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 # What a rule's `check` returns: what was expected instead, or None where the value is fine.
 Check = Callable[[Any], str | None]
 REQUIRED = object()
+_COMPARE: Mapping[str, Any] = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,15 @@ class Rule:
     def expects(self, value: object) -> str | None:
         """Say what was expected instead of `value`, whose type is right; None if it is fine."""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            limits = self._limits()
-            if not self._within(value):
-                return " and ".join(limits) or "a finite number"
+            limits = {">=": self.at_least, ">": self.above, "<=": self.at_most}
+            given = {sign: limit for sign, limit in limits.items() if limit is not None}
+            finite = isinstance(value, int) or math.isfinite(value)
+            finite |= self.infinite and not math.isnan(value)
+            kept = (_COMPARE[sign](value, limit) for sign, limit in given.items())
+            if not (finite and all(kept)):
+                shown = [f"a number {sign} {limit}" for sign, limit in given.items()]
+                return " and ".join(shown) or "a finite number"
         return self.check(value) if self.check and value is not None else None
-
-    def _limits(self) -> list[str]:
-        pairs = ((">=", self.at_least), (">", self.above), ("<=", self.at_most))
-        return [f"a number {sign} {limit}" for sign, limit in pairs if limit is not None]
-
-    def _within(self, value: float) -> bool:
-        return (
-            not (isinstance(value, float) and math.isnan(value))
-            and (self.infinite or not (isinstance(value, float) and math.isinf(value)))
-            and (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-        )
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
