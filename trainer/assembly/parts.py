@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -149,9 +150,9 @@ def build_strategy(config: Config) -> Strategy:
     values: dict[str, Any] = {key: getattr(options, key) for key in own}
     if name == "ddp":
         return DDP(processes, **values)
-    from trainer.strategies.fsdp import FSDP  # with DTensor and sympy: seconds to import
-
-    return FSDP(processes, **values)
+    # With DTensor and sympy, which take seconds to import.
+    fsdp: Any = importlib.import_module("trainer.strategies.fsdp")
+    return cast(Strategy, fsdp.FSDP(processes, **values))
 
 
 def _device(options: StrategyConfig) -> torch.device | None:
