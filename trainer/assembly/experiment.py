@@ -62,13 +62,7 @@ def build(
     if strategy is None:
         strategy = build_strategy(config)
         strategy.setup()
-    options = config.trainer
-    torch.autograd.set_detect_anomaly(options.detect_anomaly)
-    switches = set_switches(
-        deterministic=options.deterministic,
-        cudnn_benchmark=options.cudnn_benchmark,
-        tf32=options.tf32 or options.precision == "tf32",
-    )
+    options, switches = config.trainer, _set_switches(config.trainer)
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
@@ -109,6 +103,15 @@ def build(
     trainer.random.keep()
     test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
+
+
+def _set_switches(options: TrainerOptions) -> dict[str, bool]:
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    return set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:
