@@ -1,1 +1,1 @@
-"""Networks, and adapters to those of torchvision and timm."""
+"""Networks, and adapters to those of torchvision, timm and transformers."""

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.errors import NetworkError
-from models.transformer import Block, initialise
+from models.layers import Block, NetworkError, initialise
 
 
 class GPT(nn.Module):
@@ -36,7 +35,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes, bias=False)
         initialise(self)
-        self._scale_residuals(depth)
+        # 2 * depth branches are added to the residual stream: each is scaled by the square root.
+        for name, weight in self.blocks.named_parameters():
+            if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+                nn.init.trunc_normal_(weight, std=0.02 / math.sqrt(2 * depth))
         if tie_weights:
             self.head.weight = self.token_embed.weight
 
@@ -50,11 +52,3 @@ class GPT(nn.Module):
         positions = torch.arange(length, device=tokens.device)
         x = self.dropout(self.token_embed(tokens) + self.pos_embed(positions))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
-
-    def _scale_residuals(self, depth: int) -> None:
-        # 2 * depth branches are added to the residual stream, so each is scaled by the square root.
-        std = 0.02 / math.sqrt(2 * depth)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            nn.init.trunc_normal_(block.attn.proj.weight, std=std)
-            nn.init.trunc_normal_(block.mlp.fc2.weight, std=std)

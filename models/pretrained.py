@@ -1,38 +1,49 @@
-"""Fine-tuning: load trained weights into a network whose head may have another size."""
+"""Trained weights: read without executing code, and loaded into a network for other data."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torchvision
 from torch import Tensor, nn
 
-from models.errors import NetworkError, WeightsError
-from models.resize import adapt_channels, find_head
-from models.weights import read_weights, weights_wanted
+from models.layers import NetworkError
+from trainer.checkpoints.reader import read_weights as read_file
+from trainer.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+Head = nn.Linear | nn.Conv2d
+_wanted: ContextVar[bool] = ContextVar("initial_weights_wanted", default=True)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The names of the weights that were loaded, and of those that were not."""
+class WeightsError(ValueError):
+    """Initial weights cannot be read or do not match the model."""
 
-    loaded: tuple[str, ...]
-    adapted: tuple[str, ...]  # of the first convolution, with another number of input channels
-    resized: tuple[str, ...]  # of the head, with another number of classes: not loaded
-    dropped: tuple[str, ...]  # excluded by `drop`
-    missing: tuple[str, ...]  # in the network only
-    unexpected: tuple[str, ...]  # in the weights only
+    exit_code = 4
 
-    def __str__(self) -> str:
-        """Return the number of loaded tensors, and the first names of each other kind."""
-        kinds = ("adapted", "resized", "dropped", "missing", "unexpected")
-        parts = [f"{len(self.loaded)} tensors loaded"]
-        parts += [f"{kind}: {_names(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
-        return "; ".join(parts)
+
+@contextmanager
+def no_initial_weights() -> Iterator[None]:
+    """Build models without reading their initial weights.
+
+    Used before a checkpoint is loaded: a resumed or evaluated run must not need the files, or the
+    network connection, of its initial weights.
+    """
+    token = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def weights_wanted() -> bool:
+    """Return whether a model should load its initial weights; False on the meta device."""
+    return _wanted.get() and torch.get_default_device().type != "meta"
 
 
 def fine_tune(
@@ -59,94 +70,182 @@ def fine_tune(
     """
     if not weights_wanted():
         return model
-    report = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
-    differing = (*report.missing, *report.unexpected)
+    found = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
+    count = len(found.pop("loaded")) + len(found["adapted"])
+    parts = [f"{kind}: {_first(names)}" for kind, names in found.items() if names]
+    report = "; ".join([f"{count} tensors loaded", *parts])
+    differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
         raise WeightsError(
             f"{weights} does not fit the network: {report}; "
             "exclude names with model.drop, or allow it with model.strict=false"
         )
-    log.log(
-        logging.WARNING if differing else logging.INFO, "initial weights %s: %s", weights, report
-    )
+    level = logging.WARNING if differing else logging.INFO
+    log.log(level, "initial weights %s: %s", weights, report)
     return model
 
 
 def load_weights(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    drop: Sequence[str] = (),
-    head: str | None = None,
-) -> LoadReport:
-    """Load `state` into `model`; shapes may differ in the head and in the input channels only."""
+    model: nn.Module, state: Mapping[str, Tensor], drop: Sequence[str] = (), head: str | None = None
+) -> dict[str, list[str]]:
+    """Load `state` into `model`; return the names by what became of them.
+
+    loaded; adapted: the first convolution, for another number of input channels; resized: the head
+    of another number of classes, not loaded; dropped: by `drop`; missing: only in the network;
+    unexpected: only in the weights. Another shape elsewhere raises WeightsError.
+    """
     own = model.state_dict()
-    dropped = _dropped(drop, [*state, *own])
-    wanted = {name: value for name, value in state.items() if name not in dropped}
-    shared = [name for name in wanted if name in own]
-    head = find_head(model) if head is None else head
-    resized, adapted = _differing(model, own, {name: wanted[name] for name in shared}, head)
-    wanted |= adapted
-    loaded = [name for name in shared if name not in resized]
-    if not loaded:
-        raise WeightsError(
-            f"no name of the weights is in the network: {_names(tuple(state))} "
-            f"against {_names(tuple(own))}; see model.prefix"
-        )
-    with torch.no_grad():
-        for name in loaded:
-            own[name].copy_(wanted[name])
-    return LoadReport(
-        loaded=tuple(loaded),
-        adapted=tuple(adapted),
-        resized=tuple(resized),
-        dropped=tuple(name for name in state if name in dropped),
-        missing=tuple(name for name in own if name not in state and name not in dropped),
-        unexpected=tuple(name for name in wanted if name not in own),
-    )
-
-
-def _differing(
-    model: nn.Module, own: dict[str, Tensor], given: dict[str, Tensor], head: str
-) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the names of a head of another size, and the adapted weight of the input layer."""
+    names = [*state, *own]
+    for pattern in drop:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise NetworkError(f"model.drop: {pattern!r} matches no name among {_first(names)}")
+    dropped = {name for name in names for pattern in drop if fnmatchcase(name, pattern)}
+    layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
+    head = layers[-1] if head is None and layers else head
     first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
-    resized: list[str] = []
-    adapted: dict[str, Tensor] = {}
-    for name, value in given.items():
-        if value.shape == own[name].shape:
+    kinds = ("loaded", "adapted", "resized", "dropped", "missing", "unexpected")
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    found["missing"] = [name for name in own if name not in state and name not in dropped]
+    for name, value in state.items():
+        if name in dropped or name not in own:
+            found["dropped" if name in dropped else "unexpected"].append(name)
             continue
-        if name.startswith(f"{head}.") and value.shape[1:] == own[name].shape[1:]:
-            resized.append(name)
-        elif name == first and _only_channels_differ(value, own[name]):
-            adapted[name] = adapt_channels(value, own[name].shape[1])
+        wanted = own[name].shape
+        if value.shape == wanted:
+            kind = "loaded"
+        elif name.startswith(f"{head}.") and value.shape[1:] == wanted[1:]:
+            kind = "resized"
+        elif name == first and (*value.shape[:1], *value.shape[2:]) == (wanted[0], *wanted[2:]):
+            kind, value = "adapted", _adapted(value, wanted[1])
         else:
-            raise _misfit(name, value, own[name])
-    return resized, adapted
-
-
-def _dropped(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    dropped: set[str] = set()
-    for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
-        if not matches:
-            raise NetworkError(
-                f"model.drop: {pattern!r} matches no name among {_names(tuple(names))}"
+            raise WeightsError(
+                f"{name} has shape {tuple(value.shape)} in the weights and {tuple(wanted)} in the "
+                f"network; exclude it with model.drop=[{name}]"
             )
-        dropped |= matches
-    return dropped
+        found[kind].append(name)
+        if kind != "resized":
+            with torch.no_grad():
+                own[name].copy_(value)
+    if not found["loaded"] and not found["adapted"]:
+        raise WeightsError(
+            f"no name of the weights is in the network: {_first(list(state))} "
+            f"against {_first(list(own))}; see model.prefix"
+        )
+    return found
 
 
-def _only_channels_differ(given: Tensor, own: Tensor) -> bool:
-    return given.ndim == 4 and given.shape[0] == own.shape[0] and given.shape[2:] == own.shape[2:]
-
-
-def _misfit(name: str, given: Tensor, own: Tensor) -> WeightsError:
-    return WeightsError(
-        f"{name} has shape {tuple(given.shape)} in the weights and {tuple(own.shape)} in the "
-        f"network; exclude it with model.drop=[{name}]"
-    )
-
-
-def _names(names: tuple[str, ...], show: int = 4) -> str:
+def _first(names: Sequence[str], show: int = 4) -> str:
     more = f" (+{len(names) - show} more)" if len(names) > show else ""
     return ", ".join(names[:show]) + more
+
+
+def read_weights(
+    source: str,
+    checkpoint: Literal["best", "last"] = "best",
+    prefix: str = "",
+    average: bool = True,
+) -> dict[str, Tensor]:
+    """Return a state dict from `source`.
+
+    `source` is a file (`.pt`, `.pth`, `.safetensors`), a run directory (its `checkpoint`) or
+    `torchvision:ResNet18_Weights.DEFAULT`. `prefix` is removed from names; those without it are
+    dropped. `average`: return the average of the weights (EMA, SWA) if a checkpoint has one.
+    """
+    if source.startswith("torchvision:"):
+        name = source.removeprefix("torchvision:")
+        try:
+            entry = torchvision.models.get_weight(name)
+        except (KeyError, ValueError) as error:
+            raise NetworkError(
+                f"model.weights: torchvision has no weights named {name!r}; "
+                "the form is torchvision:ResNet18_Weights.DEFAULT"
+            ) from error
+        state: Mapping[str, Tensor] = fetch(entry)
+    else:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            path = path / "checkpoints" / f"{checkpoint}.pt"
+        state = _from_file(path, average)
+    chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+    if not chosen:
+        raise WeightsError(f"{source} has no name with the prefix {prefix!r}")
+    return chosen
+
+
+def fetch(entry: Any) -> dict[str, Tensor]:
+    """Return the state dict of a torchvision weights entry, from its cache or the network."""
+    try:
+        return dict(entry.get_state_dict(progress=False, check_hash=True))
+    except (OSError, RuntimeError) as error:
+        raise WeightsError(
+            f"model.weights: cannot get {entry} from {entry.url}: {error}; where there is no "
+            f"network, put the file in {Path(torch.hub.get_dir()) / 'checkpoints'}"
+        ) from error
+
+
+def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise NetworkError(f"model.weights: no file {path}")
+    try:
+        loaded = read_file(path)
+    except CheckpointError as error:
+        raise WeightsError(str(error)) from error
+    if average and isinstance(loaded, Mapping) and "format_version" in loaded:
+        for kept in (loaded.get("ema"), *(loaded.get("callbacks") or {}).values()):
+            if isinstance(kept, Mapping) and kept.get("model") and kept.get("averaged", 1):
+                log.info("%s: loading the average of the weights instead of the last ones", path)
+                averaged: Mapping[str, Tensor] = kept["model"]
+                return averaged
+    for key in ("model", "state_dict"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise WeightsError(f"{path} is not a state dict, a mapping of names to tensors")
+    return loaded
+
+
+def resize_head(model: nn.Module, num_classes: int, outputs: int) -> None:
+    """Replace each linear or convolution layer with `outputs` outputs by one with `num_classes`."""
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, Head) and num_classes != outputs == layer.weight.shape[0]:
+            model.set_submodule(name, _like(layer, outputs=num_classes), strict=True)
+
+
+@torch.no_grad()
+def resize_input(model: nn.Module, in_channels: int, trained: bool) -> None:
+    """Replace the first convolution by one with `in_channels` input channels.
+
+    `trained` weights compute the same result for grey images as before; untrained ones keep the
+    distribution of the network's own initialization.
+    """
+    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d)), None)
+    if found is None:
+        raise NetworkError(f"{type(model).__name__} has no convolution for model.in_channels")
+    name, old = found
+    new = _like(old, inputs=in_channels)
+    repeated = old.weight[:, torch.arange(in_channels) % old.in_channels]
+    new.weight.copy_(_adapted(old.weight, in_channels) if trained else repeated)
+    if old.bias is not None and new.bias is not None:
+        new.bias.copy_(old.bias)
+    model.set_submodule(name, new, strict=True)
+
+
+def _adapted(weight: Tensor, in_channels: int) -> Tensor:
+    """Adapt a convolution's weight (out, in, h, w) to `in_channels` channels.
+
+    Each new channel is the sum of the old ones divided by the new number of channels, so that the
+    result is the same for images whose channels are equal.
+    """
+    total = weight.sum(dim=1, keepdim=True)
+    return (total / in_channels).expand(-1, in_channels, -1, -1).contiguous()
+
+
+def _like(layer: Head, inputs: int | None = None, outputs: int | None = None) -> Head:
+    options: dict[str, Any] = {"bias": layer.bias is not None}
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(inputs or layer.in_features, outputs or layer.out_features, **options)
+    if layer.groups != 1:
+        raise NetworkError("a grouped convolution cannot be resized")
+    for name in ("kernel_size", "stride", "padding", "dilation", "padding_mode"):
+        options[name] = getattr(layer, name)
+    return nn.Conv2d(inputs or layer.in_channels, outputs or layer.out_channels, **options)

@@ -8,11 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from models.errors import NetworkError
 from models.layers import make_activation
-
-Stem = Literal["cifar", "imagenet", "auto"]
-LARGE = 64  # pixels a side; above, the stem `auto` is that of ImageNet
 
 
 class BasicBlock(nn.Module):
@@ -83,10 +79,10 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        depth: int,
+        depth: Literal[18, 34, 50],
         num_classes: int,
         in_channels: int = 3,
-        stem: Stem = "cifar",
+        stem: Literal["cifar", "imagenet", "auto"] = "cifar",
         activation: str = "relu",
         zero_init_residual: bool = False,
         image_size: int | list[int] | None = None,
@@ -94,18 +90,13 @@ class ResNet(nn.Module):
         super().__init__()
         if stem == "auto":
             side = max(image_size) if isinstance(image_size, list) else image_size or 0
-            stem = "imagenet" if side > LARGE else "cifar"
-        if depth not in DEPTHS:
-            raise NetworkError(f"model.depth must be one of {sorted(DEPTHS)}, not {depth}")
-        if stem not in ("cifar", "imagenet"):
-            raise NetworkError(f"model.stem must be auto, cifar or imagenet, not {stem!r}")
+            stem = "imagenet" if side > 64 else "cifar"
         block, counts = DEPTHS[depth]
-        small = stem == "cifar"
-        kernel, stride = (3, 1) if small else (7, 2)
+        kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.act1 = make_activation(activation)
-        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
+        self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, 2, padding=1)
         wider = block.expansion
         self.layer1 = _stage(block, 64, 64, counts[0], 1, activation)
         self.layer2 = _stage(block, 64 * wider, 128, counts[1], 2, activation)
@@ -114,22 +105,18 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(512 * wider, num_classes)
-        self._initialise(zero_init_residual)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
+                last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
+                nn.init.zeros_(last.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, in_channels, H, W) to logits (N, num_classes)."""
         x = self.maxpool(self.act1(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.flatten(self.avgpool(x)))  # type: ignore[no-any-return]
-
-    def _initialise(self, zero_init_residual: bool) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, BasicBlock):
-                nn.init.zeros_(module.bn2.weight)
-            elif zero_init_residual and isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:

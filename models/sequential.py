@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.errors import NetworkError
+from models.layers import NetworkError
 
 
+@torch.no_grad()
 def from_layers(
     layers: Sequence[nn.Module] | Mapping[str, nn.Module | None],
     input_shape: Sequence[int],
@@ -27,49 +28,28 @@ def from_layers(
         raise NetworkError("model.layers is empty")
     if num_classes is not None:
         model.add_module("head", nn.LazyLinear(num_classes))
-    trace(model, input_shape)
-    return model
-
-
-def trace(model: nn.Sequential, input_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return each layer's name and output shape (without the batch), for one sample.
-
-    Runs in evaluation mode: no dropout, and no change of BatchNorm's statistics.
-    """
+    model.eval()  # no dropout, and no change of BatchNorm's statistics
     x = torch.zeros(1, *input_shape)
-    shapes = [("input", tuple(x.shape[1:]))]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        for name, layer in model.named_children():
-            x = _apply(name, layer, x, shapes)
-            shapes.append((name, tuple(x.shape[1:])))
-    finally:
-        for module, training in modes:
-            module.training = training
-    return shapes
+    way = [f"input {_shape(x)}"]
+    for name, layer in model.named_children():
+        x = _called(f"model.layers.{name} ({layer})", layer, x, way)
+        way.append(f"{name} {_shape(x)}")
+    return model.train()
 
 
-@torch.no_grad()
-def _apply(
-    name: str, layer: nn.Module, x: Tensor, shapes: list[tuple[str, tuple[int, ...]]]
-) -> Tensor:
+def _called(what: str, layer: nn.Module, x: Tensor, way: Sequence[str]) -> Tensor:
     try:
         out = layer(x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        path = " -> ".join(f"{given} {_text(shape)}" for given, shape in shapes)
         reason = str(error).strip().splitlines()[0]
         raise NetworkError(
-            f"model.layers.{name} ({layer}) does not accept its input of shape "
-            f"{_text(shapes[-1][1])}: {reason} [{path}]"
+            f"{what} does not accept its input of shape {_shape(x)}: {reason} [{' -> '.join(way)}]"
         ) from error
     if not isinstance(out, Tensor):
-        raise NetworkError(
-            f"model.layers.{name} ({layer}) returns a {type(out).__name__}; "
-            "layers in a list must return one tensor"
-        )
+        kind = type(out).__name__
+        raise NetworkError(f"{what} returns a {kind}; layers in a list must return one tensor")
     return out
 
 
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+def _shape(x: Tensor) -> str:
+    return "x".join(map(str, x.shape[1:])) or "scalar"

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.errors import NetworkError
-from models.layers import height_width
-from models.transformer import Block, initialise
+from models.layers import Block, NetworkError, height_width, initialise
 
 
 class ViT(nn.Module):

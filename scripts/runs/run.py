@@ -17,7 +17,7 @@ from callbacks.trial import Trial
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from models.weights import no_initial_weights
+from models.pretrained import no_initial_weights
 from scripts.cli.output import asked_device, is_job, known_device
 from scripts.cli.request import Request
 from scripts.cli.signals import stop_signals

@@ -1,18 +1,20 @@
-"""The other networks: shapes, and each one's own promise."""
+"""Our networks: shapes, each one's own promise, and ResNet against torchvision's."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.errors import NetworkError
 from models.gan import GAN
 from models.gpt import GPT
+from models.layers import Attention, NetworkError
 from models.mlp import MLP
+from models.resnet import ResNet
+from models.sequential import from_layers
 from models.small_cnn import SmallCNN
-from models.transformer import Attention
 from models.unet import UNet
 from models.vit import ViT
 
@@ -25,10 +27,10 @@ from models.vit import ViT
         pytest.param(lambda: MLP(4, 3, (6, 4)), (3, 3, 6, 4), (3, 4), id="mlp-oblong"),
         pytest.param(lambda: SmallCNN(10), (3, 1, 16, 16), (3, 10), id="cnn"),
         pytest.param(lambda: SmallCNN(10), (3, 1, 1, 1), (3, 10), id="cnn-one-pixel"),
+        pytest.param(lambda: ResNet(18, 10, 1), (3, 1, 16, 16), (3, 10), id="resnet-grey"),
         pytest.param(lambda: ViT(10, depth=2), (3, 1, 16, 16), (3, 10), id="vit"),
         pytest.param(lambda: UNet(5), (3, 1, 16, 16), (3, 5, 16, 16), id="unet"),
         pytest.param(lambda: UNet(5, depth=3), (3, 1, 13, 7), (3, 5, 13, 7), id="unet-odd"),
-        pytest.param(lambda: GAN(), (3, 1, 16, 16), (3, 1), id="gan"),
         pytest.param(lambda: GAN(3, 8), (3, 3, 8, 8), (3, 1), id="gan-colour"),
     ],
 )
@@ -57,14 +59,9 @@ def test_attention_equals_torchs() -> None:
     torch.manual_seed(0)
     ours = Attention(dim=12, heads=3, dropout=0.0, causal=False)
     theirs = nn.MultiheadAttention(12, 3, batch_first=True)
-    theirs.load_state_dict(
-        {
-            "in_proj_weight": ours.qkv.weight,
-            "in_proj_bias": ours.qkv.bias,
-            "out_proj.weight": ours.proj.weight,
-            "out_proj.bias": ours.proj.bias,
-        }
-    )
+    named = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
+    named |= {"out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias}
+    theirs.load_state_dict(named)
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(x), theirs(x, x, x, need_weights=False)[0])
 
@@ -81,11 +78,13 @@ def test_gpt_sees_no_future() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_gpt_starts_near_a_uniform_guess_and_ties_its_weights() -> None:
+def test_gpt_starts_near_a_uniform_guess_with_small_branches_and_tied_weights() -> None:
     torch.manual_seed(0)
-    model = GPT(50, context=8)
+    model = GPT(50, context=8, depth=8)
     assert model.head.weight is model.token_embed.weight
     assert GPT(50, tie_weights=False).head.weight is not model.token_embed.weight
+    for layer in (model.blocks[3].attn.proj, model.blocks[3].mlp.fc2):
+        assert layer.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
     tokens = torch.randint(50, (8, 8))
     loss = cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
     assert loss.item() == pytest.approx(torch.log(torch.tensor(50.0)).item(), abs=0.2)
@@ -101,6 +100,88 @@ def test_gan_plays_both_parts_through_forward() -> None:
     assert touched == {"discriminator"}
 
 
+@pytest.mark.parametrize("depth", [18, 34, 50])
+def test_resnet_in_imagenets_form_is_torchvisions(depth: int) -> None:
+    torch.manual_seed(0)
+    reference = torchvision.models.get_model(f"resnet{depth}", num_classes=7)
+    model = ResNet(depth, num_classes=7, in_channels=3, stem="imagenet")
+    drawn = {name: value.std() for name, value in model.named_parameters() if value.ndim > 1}
+    for name, value in reference.named_parameters():  # one distribution
+        if value.ndim > 1:
+            torch.testing.assert_close(drawn[name], value.std(), rtol=0.05, atol=0)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    model.load_state_dict(reference.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    for mode in (True, False):  # training first: it moves BatchNorm's statistics
+        model.train(mode)
+        reference.train(mode)
+        torch.testing.assert_close(model(images), reference(images), rtol=0, atol=0)
+    moved = zip(model.buffers(), reference.buffers(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in moved)
+
+
+@pytest.mark.parametrize(
+    ("stem", "size", "stride"),
+    [
+        pytest.param("auto", 64, 1, id="edge"),
+        pytest.param("auto", 65, 2, id="large"),
+        pytest.param("auto", [64, 224], 2, id="rectangle"),
+        pytest.param("auto", None, 1, id="unknown"),
+        pytest.param("cifar", 224, 1, id="set"),
+    ],
+)
+def test_the_stem_follows_the_image_size_unless_it_is_set(stem, size, stride) -> None:
+    model = ResNet(18, num_classes=2, stem=stem, image_size=size)
+    assert model.conv1.stride == (stride, stride)
+    small = stride == 1  # the cifar stem keeps the size
+    images = model.maxpool(model.conv1(torch.zeros(1, 3, 16, 16)))
+    assert images.shape == ((1, 64, 16, 16) if small else (1, 64, 4, 4))
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_zero_init_makes_each_block_its_shortcut(depth: int) -> None:
+    model = ResNet(depth, num_classes=10, zero_init_residual=True).eval()
+    x = torch.rand(2, 64 if depth == 18 else 256, 4, 4)
+    torch.testing.assert_close(model.layer1[1](x), x, rtol=0, atol=0)
+
+
+def test_each_activation_is_a_module_of_its_own() -> None:
+    model = ResNet(18, num_classes=10)
+    calls: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.register_forward_hook(lambda m, *_: calls.append(m))
+    model(torch.zeros(2, 3, 8, 8))
+    assert len(calls) == len(set(calls)) == 17
+
+
+def layers(features: int = 32) -> list[nn.Module]:
+    return [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Dropout(0.5), nn.Linear(features, 10)]  # fmt: skip
+
+
+def test_a_list_becomes_the_sequential_written_by_hand() -> None:
+    torch.manual_seed(0)
+    model = from_layers(layers(), [1, 4, 4])
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    by_hand = nn.Sequential(*layers())
+    assert torch.equal(state, torch.get_rng_state())
+    found = zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in found)  # BatchNorm's statistics, too
+    assert all(module.training for module in model.modules())
+    x = torch.randn(2, 1, 4, 4)
+    torch.testing.assert_close(model.eval()(x), by_hand.eval()(x), rtol=0, atol=0)
+
+
+def test_a_mapping_keeps_names_drops_none_and_sizes_lazy_layers() -> None:
+    given = {"flat": nn.Flatten(), "noise": None, "mid": nn.LazyLinear(3)}
+    model = from_layers(given, [2, 5], num_classes=4)
+    assert [name for name, _ in model.named_children()] == ["flat", "mid", "head"]
+    assert (model.mid.weight.shape, model.head.weight.shape) == ((3, 10), (4, 3))
+    assert model.mid.weight.requires_grad
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -111,8 +192,22 @@ def test_gan_plays_both_parts_through_forward() -> None:
             lambda: GPT(9, context=4)(torch.zeros(1, 5).long()), "context is 4", id="long"
         ),
         pytest.param(lambda: GAN(image_size=18), "multiple of 4", id="gan"),
+        pytest.param(
+            lambda: GAN()(torch.zeros(2, 9), "generator"), r"\[9\].*latent_dim is 32", id="noise"
+        ),
+        pytest.param(lambda: ResNet(18, 10, activation="rellu"), "'rellu'.*relu", id="activation"),
+        pytest.param(lambda: from_layers([], [3, 4]), "empty", id="no-layers"),
+        pytest.param(
+            lambda: from_layers([nn.LSTM(4, 4)], [3, 4]), "returns a tuple", id="no-chain"
+        ),
+        pytest.param(
+            lambda: from_layers(layers(33), [1, 4, 4]),
+            r"model\.layers\.6 \(Linear\(in_features=33.*1x4x4 -> 0 8x4x4[^\n]*$",
+            id="misfit",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(NetworkError, match=words):
+    with pytest.raises(NetworkError, match=words) as caught:
         make()
+    assert caught.value.exit_code == 2

@@ -1,17 +1,24 @@
-"""Initial weights: where they come from, what fits, and what is refused."""
+"""Initial weights and others' models: where they come from, what fits, and what is refused."""
 
 import logging
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import nn
+from torch.hub import get_dir
 
-from models.errors import NetworkError, WeightsError
-from models.pretrained import fine_tune, load_weights
+from models import adapters
+from models.adapters import from_timm, from_torchvision, from_transformers
+from models.layers import NetworkError
+from models.pretrained import WeightsError, fine_tune, load_weights, no_initial_weights
+from models.pretrained import read_weights as read
 from models.small_cnn import SmallCNN
-from models.weights import no_initial_weights, read_weights
 from trainer.checkpoints.archive import write_safetensors
 
 
@@ -35,14 +42,17 @@ def same(a: nn.Module, b: nn.Module, except_for: str = "-") -> bool:
 
 
 def test_a_file_a_run_and_a_foreign_wrapper_give_the_same(saved: Path, tmp_path: Path) -> None:
-    state = torch.load(saved, weights_only=True)
+    state, expected = torch.load(saved, weights_only=True), net(seed=1)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     torch.save({"model": state, "format_version": 2}, tmp_path / "run/checkpoints/last.pt")
     torch.save({"state_dict": {f"net.{k}": v for k, v in state.items()}}, tmp_path / "foreign.ckpt")
-    expected = net(seed=1)
+    write_safetensors(tmp_path / "w.safetensors", state)
     assert same(fine_tune(net(), str(saved)), expected)
     assert same(fine_tune(net(), str(tmp_path / "run"), checkpoint="last"), expected)
     assert same(fine_tune(net(), str(tmp_path / "foreign.ckpt"), prefix="net."), expected)
+    assert same(fine_tune(net(), str(tmp_path / "w.safetensors")), expected)
+    with pytest.raises(WeightsError, match="no name with the prefix 'x'"):
+        read(str(saved), prefix="x")
 
 
 def test_another_number_of_classes_gets_a_fresh_head(
@@ -56,12 +66,11 @@ def test_another_number_of_classes_gets_a_fresh_head(
 
 
 def test_another_number_of_channels_sees_grey_as_before() -> None:
-    trained = net(in_channels=3, seed=1).eval()
-    model = net(in_channels=1).eval()
-    report = load_weights(model, trained.state_dict())
+    trained, model = net(in_channels=3, seed=1).eval(), net(in_channels=1).eval()
+    found = load_weights(model, trained.state_dict())
     grey = torch.randn(2, 1, 8, 8)
     torch.testing.assert_close(model(grey), trained(grey.expand(-1, 3, -1, -1)))
-    assert report.adapted == ("features.0.conv.weight",)
+    assert found["adapted"] == ["features.0.conv.weight"]
 
 
 def test_dropped_names_stay_as_initialised(saved: Path) -> None:
@@ -78,29 +87,31 @@ def test_names_of_one_side_are_refused_or_reported(
     model = net()
     model.add_module("extra", nn.BatchNorm1d(2))
     model.add_module("head", nn.Linear(8, 10, bias=False))
-    with pytest.raises(
-        WeightsError, match=r"missing: extra.weight.*\+1 more.*unexpected: head.bias"
-    ):
+    words = r"missing: extra.weight.*\+1 more.*unexpected: head.bias"
+    with pytest.raises(WeightsError, match=words):
         fine_tune(model, str(saved))
     fine_tune(model, str(saved), strict=False, head="head")
     assert "unexpected: head.bias" in caplog.text
 
 
-def test_a_shape_that_differs_elsewhere_is_named() -> None:
-    trained = SmallCNN(10, 1, widths=(4, 9)).state_dict()
-    with pytest.raises(WeightsError, match=r"features.1.conv.weight has shape \(9, 4, 3, 3\)"):
-        load_weights(net(), trained)
-
-
-def test_foreign_names_are_shown_beside_ours() -> None:
-    with pytest.raises(WeightsError, match=r"a\.weight against features.0.conv.weight.*prefix"):
-        load_weights(net(), {"a.weight": torch.zeros(1)})
-
-
-def test_a_resumed_run_needs_no_file() -> None:
-    with no_initial_weights():
-        model = fine_tune(net(), "gone.pt")
-    assert same(model, net())
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        pytest.param(
+            SmallCNN(10, 1, widths=(4, 9)).state_dict(),
+            r"features.1.conv.weight has shape \(9, 4, 3, 3\)",
+            id="shape-elsewhere",
+        ),
+        pytest.param(
+            {"a.weight": torch.zeros(1)},
+            r"a\.weight against features.0.conv.weight.*prefix",
+            id="foreign-names",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(state: dict[str, torch.Tensor], words: str) -> None:
+    with pytest.raises(WeightsError, match=words):
+        load_weights(net(), state)
 
 
 class Payload:
@@ -121,77 +132,193 @@ def test_code_in_a_file_is_refused_unrun(
     path, canary = tmp_path / "bad.pt", tmp_path / "canary"
     torch.save({"model": Payload(canary)}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(WeightsError, match="contains code") as caught:
-        read_weights(str(path))
+        read(str(path))
     assert "weights_only" not in str(caught.value)
     assert not canary.exists()
 
 
-def test_a_damaged_file_is_named(saved: Path) -> None:
+def test_a_damaged_file_is_named(saved: Path, tmp_path: Path) -> None:
     whole = saved.read_bytes()
     at = whole.index(next(iter(net(seed=1).state_dict().values())).numpy().tobytes()) + 5
-    damaged = [
-        whole[: len(whole) // 2],
-        b"",
-        b"<html>",
-        whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :],
-    ]
-    for content in damaged:
+    flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    for content in (whole[: len(whole) // 2], b"", b"<html>", flipped):
         saved.write_bytes(content)
         with pytest.raises(WeightsError, match=r"weights\.pt") as caught:
-            read_weights(str(saved))
+            read(str(saved))
         assert "weights_only" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("source", "words", "code"),
-    [
-        pytest.param("nowhere.pt", "no file nowhere.pt", 2, id="file"),
-        pytest.param("torchvision:ResNet81.DEFAULT", "torchvision:ResNet18_Weights", 2, id="entry"),
-        pytest.param("torchvision:ResNet18", "torchvision:ResNet18_Weights", 2, id="form"),
-    ],
-)
-def test_a_source_that_is_none(source: str, words: str, code: int) -> None:
-    with pytest.raises(NetworkError, match=words) as caught:
-        read_weights(source)
-    assert caught.value.exit_code == code
-
-
-def test_a_safetensors_file_is_read(saved: Path, tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "w.safetensors", torch.load(saved, weights_only=True))
-    assert same(fine_tune(net(), str(tmp_path / "w.safetensors")), net(seed=1))
     (tmp_path / "w.safetensors").write_bytes(b"<html>")
     with pytest.raises(WeightsError, match=r"w\.safetensors: damaged"):
-        read_weights(str(tmp_path / "w.safetensors"))
-
-
-def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+        read(str(tmp_path / "w.safetensors"))
     torch.save({"step": 3}, tmp_path / "x.pt")
     with pytest.raises(WeightsError, match="not a state dict"):
-        read_weights(str(tmp_path / "x.pt"))
+        read(str(tmp_path / "x.pt"))
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "ema"),
-    [
-        pytest.param({}, True, id="ema"),
-        pytest.param({"swa": 2}, False, id="swa"),
-    ],
-)
+@pytest.mark.parametrize("callbacks", [{}, {"swa": 2}, {"swa": 0}], ids=str)
 def test_the_average_of_a_run_goes_before_its_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: dict[str, int], ema: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: dict[str, int]
 ) -> None:
     caplog.set_level(logging.INFO)
     average = net(seed=2).state_dict()
     kept = {name: {"model": average, "averaged": count} for name, count in callbacks.items()}
     payload = {"model": net(seed=1).state_dict(), "format_version": 2, "callbacks": kept}
-    torch.save(payload | {"ema": {"model": average} if ema else {}}, tmp_path / "run.pt")
-    assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=2))
-    assert "the average of the weights" in caplog.text
+    torch.save(payload | {"ema": {} if kept else {"model": average}}, tmp_path / "run.pt")
+    begun = 0 not in callbacks.values()  # an average of nothing is none
+    assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=2 if begun else 1))
+    assert ("the average of the weights" in caplog.text) == begun
     assert same(fine_tune(net(), str(tmp_path / "run.pt"), average=False), net(seed=1))
 
 
-def test_an_average_of_nothing_is_none(tmp_path: Path) -> None:
-    kept = {"swa": {"model": net(seed=2).state_dict(), "averaged": 0}}
-    payload = {"model": net(seed=1).state_dict(), "format_version": 2, "ema": {}, "callbacks": kept}
-    torch.save(payload, tmp_path / "run.pt")
-    assert same(fine_tune(net(), str(tmp_path / "run.pt")), net(seed=1))
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A trained ResNet-18 in place of what torchvision would download."""
+    torch.manual_seed(1)
+    trained = torchvision.models.resnet18()
+    entry = torchvision.models.ResNet18_Weights
+    monkeypatch.setattr(entry, "get_state_dict", lambda self, **_: trained.state_dict())
+    return trained
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "shufflenet_v2_x0_5", "mnasnet0_5"])
+def test_without_weights_it_is_torchvisions_own(name: str) -> None:
+    torch.manual_seed(0)
+    model = from_torchvision(name, num_classes=5).eval()
+    torch.manual_seed(0)
+    reference = torchvision.models.get_model(name, num_classes=5).eval()
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
+
+
+def test_arguments_reach_the_builder_and_channels_follow_the_data() -> None:
+    model = from_torchvision("mobilenet_v3_small", 5, in_channels=1, dropout=0.7).eval()
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.7}
+    assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 5)
+    grey, colour = (from_torchvision("resnet18", 5, in_channels=n).conv1.weight for n in (1, 3))
+    assert grey.std().item() == pytest.approx(colour.std().item(), rel=0.1)
+
+
+def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached: nn.Module) -> None:
+    model = from_torchvision("resnet18", num_classes=5, weights="DEFAULT")
+    assert model.fc.weight.shape == (5, 512)
+    assert same(model, cached, except_for="fc.")
+    assert same(fine_tune(model, "torchvision:ResNet18_Weights.DEFAULT"), cached, except_for="fc.")
+    model = from_torchvision("resnet18", 1000, in_channels=1, weights="DEFAULT").eval()
+    grey = torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(model(grey), cached.eval()(grey.expand(-1, 3, -1, -1)))
+
+
+def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "fetch", lambda entry: pytest.fail("fetched"))
+    with torch.device("meta"):
+        from_torchvision("resnet18", 5, in_channels=1, weights="DEFAULT")
+    with no_initial_weights():
+        from_torchvision("inception_v3", 5, weights="DEFAULT")
+        assert same(fine_tune(net(), "gone.pt"), net())
+
+
+def test_no_network_says_where_the_file_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", refuse)
+    for ask in (
+        lambda: from_torchvision("resnet18", 5, weights="DEFAULT"),
+        lambda: read("torchvision:ResNet18_Weights.DEFAULT"),
+    ):
+        with pytest.raises(WeightsError, match=f"unreachable.*{get_dir()}"):
+            ask()
+
+
+def test_segmentation_gives_its_main_output_and_downloads_nothing() -> None:
+    model = from_torchvision("lraspp_mobilenet_v3_large", num_classes=4).eval()
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 4, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        pytest.param(lambda: read("nowhere.pt"), "no file nowhere.pt", id="file"),
+        pytest.param(
+            lambda: read("torchvision:ResNet81.DEFAULT"), "torchvision:ResNet18_W", id="entry"
+        ),
+        pytest.param(lambda: read("torchvision:ResNet18"), "torchvision:ResNet18_W", id="form"),
+        pytest.param(lambda: from_torchvision("resnet81", 5), "nearest: resnet18", id="name"),
+        pytest.param(
+            lambda: from_torchvision("resnet18", 5, weights="BEST"), "IMAGENET1K_V1", id="weights"
+        ),
+        pytest.param(
+            lambda: from_torchvision("ssd300_vgg16", 5, weights="DEFAULT"),
+            "cannot be resized",
+            id="detection",
+        ),
+    ],
+)
+def test_a_wrong_name_lists_what_there_is(make: Any, words: str) -> None:
+    with pytest.raises(NetworkError, match=words) as caught:
+        make()
+    assert caught.value.exit_code == 2
+
+
+def test_timm_is_given_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def create_model(name: str, **arguments: Any) -> nn.Module:
+        given.update(arguments, name=name)
+        return nn.Linear(1, 1)
+
+    fake = SimpleNamespace(create_model=create_model, list_models=lambda *_: ["vit_small"])
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    from_timm("vit_small", 7, in_channels=1, pretrained=True, img_size=16)
+    assert given == {
+        "name": "vit_small", "num_classes": 7, "in_chans": 1, "pretrained": True, "img_size": 16
+    }  # fmt: skip
+    with pytest.raises(NetworkError, match="vit_smell"):
+        from_timm("vit_smell", 7)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(NetworkError, match="pip install timm"):
+        from_timm("resnet18", 7)
+
+
+TINY = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "vocab_size": 50,
+}  # fmt: skip
+
+
+@pytest.fixture
+def _transformers() -> None:
+    pytest.importorskip("transformers", reason="the extra transformers is not installed")
+
+
+@pytest.mark.usefixtures("_transformers")
+def test_logits_are_those_of_transformers() -> None:
+    model = from_transformers("bert", 3, config=TINY).eval()
+    tokens = torch.arange(10).view(2, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    found = model({"input_ids": tokens, "attention_mask": mask})
+    assert torch.equal(found, model.model(input_ids=tokens, attention_mask=mask).logits)
+    assert found.shape == model(tokens).shape == (2, 3)
+    tiny = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = from_transformers("gpt2", 50, auto="AutoModelForCausalLM", config=tiny)
+    assert model(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, 50)  # the vocabulary
+
+
+@pytest.mark.usefixtures("_transformers")
+def test_a_folder_gives_its_weights_and_a_new_head(tmp_path: Path) -> None:
+    model = from_transformers("bert", 3, config=TINY)
+    model.model.save_pretrained(tmp_path)
+    assert same(from_transformers(str(tmp_path), 3), model)
+    other = from_transformers(str(tmp_path), 5)
+    assert same(other, model, except_for="model.classifier")
+    assert other(torch.zeros(2, 4, dtype=torch.long)).shape == (2, 5)
+
+
+@pytest.mark.usefixtures("_transformers")
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NetworkError, match=r"model\.auto: transformers has no 'AutoModel'"):
+        from_transformers("bert", 3, auto="AutoModel", config=TINY)
+    for name, given in (("bertt", {"config": TINY}), (str(tmp_path / "absent" / "folder"), {})):
+        with pytest.raises(NetworkError, match=r"model\.name="):
+            from_transformers(name, 3, **given)

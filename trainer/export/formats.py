@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, save
 
 from data.transforms import Pipeline, Standardize, ToFloat
-from models.weights import no_initial_weights
+from models.pretrained import no_initial_weights
 from trainer.checkpoints.archive import read_safetensors
 from trainer.errors import ModelError
 from trainer.inference.predictor import OUTPUT, named_tensors

@@ -25,7 +25,7 @@ from data.formats.table import TableRows, rows_to_predict
 from data.loading.collate import collate
 from data.loading.on_device import OnDevice
 from data.pictures import Pictures
-from models.weights import no_initial_weights
+from models.pretrained import no_initial_weights
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_pipeline, takes_statistics, with_statistics

@@ -30,7 +30,7 @@ trainer.checkpoints.reader.read_checkpoint trainer.checkpoints.archive.read_arch
 trainer.targets.allow_list.allow trainer.targets.instantiate.instantiate
 trainer.targets.nameable.is_offered trainer.runs.lock.RunLock trainer.strategies.ddp.DDP
 data.batch.map_leaves data.batch.rebuild data.loading.workers.kill data.loading.fetch.Fetcher
-data.sources.locked data.sources.os.system data.text.docstrings models.weights.fetch
+data.sources.locked data.sources.os.system data.text.docstrings models.pretrained.fetch
 models.pretrained.load_weights models.pretrained.LoadReport callbacks.support.event_file.rewind
 trainer.checkpoints.archive.write_safetensors callbacks.swa.measure
 callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict scripts.run.leave_at_once
@@ -218,8 +218,8 @@ def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list
 @pytest.mark.parametrize(
     ("target", "where"),
     [
-        pytest.param("models.transformers_adapter.build", "config.backbone_kwargs", id="wrapped"),
-        pytest.param("models.timm_adapter.build", "model_kwargs.0", id="in-a-list"),
+        pytest.param("models.adapters.from_transformers", "config.backbone_kwargs", id="wrapped"),
+        pytest.param("models.adapters.from_timm", "model_kwargs.0", id="in-a-list"),
     ],
 )
 def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None:
