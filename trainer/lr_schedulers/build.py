@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -19,7 +18,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from conf.errors import Problem, raise_problems
-from trainer.lr_schedulers.functions import by_name, function_of, functions_of_groups
+from conf.interpolation import RESERVED, fill, leaves
+from trainer.lr_schedulers.functions import by_name, functions_of_groups
 from trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
@@ -27,6 +27,7 @@ from trainer.lr_schedulers.schedule import (
     StandIn,
     Track,
     Warmup,
+    refuse,
     takes_metric,
 )
 from trainer.optimizers.optimizers import Optimizers
@@ -35,12 +36,7 @@ from trainer.targets.instantiate import instantiate, locate
 logger = logging.getLogger("regimen")
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
-OWN = (*OUTER, "functions")  # keys that are not arguments of the target
 EXAMINED = 10_000  # updates, at most, that are walked before a run
-
-_SHAPES = ("linear", "exponential")
-_WARMUP_KEYS = ("steps", "epochs", "start_factor", "shape")
-_WAY = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
 
 
 def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str, Any]]:
@@ -60,33 +56,33 @@ def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str
         "step_size": {"step_size": 1},
         "max_lr": {"max_lr": 1.0 if highest is None else highest},
     }
-    plain = {k: v for k, v in node.items() if k not in (*OUTER, *stand_ins)}
+    found = {key: {k: v for k, v in node.items() if k not in (*OUTER, *stand_ins)}}
     for word in stand_ins.keys() & node.keys():
-        plain |= stand_ins[word]
-    found = {key: plain}
+        found[key] |= stand_ins[word]
     for name, function in by_name(node.get("functions")).items():
         if isinstance(function, Mapping):
             found[f"{key}.functions.{name}"] = dict(function)
-    for name, child in _inner_nodes(node, key):
-        found |= target_nodes(child, f"{key}.schedulers.{name}")
+    for where, child in _inner_nodes(node, key).items():
+        found |= target_nodes(child, where)
     return found
 
 
-def _inner_nodes(node: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    # The nodes under `schedulers`, a dict (null is dropped) or a list.
+def _inner_nodes(node: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    # The nodes under `schedulers`, a dict (null is dropped) or a list, by their keys.
     children = node.get("schedulers") or {}
     pairs = children.items() if isinstance(children, Mapping) else enumerate(children)
-    named = [(str(name), child) for name, child in pairs if child is not None]
-    for name, child in named:
-        where = f"{key}.schedulers.{name}"
-        if not isinstance(child, Mapping) or not child.get("_target_"):
-            message = "has no _target_, such as torch.optim.lr_scheduler.StepLR"
-            raise ScheduleError(Problem(where, message))
+    inner = {f"{key}.schedulers.{name}": child for name, child in pairs if child is not None}
+    for where, child in inner.items():
+        _require_target(child, where)
         for word in OUTER:
             if child.get(word) is not None:
-                message = f"must be set in {key}, for all its schedulers"
-                raise ScheduleError(Problem(f"{where}.{word}", message))
-    return named
+                refuse(f"{where}.{word}", f"must be set in {key}, for all its schedulers")
+    return inner
+
+
+def _require_target(node: Any, key: str) -> None:
+    if not isinstance(node, Mapping) or not node.get("_target_"):
+        refuse(key, "has no _target_, such as torch.optim.lr_scheduler.StepLR")
 
 
 def build_lr_schedule(
@@ -105,20 +101,19 @@ def build_lr_schedule(
     unless the lengths are `guessed`.
     """
     groups = optimizers.groups()
-    nodes = {}
-    for name in optimizers.optimizers:
-        own = optimizers.lr_schedulers.get(name)
-        chosen, where = (
-            (node, key) if own is None else (own, f"{optimizers.keys[name]}.lr_scheduler")
-        )
-        if chosen:
-            names = [group.name for group in groups if group.optimizer_name == name]
-            nodes[name] = partial(
-                _build_track, chosen, where, names, groups, total_steps, steps_per_epoch, guessed
-            )
+    every = [group.name for group in groups]
 
     def over(chosen: Mapping[str, Optimizer]) -> LRSchedule:
-        tracks = {name: build(chosen[name]) for name, build in nodes.items()}
+        tracks = {}
+        for name, optimizer in chosen.items():
+            section, where = node, key
+            if (own := optimizers.lr_schedulers.get(name)) is not None:
+                section, where = own, f"{optimizers.keys[name]}.lr_scheduler"
+            if section:
+                names = [group.name for group in groups if group.optimizer_name == name]
+                lengths = total_steps, steps_per_epoch
+                builder = _Builder(optimizer, names, every, *lengths, guessed)
+                tracks[name] = builder.track(section, where)
         return LRSchedule(tracks, steps_per_epoch, rehearsal)
 
     def rehearsal() -> LRSchedule:
@@ -143,26 +138,14 @@ def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: b
     try:
         for step, rates in zip(steps, schedule.preview(steps), strict=True):
             for group, lr in rates.items():
-                if not math.isfinite(lr):
-                    raise ArithmeticError(f"the learning rate of {group!r} is {lr:g} at {step}")
-                if lr < 0:
-                    message = f"makes the learning rate of {group!r} {lr:g} at {step}"
-                    raise ScheduleError(Problem(key, message))
+                if not 0 <= lr < math.inf:
+                    refuse(key, f"makes the learning rate of {group!r} {lr:g} at {step}")
     except (TypeError, ArithmeticError) as error:
         message = f"the schedule cannot be computed: {error}"
         raise ScheduleError(Problem(key, message)) from error
     except ValueError as error:
-        if "Tried to step" not in str(error):
+        if not (guessed and "Tried to step" in str(error)):  # beyond the end of a OneCycleLR
             raise
-        if not guessed:
-            raise _too_short(str(error), total_steps, key) from error
-
-
-def _too_short(message: str, total_steps: int | None, key: str) -> ScheduleError:
-    # OneCycleLR cannot be stepped beyond its end.
-    hint = "set lr_scheduler.total_steps to ${total_steps}"
-    message = f"{message}, but the run has {total_steps} updates in all"
-    return ScheduleError(Problem(key, message, hint))
 
 
 def warn_of_long_warmups(
@@ -171,48 +154,8 @@ def warn_of_long_warmups(
     """Warn if a warm-up takes the whole run, which is allowed for short trials."""
     ramp = max((t.warmup.updates(steps_per_epoch) for t in schedule.tracks.values()), default=0)
     if total_steps is not None and ramp >= total_steps:
-        logger.warning(
-            "warning: the warm-up takes %d updates, the run ends at %d", ramp, total_steps
-        )
-
-
-def _build_track(
-    node: Mapping[str, Any],
-    key: str,
-    group_names: Sequence[str],
-    groups: Sequence[Any],
-    total_steps: int | None,
-    steps_per_epoch: int | None,
-    guessed: bool,
-    optimizer: Optimizer,
-) -> Track:
-    if not node.get("_target_"):
-        message = "has no _target_, such as torch.optim.lr_scheduler.StepLR"
-        raise ScheduleError(Problem(key, message))
-    interval: Interval = node.get("interval") or "step"
-    if interval not in ("step", "epoch"):
-        message = f"must be step or epoch, not {interval!r}"
-        raise ScheduleError(Problem(f"{key}.interval", message))
-    warmup = parse_warmup(node.get("warmup"), f"{key}.warmup", interval, steps_per_epoch)
-    for group in optimizer.param_groups:
-        group.pop("initial_lr", None)  # of an earlier scheduler, which torch would go on from
-    maker = _Maker(optimizer, group_names, [group.name for group in groups], interval)
-    horizon = Horizon.remaining(total_steps, steps_per_epoch, interval, warmup)
-    scheduler = maker.make(node, horizon, key)
-    steps = 0 if guessed else horizon.steps or 0
-    if steps > EXAMINED and isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
-        raise _too_short(f"ends after {scheduler.total_steps} steps", total_steps, key)
-    monitor, follows = node.get("monitor"), takes_metric(scheduler)
-    if follows and not monitor:
-        message = "must be the metric that the scheduler monitors, such as val/loss"
-        raise ScheduleError(Problem(f"{key}.monitor", message))
-    if monitor and not follows:
-        message = f"{type(scheduler).__name__} does not monitor a metric"
-        raise ScheduleError(Problem(f"{key}.monitor", message))
-    ramp = ("ticks", "every", "start_factor", "shape") if warmup.ticks else ()
-    settings = maker.settings | {f"warmup.{name}": getattr(warmup, name) for name in ramp}
-    settings |= {"interval": interval, "monitor": monitor}
-    return Track(scheduler, interval, monitor, warmup, group_names, settings, steps_per_epoch)
+        message = "warning: the warm-up takes %d updates, the run ends at %d"
+        logger.warning(message, ramp, total_steps)
 
 
 def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None) -> Warmup:
@@ -223,175 +166,147 @@ def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None
     if node is None:
         return Warmup()
     if not isinstance(node, Mapping):
-        message = f"must be a dict with steps or epochs, not {node!r}"
-        raise ScheduleError(Problem(key, message))
-    steps, epochs = node.get("steps") or 0, node.get("epochs") or 0
-    start, shape = node.get("start_factor", 0.01), node.get("shape", "linear")
+        refuse(key, f"must be a dict with steps or epochs, not {node!r}")
+    given = {"steps": 0, "epochs": 0, "start_factor": 0.01, "shape": "linear"} | dict(node)
+    steps, epochs, start, shape, *_ = given.values()
+    steps, epochs = steps or 0, epochs or 0
+    positive = shape == "exponential"
+    wrong = {  # by key: whether it is, and what it must be
+        "steps": (isinstance(steps, bool | float) or not _in(steps), "a number of updates"),
+        "epochs": (not _in(epochs), "a number of epochs"),
+        "shape": (shape not in ("linear", "exponential"), "one of linear, exponential"),
+        "start_factor": (
+            not _in(start, 1) or (positive and not start),
+            "from 0 to 1 (exponential: above 0)",
+        ),
+    }
     problems = [
-        Problem(f"{key}.{word}", "unknown key", f"there are {', '.join(_WARMUP_KEYS)}")
-        for word in node
-        if word not in _WARMUP_KEYS
+        Problem(f"{key}.{word}", f"must be {need}, not {given[word]!r}")
+        for word, (is_wrong, need) in wrong.items()
+        if is_wrong
     ]
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        problems.append(Problem(f"{key}.steps", f"must be a number of updates, not {steps!r}"))
-    if not _is_number(epochs) or epochs < 0:
-        problems.append(Problem(f"{key}.epochs", f"must be a number of epochs, not {epochs!r}"))
+    hint = f"there are {', '.join(wrong)}"
+    problems += [Problem(f"{key}.{word}", "unknown key", hint) for word in node.keys() - wrong]
     if steps and epochs:
         problems.append(Problem(key, "has steps and epochs", "remove one of the two"))
-    if shape not in _SHAPES:
-        message = f"must be one of {', '.join(_SHAPES)}, not {shape!r}"
-        problems.append(Problem(f"{key}.shape", message))
-    if not _is_number(start) or not 0 <= start <= 1 or (start == 0 and shape == "exponential"):
-        message = f"must be from 0 to 1 (exponential: above 0), not {start!r}"
-        problems.append(Problem(f"{key}.start_factor", message))
     if epochs and steps_per_epoch is None and interval == "step":
         message = "the length of an epoch is not known"
         problems.append(Problem(f"{key}.epochs", message, "give steps"))
     raise_problems(problems, ScheduleError)
-    every: Literal["step", "epoch"] = "epoch" if interval == "epoch" and not steps else "step"
-    ticks = epochs if every == "epoch" else steps or epochs * (steps_per_epoch or 0)
-    return Warmup(round(ticks), every, float(start), shape)
+    if interval == "epoch" and not steps:
+        return Warmup(round(epochs), "epoch", float(start), shape)
+    return Warmup(round(steps or epochs * (steps_per_epoch or 0)), "step", float(start), shape)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _in(value: Any, highest: float = math.inf) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and 0 <= value <= highest
 
 
-@dataclass(frozen=True, slots=True)
-class Horizon:
-    """The length of a schedule, which replaces `${total_steps}` in a node; None if unknown."""
+@dataclass
+class _Builder:
+    """Build the track of one optimizer: its scheduler, and those inside it.
 
-    steps: int | None  # of the scheduler: updates, or epochs if it is stepped once an epoch
-    updates: int | None
-    steps_per_epoch: int | None
-
-    @classmethod
-    def remaining(
-        cls,
-        total_steps: int | None,
-        steps_per_epoch: int | None,
-        interval: Interval,
-        warmup: Warmup,
-    ) -> Horizon:
-        """Return the horizon of the run after the warm-up; it has at least one step."""
-        if total_steps is None:
-            return cls(None, None, steps_per_epoch)
-        updates = max(1, total_steps - warmup.updates(steps_per_epoch))
-        if interval == "step":
-            return cls(updates, updates, steps_per_epoch)
-        epochs = math.ceil(updates / steps_per_epoch) if steps_per_epoch else None
-        return cls(epochs, updates, steps_per_epoch)
-
-    def fill(self, node: Any, key: str) -> Any:
-        """Replace `${total_steps}` and `${steps_per_epoch}` in plain containers."""
-        if isinstance(node, Mapping):
-            return {k: self.fill(v, f"{key}.{k}") for k, v in node.items()}
-        if isinstance(node, list | tuple):
-            return [self.fill(v, key) for v in node]
-        if not isinstance(node, str):
-            return node
-        text = node
-        for word, length in (
-            ("${total_steps}", self.steps),
-            ("${steps_per_epoch}", self.steps_per_epoch),
-        ):
-            if node == word:
-                return _known(length, key)
-            if word in text:
-                text = text.replace(word, str(_known(length, key)))
-        return text
-
-    def share(self, value: Any, key: str) -> int:
-        """Return a step of the scheduler: `value`, or that fraction of the horizon."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            message = f"{value!r} is neither a step nor a fraction of the run"
-            raise ScheduleError(Problem(key, message))
-        if isinstance(value, int):
-            return value
-        if not 0 < value < 1:
-            message = f"{value!r}: a fraction of the run must be between 0 and 1"
-            raise ScheduleError(Problem(key, message))
-        return round(value * _known(self.steps, key))
-
-    def phases(self, milestones: Sequence[int], count: int) -> list[Horizon]:
-        """Return the horizons of `count` successive parts, which change at `milestones`."""
-        if len(milestones) != count - 1:  # torch raises an error for this
-            return [self] * count
-        ends = [*milestones, self.steps]
-        return [
-            replace(self, steps=None if end is None else max(1, end - begin))
-            for begin, end in zip([0, *milestones], ends, strict=True)
-        ]
-
-
-def _known(length: int | None, key: str) -> int:
-    if length is None:
-        message = "depends on the length of the run, which is not known"
-        hint = "set trainer.max_epochs or trainer.max_steps"
-        raise ScheduleError(Problem(key, message, hint))
-    return length
-
-
-@dataclass(slots=True)
-class _Maker:
-    """Build the scheduler of a node, and those inside it, over one optimizer.
-
-    `settings` collects their arguments, which are compared when a run is resumed.
+    `settings` collects their arguments, which are compared when a run is resumed. In a node
+    "${total_steps}" stands for the `steps` of its scheduler, updates or epochs; None if unknown.
     """
 
     optimizer: Optimizer
     group_names: Sequence[str]
     all_names: Sequence[str]
-    interval: Interval
+    updates: int | None  # of the run, then of what remains after the warm-up
+    steps_per_epoch: int | None
+    guessed: bool
+    interval: Interval = "step"
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def make(self, node: Mapping[str, Any], horizon: Horizon, key: str, path: str = "") -> Any:
-        """Return the torch scheduler of `node`; `path` is its prefix in `settings`."""
+    def track(self, node: Mapping[str, Any], key: str) -> Track:
+        _require_target(node, key)
+        steps, per_epoch = self.updates, self.steps_per_epoch
+        self.interval = node.get("interval") or "step"
+        if self.interval not in ("step", "epoch"):
+            refuse(f"{key}.interval", f"must be step or epoch, not {self.interval!r}")
+        warmup = parse_warmup(node.get("warmup"), f"{key}.warmup", self.interval, per_epoch)
+        for group in self.optimizer.param_groups:
+            group.pop("initial_lr", None)  # of an earlier scheduler, which torch would go on from
+        if steps is not None:  # what remains after the warm-up has at least one step
+            steps = self.updates = max(1, steps - warmup.updates(per_epoch))
+            if self.interval == "epoch":
+                steps = math.ceil(steps / per_epoch) if per_epoch else None
+        scheduler = self.scheduler(node, steps, key)
+        monitor, follows = node.get("monitor"), takes_metric(scheduler)
+        if follows and not monitor:
+            message = "must be the metric that the scheduler monitors, such as val/loss"
+            refuse(f"{key}.monitor", message)
+        if monitor and not follows:
+            refuse(f"{key}.monitor", f"{type(scheduler).__name__} does not monitor a metric")
+        ramp = warmup._asdict() if warmup.ticks else {}
+        self.settings |= {f"warmup.{name}": value for name, value in ramp.items()}
+        self.settings |= {"interval": self.interval, "monitor": monitor}
+        return Track(scheduler, self.interval, monitor, warmup, self.group_names, self.settings)
+
+    def scheduler(
+        self, node: Mapping[str, Any], steps: int | None, key: str, path: str = ""
+    ) -> Any:
+        # `path`: the prefix of the node in `settings`.
         kind = locate(node["_target_"])
-        given = {k: v for k, v in node.items() if k not in (*OWN, "schedulers")}
-        arguments: dict[str, Any] = horizon.fill(given, key)
+        own = (*OUTER, "functions", "schedulers")  # keys that are not arguments of the target
+        lengths = {"total_steps": steps, "steps_per_epoch": self.steps_per_epoch}
+        known = {name: length for name, length in lengths.items() if length is not None}
+        arguments = fill({k: v for k, v in node.items() if k not in own}, known)
+        for where, value in leaves(arguments, key):
+            if any(f"${{{name}}}" in str(value) for name in RESERVED):
+                _known(None, where)
         milestones, size = arguments.get("milestones"), arguments.get("step_size")
         if isinstance(milestones, list):
-            arguments["milestones"] = [horizon.share(m, f"{key}.milestones") for m in milestones]
+            where = f"{key}.milestones"
+            milestones = arguments["milestones"] = [_share(m, steps, where) for m in milestones]
         if isinstance(size, float):
-            arguments["step_size"] = max(1, horizon.share(size, f"{key}.step_size"))
+            arguments["step_size"] = max(1, _share(size, steps, f"{key}.step_size"))
         self.settings |= {f"{path}{name}": value for name, value in arguments.items()}
         objects: dict[str, Any] = {}  # arguments that are not plain data
         if "functions" in node:
             if "lr_lambda" in arguments:
-                raise ScheduleError(Problem(f"{key}.lr_lambda", "is what functions gives", _WAY))
-            objects["lr_lambda"] = self._functions(node["functions"], horizon, key, path)
-        if node.get("schedulers"):
-            children = _inner_nodes(node, key)
-            parts = [horizon] * len(children)
-            if kind is SequentialLR:
-                parts = horizon.phases(arguments.get("milestones", []), len(children))
+                hint = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
+                refuse(f"{key}.lr_lambda", "is what functions gives", hint)
+            objects["lr_lambda"] = self.functions(node["functions"], steps, key, path)
+        if children := _inner_nodes(node, key):
+            parts, ends = [steps] * len(children), milestones or []
+            if kind is SequentialLR and len(ends) == len(children) - 1:
+                ends = zip([0, *ends], [*ends, steps], strict=True)
+                parts = [None if end is None else max(1, end - begin) for begin, end in ends]
             objects["schedulers"] = [
-                self.make(child, part, f"{key}.schedulers.{name}", f"{path}schedulers.{name}.")
-                for (name, child), part in zip(children, parts, strict=True)
+                self.scheduler(child, part, where, f"{path}{where.removeprefix(key + '.')}.")
+                for (where, child), part in zip(children.items(), parts, strict=True)
             ]
         if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return self._construct(kind, arguments, objects, key)
+        made = self.construct(kind, arguments, objects, key)
+        if isinstance(made, OneCycleLR) and made.total_steps < (steps or 0) and not self.guessed:
+            message = f"total steps is {made.total_steps}, but the run has {self.updates} updates"
+            refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
+        return made
 
-    def _functions(self, functions: Any, horizon: Horizon, key: str, path: str) -> list[Any]:
+    def functions(self, functions: Any, steps: int | None, key: str, path: str) -> list[Any]:
+        per_epoch, by_step = self.steps_per_epoch, self.interval == "step"
         self.settings[f"{path}functions"] = functions
         if "total_steps" in str(functions):
-            self.settings[f"{path}total_steps"] = horizon.updates
-        if self.interval == "epoch" or "epoch" in str(functions):
-            self.settings[f"{path}steps_per_epoch"] = horizon.steps_per_epoch
-        make = partial(
-            function_of,
-            interval=self.interval,
-            steps=horizon.steps,
-            updates=horizon.updates,
-            steps_per_epoch=horizon.steps_per_epoch,
-        )
+            self.settings[f"{path}total_steps"] = self.updates
+        if not by_step or "epoch" in str(functions):
+            self.settings[f"{path}steps_per_epoch"] = per_epoch
+        lengths = {"total_steps": self.updates, "steps_per_epoch": per_epoch}
+        known = {name: float(length) for name, length in lengths.items() if length is not None}
+
+        def values(tick: int) -> dict[str, float]:
+            step = tick if by_step else tick * (per_epoch or 1)
+            return {"step": float(step), "epoch": float(step // (per_epoch or 1)), **known}
+
+        where = f"{key}.functions"
         return functions_of_groups(
-            functions, self.group_names, self.all_names, make, f"{key}.functions"
+            functions, self.group_names, self.all_names, values, steps or 2, where
         )
 
-    def _construct(
+    def construct(
         self, kind: type, arguments: dict[str, Any], objects: dict[str, Any], key: str
     ) -> Any:
         try:
@@ -405,6 +320,23 @@ class _Maker:
                 raise
             raise ScheduleError(Problem(key, f"{arguments['_target_']}: {error}")) from error
         if not isinstance(made, LRScheduler):
-            message = f"makes no LRScheduler but a {type(made).__name__}"
-            raise ScheduleError(Problem(f"{key}._target_", message))
+            refuse(f"{key}._target_", f"makes no LRScheduler but a {type(made).__name__}")
         return made
+
+
+def _share(value: Any, steps: int | None, key: str) -> int:
+    # A step of the scheduler: `value`, or that fraction of its steps.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(key, f"{value!r} is neither a step nor a fraction of the run")
+    if isinstance(value, int):
+        return value
+    if not 0 < value < 1:
+        refuse(key, f"{value!r}: a fraction of the run must be between 0 and 1")
+    return round(value * _known(steps, key))
+
+
+def _known(length: int | None, key: str) -> int:
+    if length is None:
+        message = "depends on the length of the run, which is not known"
+        refuse(key, message, "set trainer.max_epochs or trainer.max_steps")
+    return length

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +30,21 @@ class ScheduleError(ConfigError, ValueError):
     """An `lr_scheduler` section of the config is invalid."""
 
 
-@dataclass(frozen=True, slots=True)
-class Warmup:
+def refuse(key: str, message: str, hint: str | None = None) -> NoReturn:
+    """Raise `ScheduleError` for one key."""
+    raise ScheduleError(Problem(key, message, hint))
+
+
+class Warmup(NamedTuple):
     """Raise learning rates over `ticks` from `start_factor` times their first value to it.
 
     The factor at tick t is s + (1 - s) t / ticks (linear) or s ** (1 - t / ticks) (exponential).
     """
 
     ticks: int = 0
-    every: Interval = "step"  # the unit of `ticks`
+    every: str = "step"  # the unit of `ticks`, or "epoch"
     start_factor: float = 0.01
-    shape: Literal["linear", "exponential"] = "linear"
+    shape: str = "linear"
 
     def factor(self, tick: int) -> float:
         """Return the factor of the learning rate at `tick`; 1 from `ticks` on."""
@@ -54,12 +57,6 @@ class Warmup:
     def updates(self, steps_per_epoch: int | None) -> int:
         """Return the number of updates of the warm-up."""
         return self.ticks * (steps_per_epoch or 1) if self.every == "epoch" else self.ticks
-
-    def epochs(self, steps_per_epoch: int | None) -> int:
-        """Return the number of complete epochs of the warm-up."""
-        if self.every == "epoch":
-            return self.ticks
-        return self.ticks // (steps_per_epoch or self.ticks + 1)
 
 
 class Track:
@@ -79,11 +76,9 @@ class Track:
         warmup: Warmup | None = None,
         group_names: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
-        steps_per_epoch: int | None = None,
     ) -> None:
         self.groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
         self.scheduler = scheduler
-        self.interval = interval
         self.monitor = monitor
         # The metric by its name for a whole epoch or a validation.
         self.watched = None if monitor is None else epoch_metric(monitor)
@@ -92,9 +87,8 @@ class Track:
         self.group_names = list(group_names) or [
             str(group.get("name", i)) for i, group in enumerate(self.groups)
         ]
-        # An epoch is counted after an update with the scheduler's first value.
-        self._warmup_epochs = self.warmup.epochs(steps_per_epoch)
-        self._begins = self.warmup.ticks + 1 if self.warmup.ticks else 0  # the update after it
+        self._by_step = interval == "step"
+        self._warmup_epochs = 0  # the epochs that were complete when the warm-up ended
         self._at = self._position(0, 0)
         # What the scheduler begins with: a tensor is changed in place later.
         self._first = [
@@ -106,17 +100,12 @@ class Track:
 
     def _position(self, updates: int, epochs: int) -> int:
         # The scheduler's steps so far; -n if the warm-up has n ticks left.
-        ticks, by_step = self.warmup.ticks, self.interval == "step"
-        if not ticks:
-            return updates if by_step else epochs
-        passed = (epochs if self.warmup.every == "epoch" else updates) - ticks
-        return passed if by_step or passed <= 0 else epochs - self._warmup_epochs
-
-    def after_update(self, updates: int, epochs: int) -> None:
-        """Step after an applied update."""
-        if updates == self._begins and self.warmup.every == "step":
+        if not self.warmup.ticks:
+            return updates if self._by_step else epochs
+        passed = (epochs if self.warmup.every == "epoch" else updates) - self.warmup.ticks
+        if passed <= 0:
             self._warmup_epochs = epochs
-        self.move(updates, epochs)
+        return passed if self._by_step or passed <= 0 else epochs - self._warmup_epochs
 
     def move(self, updates: int, epochs: int) -> None:
         """Take the next step, if it is due after this number of updates and epochs."""
@@ -128,17 +117,17 @@ class Track:
             elif self.monitor is None:
                 self.scheduler.step()
 
-    def after_validation(self, metrics: Mapping[str, float]) -> None:
-        """Step the scheduler if the metrics contain the monitored one."""
-        if self.watched is not None and self.watched in metrics and self._at >= 0:
-            self.scheduler.step(metrics[self.watched])
+    def after_validation(self, value: float) -> None:
+        """Step the scheduler by its metric, which does not count during the warm-up."""
+        if self._at >= 0:
+            self.scheduler.step(value)
 
     def _warm(self) -> None:
         # During the warm-up, the learning rates are a fraction of the scheduler's first.
         if self.warmup.ticks and self._at <= 0:
             factor = self.warmup.factor(self.warmup.ticks + self._at)
             for group, start in zip(self.groups, self._start, strict=True):
-                put(group, "lr", start * factor)
+                _put(group, "lr", start * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, and the scheduler's state without functions: plain values."""
@@ -159,12 +148,11 @@ class Track:
         there, here = state["settings"], self.settings
         found = [
             f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
-            for key in [*here, *(key for key in there if key not in here)]
+            for key in here | there
             if here.get(key) != there.get(key)
         ]
         new = [name for name in self.group_names if name not in state["groups"]]
-        if new:
-            found.append(f"group {new[0]!r} had no schedule")
+        found += [f"group {name!r} had no schedule" for name in new]
         own = not self.settings or not state["type"].startswith("torch.")
         if own and self.group_names != state["groups"]:
             found.append("the parameter groups, or their order, have changed")
@@ -178,19 +166,29 @@ class Track:
         self._start = [state["start"][i] for i in order]
         self.scheduler.load_state_dict(_reordered(state["scheduler"], order))
 
-    def catch_up(self, state: Mapping[str, Any] | None, updates: int, epochs: int) -> None:
+    def catch_up(
+        self,
+        state: Mapping[str, Any] | None,
+        updates: int,
+        epochs: int,
+        steps_per_epoch: int | None,
+    ) -> None:
         """Move to the same updates and epochs in the schedule that is configured here.
 
         `state` is that of the earlier schedule, if there was one. A plateau scheduler keeps its
         history and its reduced rates; an object of the user is restored exactly.
         """
+        if not self.settings:
+            if state is not None:
+                self.load_state_dict(state, updates, epochs)
+            return
+        by_epoch = self.warmup.every == "epoch"
+        self._warmup_epochs = self.warmup.ticks // (1 if by_epoch else steps_per_epoch or 2**62)
         self._at = self._position(updates, epochs)
-        if self.monitor is not None and self.settings:
+        if self.monitor is not None:
             self._keep(state or {"type": None})
-        elif self.settings:
+        else:
             self._replay()
-        elif state is not None:
-            self.load_state_dict(state, updates, epochs)
         if self._at < 0:
             self._warm()
 
@@ -199,7 +197,7 @@ class Track:
         for group, first in zip(self.groups, self._first, strict=True):
             for key in set(first) - {"params"}:
                 if key == "lr" or key not in self.scheduler.optimizer.defaults:
-                    put(group, key, first[key])
+                    _put(group, key, first[key])
         with warnings.catch_warnings():  # torch misses a step of the optimizer
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(self._at):
@@ -213,13 +211,11 @@ class Track:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **memory})
             begun = zip(state["groups"], state["start"], strict=True)
             reached = dict(zip(begun, state["lr"], strict=True))
-        begun = zip(self.group_names, self._start, strict=True)
-        for group, key in zip(self.groups, begun, strict=True):
-            put(group, "lr", reached.get(key, key[1]))
+        for group, name, start in zip(self.groups, self.group_names, self._start, strict=True):
+            _put(group, "lr", reached.get((name, start), start))
 
 
-def put(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a group's hyper-parameter; a tensor is changed in place."""
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:
@@ -259,9 +255,8 @@ class LRSchedule:
         self.tracks = dict(tracks)
         self.updates = 0  # applied
         self.epochs = 0
-        self._tracks = list(self.tracks.values())
         self._steps_per_epoch = steps_per_epoch
-        self._rehearsal = rehearsal
+        self._rehearsal = rehearsal or (lambda: LRSchedule({}))
 
     @classmethod
     def wrap(
@@ -282,21 +277,16 @@ class LRSchedule:
             )
         return cls({"optimizer": Track(scheduler, interval, monitor)})
 
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that are monitored."""
-        return tuple(dict.fromkeys(t.monitor for t in self._tracks if t.monitor is not None))
-
     def after_update(self) -> None:
         """Step after an applied update; a skipped update changes nothing (I10)."""
         self.updates += 1
-        for track in self._tracks:
-            track.after_update(self.updates, self.epochs)
+        for track in self.tracks.values():
+            track.move(self.updates, self.epochs)
 
     def after_epoch(self) -> None:
         """Step after the last update of an epoch."""
         self.epochs += 1
-        for track in self._tracks:
+        for track in self.tracks.values():
             track.move(self.updates, self.epochs)
 
     def after_validation(self, metrics: Mapping[str, float]) -> None:
@@ -306,13 +296,13 @@ class LRSchedule:
         monitored metric of this stage is missing.
         """
         stages = {name.partition("/")[0] for name in metrics}
-        for track in self._tracks:
-            watched = track.watched
-            if watched and watched.partition("/")[0] in stages and watched not in metrics:
-                known = ", ".join(metrics)
-                message = f"{track.monitor}: no such metric; there are: {known}"
-                raise ScheduleError(Problem("lr_scheduler.monitor", message))
-            track.after_validation(metrics)
+        for track in self.tracks.values():
+            if track.watched is None or track.watched.partition("/")[0] not in stages:
+                continue
+            if track.watched not in metrics:
+                message = f"{track.monitor}: no such metric; there are: {', '.join(metrics)}"
+                refuse("lr_scheduler.monitor", message)
+            track.after_validation(metrics[track.watched])
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, positions and settings: plain values only."""
@@ -347,7 +337,7 @@ class LRSchedule:
                 if hyper_parameters:
                     track.load_state_dict(saved[name], updates, epochs)
                 else:
-                    track.catch_up(saved.get(name), updates, epochs)
+                    track.catch_up(saved.get(name), updates, epochs, self._steps_per_epoch)
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
@@ -358,7 +348,7 @@ class LRSchedule:
         For a schedule with a metric it is assumed that the metric always improves. The schedule is
         walked over optimizers that train nothing, at some microseconds an update.
         """
-        walked = LRSchedule({}) if self._rehearsal is None else self._rehearsal()
+        walked = self._rehearsal()
         for step in steps:
             while walked.updates < step:
                 walked.after_update()
@@ -372,12 +362,14 @@ class LRSchedule:
 
     def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
         """Raise `ScheduleError` if a validation is monitored and there is none."""
-        for monitor in self.monitors:
-            if monitor.startswith("val/") and not (has_data and validates):
+        for track in self.tracks.values():
+            if (track.monitor or "").startswith("val/") and not (has_data and validates):
                 reason = "no validation before the end" if has_data else "no validation set"
-                message = f"{monitor}: there is {reason}, and the rates would never change"
-                hint = "monitor train/loss, or choose a schedule without a metric"
-                raise ScheduleError(Problem("lr_scheduler.monitor", message, hint))
+                refuse(
+                    "lr_scheduler.monitor",
+                    f"{track.monitor}: there is {reason}, and the rates would never change",
+                    "monitor train/loss, or choose a schedule without a metric",
+                )
 
 
 class StandIn(Optimizer):

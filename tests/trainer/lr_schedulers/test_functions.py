@@ -1,5 +1,6 @@
-"""Functions of the step for single groups, and schedules of single optimizers."""
+"""Functions of the step, schedules of single optimizers, and what is refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,73 @@ from schedules_by_hand import (
     walk,
 )
 from trainer.lr_schedulers.build import build_lr_schedule
+from trainer.lr_schedulers.functions import MAX_LENGTH, expression
 from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError, curve
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.targets.instantiate import TargetError
+
+VALUES = {"step": 7.0, "epoch": 2.0, "total_steps": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1.0),
+        (" 1 - step / total_steps ", 0.3),
+        ("0.5 * (1 + cos(pi * step / total_steps))", 0.5 * (1 + math.cos(math.pi * 7 / 10))),
+        ("-step + +epoch", -5.0),
+        ("step // 2 + step % 4", 6.0),
+        ("2 ** -epoch", 0.25),
+        ("1 if step < 5 else 0.1", 0.1),
+        ("step >= 7 and epoch != 3", 1.0),
+        ("not (step == 7 or epoch > 9)", 0.0),
+        ("min(step, 3, epoch) + max(1, 2) + abs(-4)", 8.0),
+        ("floor(2.7) + ceil(2.2) + sqrt(4) + log(e) + log(8, 2)", 11.0),
+        ("exp(0) + tanh(0) + sin(0) + pow(2, 3)", 9.0),
+        ("True + 1e-3", 1.001),
+        ("+".join(["1"] * 25), 25.0),
+    ],
+)
+def test_an_expression_is_what_python_makes_of_it(text: str, expected: float) -> None:
+    value = expression(text, lambda step: VALUES, "key")(7)
+    assert value == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        pytest.param(["", "1 +", "step; step", "\0"], "not a valid expression", id="syntax"),
+        pytest.param(["lr * 2"], "'lr' is not allowed.* numbers, step, epoch", id="name"),
+        pytest.param(
+            ["__import__('os').system('true')", "step.__class__", "[1][0]", "(lambda: 1)()"],
+            "not allowed",
+            id="code",
+        ),
+        pytest.param(
+            ["'a' * 3", "1j", "None", "[x for x in (1,)]", "(y := 1)", "f'{step}'"],
+            "not allowed",
+            id="values",
+        ),
+        pytest.param(
+            ["1 < step < 9", "step @ step", "1 << 9999", "max(1, *step)", "min(step, key=1)"],
+            "not allowed",
+            id="operators",
+        ),
+        pytest.param(["eval(1)"], "eval.* not allowed.* cos", id="function"),
+        pytest.param(["cos(1, 2)", "min(1)", "max()"], "does not take . arguments", id="count"),
+        pytest.param(["9" * 400], "too large", id="huge-number"),
+        pytest.param(["-" * 200 + "1"], "nested more than", id="deep"),
+        pytest.param(["1" + "+1" * MAX_LENGTH], "more than 500 characters", id="long"),
+        pytest.param(["1 / (step - 7)", "log(0)"], "has no value at step = 7", id="domain"),
+        pytest.param(["9 ** 9 ** 9 ** 9", "(-8) ** 0.5"], "has no value", id="overflow"),
+        pytest.param(["1e308 * 10"], "is inf", id="infinite"),
+        pytest.param(["1e308 * 10 - 1e308 * 10"], "is nan", id="nan"),
+    ],
+)
+def test_anything_else_is_refused(texts: list[str], message: str) -> None:
+    for text in texts:
+        with pytest.raises(ScheduleError, match=f"^key: .*{message}"):
+            expression(text, lambda step: VALUES, "key")(7)
 
 
 def test_functions_go_by_group() -> None:
@@ -110,7 +175,6 @@ def test_a_plain_scheduler_is_wrapped_as_it_is() -> None:
     again = LRSchedule.wrap(StepLR(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1, 0.5), "epoch")
     again.load_state_dict(through_a_file(schedule.state_dict())[0], hyper_parameters=False)
     assert again.state_dict() == schedule.state_dict() | {"tracks": again.state_dict()["tracks"]}
-    assert LRSchedule.wrap(None).monitors == ()
 
 
 def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
@@ -124,92 +188,52 @@ def test_a_plain_plateau_scheduler_needs_the_name_of_its_metric() -> None:
     with pytest.raises(ScheduleError, match="val/loss: no such metric; there are: val/accuracy"):
         schedule.after_validation({"val/accuracy": 0.0})
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert schedule.monitors == ("val/loss",)
 
 
 def broken(name: str = "StepLR", **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{TORCH}.{name}", **arguments}
 
 
+STEP, PLATEAU = broken(step_size=1), broken("ReduceLROnPlateau")
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        pytest.param({"gamma": 1}, "lr_scheduler: has no _target_", id="no-target"),
-        pytest.param(broken(step_size=1, interval="day"), "must be step or epoch", id="interval"),
-        pytest.param(broken(step_size="a"), "lr_scheduler: the schedule cannot be", id="type"),
-        pytest.param(
-            broken(step_size=5, gamma=-1), "learning rate of 'first' -0.4 at 5", id="sign"
+        ({"gamma": 1}, "lr_scheduler: has no _target_"),
+        (STEP | {"interval": "day"}, "must be step or epoch"),
+        (broken(step_size="a"), "lr_scheduler: the schedule cannot be"),
+        (broken(step_size=5, gamma=-1), "learning rate of 'first' -0.4 at 5"),
+        (broken("ExponentialLR", gamma=1e300), "learning rate of 'first' inf at 2"),
+        (broken(stepsize=1), "stepsize"),
+        (broken(step_size=1.5), "between 0 and 1"),
+        (broken("MultiStepLR", milestones=["a"]), "neither a step"),
+        (STEP | {"monitor": "val/loss"}, "StepLR does not monitor a metric"),
+        (PLATEAU, "lr_scheduler.monitor: must be the metric"),
+        (STEP | {"warmup": {"step": 3}}, "lr_scheduler.warmup.step: unknown key"),
+        (STEP | {"warmup": {"steps": 3, "epochs": 1}}, "remove one of the two"),
+        (STEP | {"warmup": 3}, "warmup: must be a dict"),
+        (STEP | {"warmup": {"steps": 1.5}}, "a number of updates"),
+        (STEP | {"warmup": {"steps": True}}, "a number of updates"),
+        (STEP | {"warmup": {"steps": -1}}, "a number of updates"),
+        (STEP | {"warmup": {"epochs": -1}}, "a number of epochs"),
+        (STEP | {"warmup": {"steps": 1, "shape": "cosine"}}, "warmup.shape"),
+        (STEP | {"warmup": {"steps": 1, "start_factor": 2}}, "start_factor"),
+        (STEP | {"warmup": {"start_factor": 0, "shape": "exponential"}}, "above 0"),
+        (broken("LambdaLR", functions={"heed": "1"}), "there is no parameter group of this name"),
+        (broken("LambdaLR", functions={"first": "1"}), "no function for group 'default'"),
+        (broken("LambdaLR", functions="lr * 2"), "functions.default: 'lr \\* 2'.*'lr'"),
+        (broken("LambdaLR", functions="1 - step"), "is negative"),
+        (broken("LambdaLR", functions="1 / step"), "has no value"),
+        (broken("LambdaLR", functions="os.getpid"), "not allowed"),
+        (broken("LambdaLR", functions={"default": [1]}), "import path"),
+        (broken("SequentialLR", schedulers=[3], milestones=[]), "no _target_"),
+        (
+            broken("SequentialLR", schedulers=[STEP | {"interval": "epoch"}], milestones=[]),
+            "schedulers.0.interval: must be set in lr_scheduler",
         ),
-        pytest.param(broken("ExponentialLR", gamma=1e300), "cannot be computed", id="overflow"),
-        pytest.param(broken(stepsize=1), "stepsize", id="argument"),
-        pytest.param(broken(step_size=1.5), "between 0 and 1", id="fraction"),
-        pytest.param(broken("MultiStepLR", milestones=["a"]), "neither a step", id="milestone"),
-        pytest.param(
-            broken(step_size=1, monitor="val/loss"),
-            "StepLR does not monitor a metric",
-            id="no-metric",
-        ),
-        pytest.param(
-            broken("ReduceLROnPlateau"), "lr_scheduler.monitor: must be the metric", id="monitor"
-        ),
-        pytest.param(
-            broken(step_size=1, warmup={"step": 3}),
-            "lr_scheduler.warmup.step: unknown key",
-            id="ramp",
-        ),
-        pytest.param(
-            broken(step_size=1, warmup={"steps": 3, "epochs": 1}),
-            "remove one of the two",
-            id="both",
-        ),
-        pytest.param(broken(step_size=1, warmup=3), "warmup: must be a dict", id="ramp-type"),
-        pytest.param(broken(step_size=1, warmup={"steps": 1.5}), "a number of updates", id="steps"),
-        pytest.param(
-            broken(step_size=1, warmup={"steps": -1}), "a number of updates", id="negative"
-        ),
-        pytest.param(
-            broken(step_size=1, warmup={"steps": 1, "shape": "cosine"}), "warmup.shape", id="shape"
-        ),
-        pytest.param(
-            broken(step_size=1, warmup={"steps": 1, "start_factor": 2}), "start_factor", id="start"
-        ),
-        pytest.param(
-            broken("LambdaLR", functions={"heed": "1"}),
-            "there is no parameter group of this name",
-            id="group",
-        ),
-        pytest.param(
-            broken("LambdaLR", functions={"first": "1"}), "none for group|no function", id="nobody"
-        ),
-        pytest.param(
-            broken("LambdaLR", functions="lr * 2"), "functions.default: 'lr \\* 2': 'lr'", id="name"
-        ),
-        pytest.param(broken("LambdaLR", functions="1 - step"), "is negative", id="negative-factor"),
-        pytest.param(broken("LambdaLR", functions="1 / step"), "has no value", id="no-value"),
-        pytest.param(broken("LambdaLR", functions="os.getpid"), "not allowed", id="forbidden"),
-        pytest.param(broken("LambdaLR", functions={"default": [1]}), "import path", id="function"),
-        pytest.param(
-            broken("SequentialLR", schedulers=[3], milestones=[]), "no _target_", id="part"
-        ),
-        pytest.param(
-            broken(
-                "SequentialLR",
-                schedulers=[broken(step_size=1, interval="epoch")],
-                milestones=[],
-            ),
-            r"schedulers.0.interval: must be set in lr_scheduler",
-            id="inner-interval",
-        ),
-        pytest.param(
-            broken("SequentialLR", schedulers=[broken(step_size=1)], milestones=[3, 4]),
-            "milestone",
-            id="milestones",
-        ),
-        pytest.param(
-            broken("ChainedScheduler", schedulers=[broken("ReduceLROnPlateau")]),
-            "ReduceLROnPlateau",
-            id="chained-plateau",
-        ),
+        (broken("SequentialLR", schedulers=[STEP], milestones=[3, 4]), "milestone"),
+        (broken("ChainedScheduler", schedulers=[PLATEAU]), "ReduceLROnPlateau"),
     ],
 )
 def test_a_schedule_that_cannot_be_built_is_refused(chosen: dict[str, Any], message: str) -> None:
@@ -235,6 +259,7 @@ def test_a_run_without_a_length_has_no_horizon() -> None:
 @pytest.mark.parametrize("updates", [100, 10**6])
 def test_a_cycle_that_ends_before_the_run_is_refused(updates: int) -> None:
     chosen = broken("OneCycleLR", max_lr=0.1, total_steps=updates - 1)
-    with pytest.raises(ScheduleError, match=r"the run has .* updates in all.*total_steps"):
-        build_lr_schedule(chosen, optimizers(), updates, 10)
-    build_lr_schedule(chosen, optimizers(), updates, 10, guessed=True)
+    for whole in (chosen, broken("ChainedScheduler", schedulers=[chosen])):
+        with pytest.raises(ScheduleError, match=r"the run has .* updates.*total_steps"):
+            build_lr_schedule(whole, optimizers(), updates, 10)
+        build_lr_schedule(whole, optimizers(), updates, 10, guessed=True)

@@ -1,4 +1,4 @@
-"""Schedules against torch's own, walked by hand: warm-ups and curves."""
+"""Schedules against torch's own, walked by hand; warm-ups, curves, resumes."""
 
 import math
 from collections.abc import Callable
@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    MultiStepLR,
-    PolynomialLR,
-    SequentialLR,
-)
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as by_torch
 
 from schedules_by_hand import (
     BY_HAND,
@@ -27,11 +20,14 @@ from schedules_by_hand import (
     assert_close,
     node,
     optimizers,
+    through_a_file,
     walk,
     walk_by_hand,
 )
+from trainer.errors import CheckpointError
 from trainer.lr_schedulers.build import build_lr_schedule, target_nodes, warn_of_long_warmups
-from trainer.lr_schedulers.schedule import curve
+from trainer.lr_schedulers.schedule import LRSchedule, curve
+from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.targets.instantiate import bind_problems
 
 
@@ -60,16 +56,16 @@ def test_a_shipped_schedule_passes_the_signature_check(name: str) -> None:
 )
 def test_a_warm_up_is_torchs_linear_one_in_sequence(name: str) -> None:
     after: dict[str, Callable[[Optimizer], Any]] = {
-        "cosine": lambda o: CosineAnnealingLR(o, 42),
-        "lambda": lambda o: LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 42))),
-        "linear": lambda o: LinearLR(o, 1.0, 0.0, 42),
-        "multi_step": lambda o: MultiStepLR(o, [21, round(31.5)], 0.1),
-        "polynomial": lambda o: PolynomialLR(o, 42, 1.0),
+        "cosine": lambda o: by_torch.CosineAnnealingLR(o, 42),
+        "lambda": lambda o: by_torch.LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 42))),
+        "linear": lambda o: by_torch.LinearLR(o, 1.0, 0.0, 42),
+        "multi_step": lambda o: by_torch.MultiStepLR(o, [21, round(31.5)], 0.1),
+        "polynomial": lambda o: by_torch.PolynomialLR(o, 42, 1.0),
     }
     parameter = nn.Parameter(torch.zeros(1))
     plain = SGD([parameter], lr=0.4)
-    parts = [LinearLR(plain, 0.1, 1.0, 6), after.get(name, BY_HAND[name][1])(plain)]
-    sequence = SequentialLR(plain, parts, [6])
+    parts = [by_torch.LinearLR(plain, 0.1, 1.0, 6), after.get(name, BY_HAND[name][1])(plain)]
+    sequence = by_torch.SequentialLR(plain, parts, [6])
     expected = []
     for _ in range(TOTAL):
         expected.append([plain.param_groups[0]["lr"]])
@@ -177,3 +173,173 @@ def test_a_warm_up_longer_than_the_run_is_warned_about(caplog: pytest.LogCapture
     warn_of_long_warmups(schedule, TOTAL, PER_EPOCH)
     assert caplog.text.count("the warm-up takes 50 updates, the run ends at 48") == 1
     assert walk(over, schedule)[-1][0] < 0.4
+
+
+@pytest.mark.parametrize("warm", [pytest.param(False, id="plain"), pytest.param(True, id="warm")])
+@pytest.mark.parametrize("cut", [pytest.param(3, id="early"), pytest.param(20, id="mid-epoch")])
+@pytest.mark.parametrize("name", FILES)
+def test_a_schedule_goes_on_exactly_after_a_resume(name: str, cut: int, warm: bool) -> None:
+    chosen = node(name) | ({"warmup": {"steps": 5, "start_factor": 0.1}} if warm else {})
+    whole = optimizers()
+    schedule = build_lr_schedule(chosen, whole, TOTAL, PER_EPOCH)
+    walk(whole, schedule, 0, cut)
+    states = through_a_file(whole.state_dict(), schedule.state_dict())
+    resumed = optimizers()
+    again = build_lr_schedule(chosen, resumed, TOTAL, PER_EPOCH)
+    resumed.load_state_dict(states[0])
+    again.load_state_dict(states[1])
+    assert walk(resumed, again, cut) == walk(whole, schedule, cut)
+    assert again.state_dict() == schedule.state_dict()
+
+
+@pytest.mark.parametrize("warm", [0, 6])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", [name for name in BY_HAND if name != "plateau"])
+def test_a_changed_configuration_goes_on_along_its_own_curve(
+    name: str, warm: int, keeps: bool
+) -> None:
+    """A longer run, another learning rate: as if they had been so from the start."""
+    old = optimizers()
+    chosen = node(name) | ({"warmup": {"steps": warm}} if warm else {})
+    schedule = build_lr_schedule(chosen, old, TOTAL, PER_EPOCH)
+    walk(old, schedule, 0, 20)
+    states = through_a_file(old.state_dict(), schedule.state_dict())
+    rates = None if keeps else [0.7, 0.3]
+    whole, resumed = optimizers(rates), optimizers(rates)
+    by_whole = build_lr_schedule(chosen, whole, 2 * TOTAL, PER_EPOCH)
+    walk(whole, by_whole, 0, 20)
+    by_resumed = build_lr_schedule(chosen, resumed, 2 * TOTAL, PER_EPOCH)
+    resumed.load_state_dict(states[0], hyper_parameters=keeps)
+    by_resumed.load_state_dict(states[1], hyper_parameters=False)
+    assert walk(resumed, by_resumed, 20, 96) == walk(whole, by_whole, 20, 96)
+
+
+def test_a_plateau_schedule_keeps_what_it_has_seen_and_how_far_it_came_down() -> None:
+    old = optimizers()
+    quick = node("plateau", "lr_scheduler.patience=1")
+    schedule = build_lr_schedule(quick, old, TOTAL, PER_EPOCH)
+    walk(old, schedule, 0, 30)
+    assert old.learning_rates()["first"] == pytest.approx(0.04)
+    states = through_a_file(old.state_dict(), schedule.state_dict())
+    resumed = optimizers([0.4, 0.3])  # the second group's learning rate is new, the first's not
+    patient = node("plateau", "lr_scheduler.patience=5")
+    again = build_lr_schedule(patient, resumed, TOTAL, PER_EPOCH)
+    resumed.load_state_dict(states[0], hyper_parameters=False)
+    again.load_state_dict(states[1], hyper_parameters=False)
+    assert resumed.learning_rates() == pytest.approx({"first": 0.04, "default": 0.3})
+    scheduler = again.tracks["optimizer"].scheduler
+    assert (scheduler.patience, scheduler.best) == (5, 0.9)
+    assert scheduler.num_bad_epochs == schedule.tracks["optimizer"].scheduler.num_bad_epochs
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (["cosine"], r"CosineAnnealingLR, it was .*StepLR"),
+        (["step", "lr_scheduler.gamma=0.5"], "lr_scheduler.gamma is 0.5, it was 0.1"),
+        (["step", "lr_scheduler.step_size=3"], "step_size is 3, it was 2"),
+        (["step", "lr_scheduler.interval=step"], r"step_size is 14, it was 2 \(\+1"),
+        (["step", "lr_scheduler.warmup.steps=3"], r"warmup.ticks is 3, it was None"),
+    ],
+)
+def test_another_schedule_is_refused(chosen: list[str], message: str) -> None:
+    old = build_lr_schedule(node("step"), optimizers(), TOTAL, PER_EPOCH)
+    new = build_lr_schedule(node(*chosen), optimizers(), TOTAL, PER_EPOCH)
+    with pytest.raises(CheckpointError, match=message):
+        new.load_state_dict(through_a_file(old.state_dict())[0])
+
+
+def test_a_state_without_its_parts_is_refused() -> None:
+    schedule = build_lr_schedule(node("step"), optimizers(), TOTAL, PER_EPOCH)
+    for broken in ({}, {"updates": 0, "epochs": 0, "tracks": {"optimizer": {"type": 3}}}):
+        with pytest.raises(CheckpointError):
+            schedule.load_state_dict(broken)
+
+
+@pytest.mark.parametrize("name", ["one_cycle", "step", "plateau", "lambda", "chained"])
+def test_reordered_groups_keep_their_schedules(name: str) -> None:
+    rules = {"a": {"match": "^0", "lr": 0.4}, "b": {"match": "^1", "lr": 0.1}}
+
+    def over(names: str) -> Optimizers:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        groups = {name: rules[name] for name in names}
+        sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+        return build_optimizers(model, {**sgd, "param_groups": groups})
+
+    first, second = over("ab"), over("ba")
+    before = build_lr_schedule(node(name), first, TOTAL, PER_EPOCH)
+    after = build_lr_schedule(node(name), second, TOTAL, PER_EPOCH)
+    walk(first, before, 0, 20)
+    states = through_a_file(first.state_dict(), before.state_dict())
+    second.load_state_dict(states[0])
+    after.load_state_dict(states[1])
+    turned = [[*values[2:], *values[:2]] for values in walk(second, after, 20)]
+    assert turned == walk(first, before, 20)
+
+
+class DecayToo(by_torch.LRScheduler):
+    """A scheduler of one's own, which moves the weight decay as well."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 / (1 + self.last_epoch // 3)
+        return [base * 0.999**self.last_epoch for base in self.base_lrs]
+
+
+def cyclic(optimizer: Optimizer) -> Any:
+    return by_torch.CyclicLR(optimizer, 0.01, [0.4, 0.1], 7, mode="exp_range", gamma=0.9)
+
+
+def one_cycle(optimizer: Optimizer) -> Any:
+    return by_torch.OneCycleLR(optimizer, [0.4, 0.1], 40)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("make", [cyclic, one_cycle, DecayToo])
+def test_a_scheduler_moves_other_hyper_parameters_and_goes_on(
+    make: Callable[[Optimizer], Any], tensor: bool
+) -> None:
+    def plain() -> Optimizer:
+        rates = [torch.tensor(lr) if tensor else lr for lr in (0.4, 0.1)]
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in rates]
+        return AdamW(groups) if tensor else SGD(groups, momentum=0.9)
+
+    def begun() -> tuple[Optimizers, LRSchedule]:
+        optimizer = plain()
+        model = nn.ParameterList([p for g in optimizer.param_groups for p in g["params"]])
+        return Optimizers.wrap(optimizer, model), LRSchedule.wrap(make(optimizer))
+
+    def values(optimizer: Optimizer) -> list[Any]:
+        names = ("momentum", "betas", "weight_decay")
+        return [[float(g["lr"]), *(g.get(name) for name in names)] for g in optimizer.param_groups]
+
+    by_hand = plain()
+    scheduler = make(by_hand)
+    over, schedule = begun()
+    for step in range(30):
+        if step == 12:
+            states = through_a_file(over.state_dict(), schedule.state_dict())
+            over, schedule = begun()
+            over.load_state_dict(states[0])
+            schedule.load_state_dict(states[1])
+        for optimizer in (by_hand, over.optimizers["optimizer"]):
+            optimizer.step()
+        scheduler.step()
+        schedule.after_update()
+        assert values(over.optimizers["optimizer"]) == values(by_hand)
+
+
+def test_a_long_run_can_begin_far_on_with_the_rates_of_another_schedule() -> None:
+    chosen = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.999}
+    over = optimizers()
+    schedule = build_lr_schedule(chosen, over, 10**6, 1000)
+    state = {**schedule.state_dict(), "updates": 20_000, "epochs": 20}
+    over.groups()[0].options["lr"] = 7.0  # of the optimizer that was loaded
+    schedule.load_state_dict(state, hyper_parameters=False)
+    plain = SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    by_hand = by_torch.ExponentialLR(plain, 0.999)
+    plain.step()
+    for _ in range(20_001):
+        by_hand.step()
+    schedule.after_update()
+    assert over.learning_rates()["first"] == plain.param_groups[0]["lr"]
