@@ -30,8 +30,8 @@ from trainer.lr_schedulers.schedule import (
     refuse,
     takes_metric,
 )
-from trainer.optimizers.optimizers import Optimizers
-from trainer.targets.instantiate import instantiate, locate
+from trainer.optimizers.optimizers import Optimizers, construct
+from trainer.targets.instantiate import locate
 
 logger = logging.getLogger("regimen")
 
@@ -281,7 +281,10 @@ class _Builder:
             ]
         if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
-        made = self.construct(kind, arguments, objects, key)
+        # The optimizer is the last argument of a ChainedScheduler.
+        objects |= {"optimizer": self.optimizer} if kind is ChainedScheduler else {}
+        first = [] if kind is ChainedScheduler else [self.optimizer]
+        made = construct(LRScheduler, ScheduleError, key, arguments, *first, **objects)
         if isinstance(made, OneCycleLR) and made.total_steps < (steps or 0) and not self.guessed:
             message = f"total steps is {made.total_steps}, but the run has {self.updates} updates"
             refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
@@ -305,23 +308,6 @@ class _Builder:
         return functions_of_groups(
             functions, self.group_names, self.all_names, values, steps or 2, where
         )
-
-    def construct(
-        self, kind: type, arguments: dict[str, Any], objects: dict[str, Any], key: str
-    ) -> Any:
-        try:
-            if kind is ChainedScheduler:  # the optimizer is its last argument
-                made = instantiate(arguments, optimizer=self.optimizer, _key_=key, **objects)
-            else:
-                made = instantiate(arguments, self.optimizer, _key_=key, **objects)
-        except (RuntimeError, ArithmeticError, LookupError) as error:
-            # An error of a user's function is theirs.
-            if hasattr(error, "exit_code") or "lr_lambda" in objects:
-                raise
-            raise ScheduleError(Problem(key, f"{arguments['_target_']}: {error}")) from error
-        if not isinstance(made, LRScheduler):
-            refuse(f"{key}._target_", f"makes no LRScheduler but a {type(made).__name__}")
-        return made
 
 
 def _share(value: Any, steps: int | None, key: str) -> int:

@@ -39,28 +39,18 @@ class Muon(torch.optim.Muon):
         normalized: bool = False,
     ) -> None:
         # torch checks the shapes in the constructor, not when a group is added.
+        one = [nn.Parameter(torch.zeros(1, 1))]
         super().__init__(
-            [nn.Parameter(torch.zeros(1, 1))],
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
+            one, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
         )
         self.param_groups.clear()
         self.defaults["normalized"] = normalized
         params = list(params)
         for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
             self.add_param_group(group)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim < 2:
-                    raise ValueError(
-                        f"Muon trains matrices and kernels, not shape {tuple(p.shape)}"
-                    )
+        shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+        if wrong := [shape for shape in shapes if len(shape) < 2]:
+            raise ValueError(f"Muon trains matrices and kernels, not shape {wrong[0]}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,12 +73,9 @@ class Muon(torch.optim.Muon):
 
     def _normalize(self) -> None:
         groups = [group["params"] for group in self.param_groups if group["normalized"]]
-        matrices = [p for group in groups for p in group if p.grad is not None]
-        if matrices:
-            roots = [math.sqrt(len(p)) for p in matrices]
-            norms = foreach_norm(matrices)
-            foreach_div_(matrices, norms)
-            foreach_mul_(matrices, roots)
+        if matrices := [p for group in groups for p in group if p.grad is not None]:
+            foreach_div_(matrices, foreach_norm(matrices))
+            foreach_mul_(matrices, [math.sqrt(len(p)) for p in matrices])
 
     def _init_group(
         self,
@@ -116,9 +103,7 @@ class Muon(torch.optim.Muon):
         momentum = state.get("momentum_buffer")
         if momentum is None:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        elif (
-            momentum.stride() != parameter.stride()
-        ):  # loaded from a run with another memory format
+        elif momentum.stride() != parameter.stride():  # of a run with another memory format
             state["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
 

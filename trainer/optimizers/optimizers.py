@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from conf.errors import Problem, did_you_mean, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from trainer.optimizers.param_groups import (
     DEFAULT,
     Candidate,
@@ -22,19 +22,29 @@ from trainer.optimizers.param_groups import (
     ParamGroupError,
     candidates,
     divide,
+    first_rule,
     parse_rules,
     parse_selector,
     some,
 )
-from trainer.optimizers.state import TorchGroup, hyper_parameters, pack, unpack
+from trainer.optimizers.state import hyper_parameters, pack, unpack
 from trainer.optimizers.steps import begin_with_zeros, damped
 from trainer.targets.instantiate import instantiate
 
+T = TypeVar("T")
 SINGLE = "optimizer"  # the name of the only optimizer
 # Optimizers whose fused kernels accept sharded parameters, and those that cannot train shards.
 SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 UNSHARDED = (torch.optim.Adafactor,)
 OWN = ("param_groups", "params", "lr_scheduler")  # keys that are not arguments of the target
+
+
+class TorchGroup(NamedTuple):
+    """A parameter group: its unique name, that of its optimizer, and torch's dict of the group."""
+
+    name: str
+    optimizer_name: str
+    options: dict[str, Any]
 
 
 class GroupRow(NamedTuple):
@@ -96,11 +106,11 @@ class Optimizers:
         if isinstance(optimizer, Optimizers):
             apart = {p for module in (others or {}).values() for p in module.parameters()}
             forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
-            raise_problems(_membership_problems(forgotten, []), ParamGroupError)
+            _check_members(forgotten, [])
             return optimizer
         optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
         taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
-        raise_problems(_membership_problems(found, taken), ParamGroupError)
+        _check_members(found, taken)
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
         members = set(taken)
         return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
@@ -163,24 +173,23 @@ class Optimizers:
     def table(self) -> list[GroupRow]:
         """Return the groups as configured, and the frozen parameters, as rows of the plan."""
         rows = []
+        configured = {name: iter(groups) for name, groups in self.configured.items()}
         for group in self.groups():
-            optimizer = self.optimizers[group.optimizer_name]
-            kind, parameters = type(optimizer).__name__, group.options["params"]
-            index = next(i for i, g in enumerate(optimizer.param_groups) if g is group.options)
-            known = self.configured[group.optimizer_name][index:] or [group.options]
+            kind = type(self.optimizers[group.optimizer_name]).__name__
             title = kind if group.optimizer_name == SINGLE else f"{group.optimizer_name} ({kind})"
-            values = [known[0].get(name) for name in ("lr", "weight_decay")]
-            lr, weight_decay = (None if value is None else float(value) for value in values)
-            count = sum(p.numel() for p in parameters)
-            rows.append(GroupRow(group.name, title, len(parameters), count, lr, weight_decay))
+            options = next(configured[group.optimizer_name], group.options)  # some are added later
+            lr, decay = (
+                None if (value := options.get(name)) is None else float(value)
+                for name in ("lr", "weight_decay")
+            )
+            rows.append(GroupRow(group.name, title, *_counts(group.options["params"]), lr, decay))
         if self.frozen:
-            count = sum(p.numel() for p in self.frozen.values())
-            rows.append(GroupRow("frozen", "-", len(self.frozen), count, None, None))
+            rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyper-parameters by parameter name; the tensors are not copied."""
-        return pack(self.optimizers, self.groups(), self.names, self.frozen)
+        return pack(self)
 
     def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> list[str]:
         """Load a `state_dict` by parameter name, bit for bit; on an error nothing is changed.
@@ -190,24 +199,28 @@ class Optimizers:
         `CheckpointError` for another type of optimizer, unknown or missing names, other shapes,
         other groups.
         """
-        return unpack(
-            self.optimizers, self.groups(), self.names, self.frozen, state, hyper_parameters
-        )
+        return unpack(self, state, hyper_parameters)
 
 
-def _membership_problems(found: Sequence[Candidate], taken: Sequence[Tensor]) -> Iterator[Problem]:
+def _counts(parameters: Collection[Tensor]) -> tuple[int, int]:
+    return len(parameters), sum(p.numel() for p in parameters)
+
+
+def _check_members(found: Sequence[Candidate], taken: Sequence[Tensor]) -> None:
     # The parameters of a model against those of plain optimizers (I8).
     names: dict[Tensor, str] = {c.tensor: c.name for c in found}
     counts = Counter(taken)
     missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
     double = [names[p] for p, count in counts.items() if count > 1 and p in names]
+    problems = []
     if any(p not in names for p in counts):
-        yield Problem("", "the optimizer has parameters that are not in the model")
+        problems.append(Problem("", "the optimizer has parameters that are not in the model"))
     if missing:
         hint = "add them, or freeze them with requires_grad_(False)"
-        yield Problem("", f"no optimizer has {some(missing)}", hint)
+        problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
     if double:
-        yield Problem("", f"two groups have {some(double)}")
+        problems.append(Problem("", f"two groups have {some(double)}"))
+    raise_problems(problems, ParamGroupError)
 
 
 def build_optimizers(
@@ -230,13 +243,13 @@ def build_optimizers(
     claims = {}
     for section in found:
         rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups", problems)
-        chosen = section.own["params"]
-        claims[section.name] = Claim(
-            section.key,
-            [*rules, *shared],
-            None if chosen is None else parse_selector(chosen, f"{section.key}.params", problems),
-            () if section is found[-1] else rules,  # the last one takes what is left
-        )
+        claim = Claim(section.key, [*rules, *shared])
+        if (chosen := section.own["params"]) is not None:
+            takes = parse_selector(chosen, f"{section.key}.params", problems)
+            claim = claim._replace(takes=takes)
+        elif rules and section is not found[-1]:  # which takes what is left
+            claim = claim._replace(takes=partial(first_rule, rules))
+        claims[section.name] = claim
     raise_problems(problems, ParamGroupError)
     groups, frozen = divide(model, claims, others)
     return Optimizers(
@@ -248,8 +261,7 @@ def build_optimizers(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """An optimizer of the config: the arguments of its target, and the keys in `OWN`."""
 
     name: str
@@ -263,63 +275,59 @@ def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list
 
     A null entry is dropped. Hyper-parameters beside `optimizers` are the defaults of all of them.
     """
-    several = node.get("optimizers")
-    children = {(SINGLE, key): node}
+    children: Mapping[Any, Any] = {SINGLE: node}
     if "optimizers" in node:
-        if not isinstance(several, Mapping) or not any(several.values()):
-            message = f"must be a dict of optimizers by name, not {several!r}"
+        children = node["optimizers"]
+        if not isinstance(children, Mapping) or not any(children.values()):
+            message = f"must be a dict of optimizers by name, not {children!r}"
             problems.append(Problem(f"{key}.optimizers", message))
             return []
-        children = {(str(n), f"{key}.optimizers.{n}"): c for n, c in several.items()}
     shared = {k: v for k, v in node.items() if k not in ("optimizers", *OWN)}
     found = []
-    for (name, where), child in children.items():
+    for name, child in children.items():
+        where = key if child is node else f"{key}.optimizers.{name}"
         if isinstance(child, Mapping):
-            whole = {**shared, **child}
-            if not whole.get("_target_"):
+            target = {k: v for k, v in {**shared, **child}.items() if k not in OWN}
+            if not target.get("_target_"):
                 message = "has no _target_, such as torch.optim.AdamW"
                 problems.append(Problem(where, message))
-            target = {k: v for k, v in whole.items() if k not in OWN}
-            found.append(Section(name, where, target, {k: child.get(k) for k in OWN}))
+            found.append(Section(str(name), where, target, {k: child.get(k) for k in OWN}))
         elif child is not None:
             problems.append(Problem(where, f"must be a node with a _target_, not {child!r}"))
     return found
 
 
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
+    kind, key, target = Optimizer, section.key, section.target
     shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
     resolved: list[dict[str, Any]] = [
         {"params": list(group.parameters.values()), "name": group.name} for group in groups
     ]
     if not (prefer_fused or shards or any(g.overrides or g.lr_factor != 1.0 for g in groups)):
-        return _construct(section.target, section.key, resolved)
+        return construct(kind, ParamGroupError, key, target, resolved)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
-    probe = _construct(section.target, section.key, [nn.Parameter(torch.zeros(1, 1))])
+    probe = construct(kind, ParamGroupError, key, target, [nn.Parameter(torch.zeros(1, 1))])
     problems: list[Problem] = []
     for options, group in zip(resolved, groups, strict=True):
         options |= _resolved(group, probe.defaults, problems)
     problems += _sharding_problems(section, probe, shards)
     raise_problems(problems, ParamGroupError)
-    if prefer_fused and _takes_fused(probe, resolved, shards):
-        groups_of_its_own = [dict(group) for group in resolved]
-        built = _construct(section.target | {"fused": True}, section.key, groups_of_its_own)
+    # The choice is open; fused SGD cannot apply dampening to a parameter whose first gradient
+    # comes later than others'.
+    if (
+        prefer_fused
+        and probe.defaults.get("fused", True) is None
+        and not (probe.defaults.get("foreach") or probe.defaults.get("differentiable"))
+        and not any(damped({**probe.defaults, **group}) for group in resolved)
+        and (not shards or isinstance(probe, SHARDED_FUSED))
+    ):
+        of_its_own = [dict(group) for group in resolved]
+        built = construct(kind, ParamGroupError, key, target | {"fused": True}, of_its_own)
         # torch 2.11's fused Adagrad runs on CPUs only and lacks this attribute, which all fused
         # optimizers for GPUs have.
         if hasattr(built, "_step_supports_amp_scaling"):
             return built
-    return _construct(section.target, section.key, resolved)
-
-
-def _takes_fused(
-    probe: Optimizer, groups: Sequence[Mapping[str, Any]], shards: Mapping[str, Any]
-) -> bool:
-    # Whether torch has a fused kernel and the node leaves the choice open.
-    defaults = probe.defaults
-    open_choice = defaults.get("fused", True) is None and not defaults.get("foreach")
-    # Fused SGD cannot apply dampening to a parameter whose first gradient comes later than others'.
-    damps = any(damped({**defaults, **group}) for group in groups)
-    whole = not shards or isinstance(probe, SHARDED_FUSED)
-    return open_choice and not defaults.get("differentiable") and not damps and whole
+    return construct(kind, ParamGroupError, key, target, resolved)
 
 
 def _sharding_problems(
@@ -338,18 +346,25 @@ def _sharding_problems(
         yield Problem(section.key, message, "strategy=ddp trains it")
 
 
-def _construct(target: dict[str, Any], key: str, params: list[Any]) -> Optimizer:
+def construct(
+    kind: type[T],
+    refusal: type[ConfigError],
+    key: str,
+    node: dict[str, Any],
+    *args: Any,
+    **given: Any,
+) -> T:
+    """Return the `kind` that a node makes; what torch raises becomes a `refusal` of its key."""
     try:
-        built = instantiate(target, params, _key_=key)
+        made = instantiate(node, *args, _key_=key, **given)
     except (RuntimeError, ArithmeticError, LookupError) as error:
-        if hasattr(error, "exit_code"):
+        # An error of a user's function is theirs.
+        if hasattr(error, "exit_code") or "lr_lambda" in given:
             raise
-        name = "" if isinstance(error, RuntimeError) else f"{target['_target_']}: "
-        raise ParamGroupError(Problem(key, f"{name}{error}")) from error
-    if not isinstance(built, Optimizer):
-        message = f"returned {built!r}, which is not a torch.optim.Optimizer"
-        raise ParamGroupError(Problem(f"{key}._target_", message))
-    return built
+        raise refusal(Problem(key, f"{node['_target_']}: {error}")) from error
+    if not isinstance(made, kind):
+        raise refusal(Problem(f"{key}._target_", f"makes no {kind.__name__} but {made!r}"))
+    return made
 
 
 def _resolved(
@@ -361,7 +376,7 @@ def _resolved(
         key, stem = f"{group.key}.{name}", name.removesuffix("_scale")
         if name in defaults:
             resolved[name] = _checked(key, value, defaults[name], problems)
-        elif stem == name or not _is_number(defaults.get(stem)):
+        elif stem == name or type(defaults.get(stem)) not in (int, float):
             message = (
                 f"the optimizer has no hyper-parameter {name!r}, only {', '.join(defaults)},"
                 " and lr_scale for a multiple of lr"
@@ -376,23 +391,17 @@ def _resolved(
     return resolved
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _checked(key: str, value: Any, default: Any, problems: list[Problem]) -> Any:
     # torch does not check the values of groups: they are of the same type as the default.
-    if isinstance(default, bool) and not isinstance(value, bool):
-        problems.append(Problem(key, f"must be true or false, not {value!r}"))
-    elif _is_number(default):
-        if not _is_number(value) or not math.isfinite(value):
-            problems.append(Problem(key, f"must be a number, not {value!r}"))
-            return default
-        if value < 0 <= default:
-            problems.append(Problem(key, f"must be 0 or more, not {value!r}"))
+    need, number = None, type(value) in (int, float) and math.isfinite(value)
+    if isinstance(default, bool):
+        need = None if isinstance(value, bool) else "true or false"
+    elif isinstance(default, int | float):
+        need = "a number" if not number else "0 or more" if value < 0 <= default else None
     elif isinstance(default, tuple | list):
-        if not isinstance(value, tuple | list) or len(value) != len(default):
-            problems.append(Problem(key, f"must be a list of {len(default)}, not {value!r}"))
-            return default
-        return tuple(value)
+        fits = isinstance(value, tuple | list) and len(value) == len(default)
+        need, value = None if fits else f"a list of {len(default)}", tuple(value) if fits else value
+    if need:
+        problems.append(Problem(key, f"must be {need}, not {value!r}"))
+        return default
     return value

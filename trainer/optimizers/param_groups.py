@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,7 +25,8 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (nn.MultiheadAttention,),
     "recurrent": (nn.RNNBase, nn.RNNCellBase),
 }
-_KINDS = ("bias", "weight", "norm", "embedding", "vector", "matrix", "kernel")
+_SHAPES = {"vector": "ndim<=1", "matrix": "ndim==2", "kernel": "ndim>=3"}
+_KINDS = ("bias", "weight", "norm", "embedding", *_SHAPES)
 _NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*([0-9]{1,3})")
 _COMPARE = {
     "<": operator.lt,
@@ -41,8 +41,7 @@ class ParamGroupError(ConfigError, ValueError):
     """An `optimizer` section of the config is invalid."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A parameter with all its names (a tied one has several) and the modules that contain it."""
 
     names: tuple[str, ...]  # its state is saved under the first
@@ -57,31 +56,19 @@ class Candidate:
 
     def is_kind(self, kind: str) -> bool:
         """Return whether it is of a kind: "bias", "norm", "matrix", "ndim<=1", ..."""
-        dimensions = self.tensor.ndim
-        if comparison := _NDIM.fullmatch(kind):
-            return bool(_COMPARE[comparison[1]](dimensions, int(comparison[2])))
+        if comparison := _NDIM.fullmatch(_SHAPES.get(kind, kind)):
+            return bool(_COMPARE[comparison[1]](self.tensor.ndim, int(comparison[2])))
         if kind in ("bias", "weight"):  # also an LSTM's `bias_ih_l0`, attention's `in_proj_bias`
             word = re.compile(rf"{kind}$|{kind}_.*|.*_{kind}$")
             return any(word.match(name.rpartition(".")[2]) for name in self.names)
-        if kind == "norm":
-            return any(map(is_norm, self.owners))
-        if kind == "embedding":
-            return any(isinstance(m, _MODULES["embedding"]) for m in self.owners)
-        return {"vector": dimensions <= 1, "matrix": dimensions == 2, "kernel": dimensions >= 3}[
-            kind
-        ]
-
-    def is_inside(self, module: str | type) -> bool:
-        """Return whether a module of this kind or class contains it."""
-        if module == "norm":
-            return any(map(is_norm, self.path))
-        classes = _MODULES[module] if isinstance(module, str) else module
-        return any(isinstance(m, classes) for m in self.path)
+        return _one_is(kind, self.owners)
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalizes; outside torch its name decides, as there is no base."""
-    return isinstance(module, NORMS) or bool(_NORM_NAME.search(type(module).__name__))
+def _one_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
+    if kind == "norm":  # outside torch its name decides, as there is no base
+        return any(isinstance(m, NORMS) or _NORM_NAME.search(type(m).__name__) for m in modules)
+    classes = _MODULES[kind] if isinstance(kind, str) else kind
+    return any(isinstance(m, classes) for m in modules)
 
 
 def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
@@ -108,73 +95,42 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Selector:
-    """Conditions on a parameter: all must hold, and none of those in `unless`."""
-
-    patterns: tuple[re.Pattern[str], ...] = ()
-    modules: tuple[str | type, ...] = ()
-    kinds: tuple[str, ...] = ()
-    unless: Selector | None = None
-
-    def accepts(self, candidate: Candidate) -> bool:
-        """Return whether the conditions hold for a parameter."""
-        excepted = self.unless is not None and any(self.unless._conditions(candidate))
-        return not excepted and all(self._conditions(candidate))
-
-    def _conditions(self, candidate: Candidate) -> Iterator[bool]:
-        if self.patterns:
-            yield any(p.search(n) for p in self.patterns for n in candidate.names)
-        if self.modules:
-            yield any(map(candidate.is_inside, self.modules))
-        if self.kinds:
-            yield any(map(candidate.is_kind, self.kinds))
+Selector = Callable[[Candidate], object]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRule:
+class GroupRule(NamedTuple):
     """A named selector, and the hyper-parameters of its parameters, or `frozen`."""
 
     name: str
     key: str  # its key in the config
-    selector: Selector
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    accepts: Selector
+    overrides: Mapping[str, Any]
     frozen: bool = False
     layer_decay: float | None = None
     layers: tuple[re.Pattern[str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """Which parameters an optimizer takes, and the rules that divide them."""
 
     key: str
     rules: Sequence[GroupRule]
-    selector: Selector | None = None
-    # Without a selector: take only what these rules accept, instead of all that is left.
-    only: Sequence[GroupRule] = ()
-
-    def takes(self, candidate: Candidate) -> bool:
-        """Return whether the optimizer trains a parameter."""
-        if self.selector is not None:
-            return self.selector.accepts(candidate)
-        return not self.only or first_rule(self.only, candidate) is not None
+    takes: Selector = lambda candidate: True
 
 
 def first_rule(rules: Sequence[GroupRule], candidate: Candidate) -> GroupRule | None:
     """Return the first rule that accepts a parameter."""
-    return next((rule for rule in rules if rule.selector.accepts(candidate)), None)
+    return next((rule for rule in rules if rule.accepts(candidate)), None)
 
 
-@dataclass(slots=True)
-class ParamGroup:
+class ParamGroup(NamedTuple):
     """Parameters that share hyper-parameters."""
 
     name: str
     key: str  # of the rule, for messages
     overrides: Mapping[str, Any]
-    lr_factor: float = 1.0  # from `layer_decay` and the depth of the layer
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    lr_factor: float  # from `layer_decay` and the depth of the layer
+    parameters: dict[str, nn.Parameter]
 
 
 def divide(
@@ -199,48 +155,39 @@ def divide(
     homeless: list[str] = []
     for candidate in found:
         owner = next((name for name, claim in claims.items() if claim.takes(candidate)), None)
-        claim = None if owner is None else claims[owner]
-        rule = claim and first_rule(claim.rules, candidate)
-        if rule:
-            used.add(rule.key)
+        rule = None if owner is None else first_rule(claims[owner].rules, candidate)
+        used |= {rule.key} if rule else set()
         if not candidate.tensor.requires_grad or (rule and rule.frozen):
             frozen[candidate.name] = candidate.tensor
-        elif owner is None or claim is None:
+            continue
+        if owner is None:
             homeless.append(candidate.name)
-        else:
-            prefix = owner if len(claims) > 1 else ""
-            place, group = len(claim.rules), ParamGroup(prefix or DEFAULT, claim.key, {})
-            depth = 0
-            if rule:
-                depth, above = layers.get(rule.key, {}).get(candidate.name, (0, 0))
-                layer = str(depth) if rule.layer_decay is not None else ""
-                name = ".".join(filter(None, (prefix, rule.name, layer)))
-                factor = (rule.layer_decay or 1.0) ** above
-                place = claim.rules.index(rule)
-                group = ParamGroup(name, rule.key, rule.overrides, factor)
-            members = groups.setdefault((owner, place, depth), group).parameters
-            members[candidate.name] = candidate.tensor
+            continue
+        prefix, key, own = owner if len(claims) > 1 else "", claims[owner].key, claims[owner].rules
+        group, place, depth = ParamGroup(prefix or DEFAULT, key, {}, 1.0, {}), len(own), 0
+        if rule:
+            depth, above = layers.get(rule.key, {}).get(candidate.name, (0, 0))
+            layer = str(depth) if rule.layer_decay is not None else ""
+            name = ".".join(filter(None, (prefix, rule.name, layer)))
+            factor = (rule.layer_decay or 1.0) ** above
+            group, place = ParamGroup(name, rule.key, rule.overrides, factor, {}), own.index(rule)
+        members = groups.setdefault((owner, place, depth), group).parameters
+        members[candidate.name] = candidate.tensor
     ordered = {name: [groups[key] for key in sorted(groups) if key[0] == name] for name in claims}
     problems += unused(rules, used, found)
     if homeless:
         problems.append(Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}"))
-    problems += _empty_or_double(claims, ordered)
+    for name, claim in claims.items():
+        if not ordered[name]:
+            problems.append(Problem(claim.key, "has no trainable parameter left"))
+    names = [group.name for group in groups.values()]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        message = f"two parameter groups would be called {name!r}"
+        problems.append(Problem("optimizer", message, "rename a rule"))
     raise_problems(problems, ParamGroupError)
     for tensor in frozen.values():
         tensor.requires_grad_(False)
     return ordered, frozen
-
-
-def _empty_or_double(
-    claims: Mapping[str, Claim], groups: Mapping[str, Sequence[ParamGroup]]
-) -> Iterator[Problem]:
-    for name, claim in claims.items():
-        if not groups[name]:
-            yield Problem(claim.key, "has no trainable parameter left")
-    names = [group.name for members in groups.values() for group in members]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        message = f"two parameter groups would be called {name!r}"
-        yield Problem("optimizer", message, "rename a rule")
 
 
 def _layers(
@@ -251,7 +198,7 @@ def _layers(
     if len(set(places.values()) - {None}) < 2:
         places = _timm_layers(model) or places
     numbers = sorted(set(places.values()) - {None})
-    missing = [c.name for c in found if rule.selector.accepts(c) and places.get(c.name) is None]
+    missing = [c.name for c in found if rule.accepts(c) and places.get(c.name) is None]
     if missing:
         problems.append(Problem(f"{rule.key}.layers", f"no pattern matches {missing[0]}"))
     elif len(numbers) < 2:
@@ -286,13 +233,9 @@ def unused(
     rules: Sequence[GroupRule], used: set[str], found: Sequence[Candidate]
 ) -> Iterator[Problem]:
     """Yield the rules whose keys are not in `used`, and why they are left without a parameter."""
-    for key, rule in {rule.key: rule for rule in rules}.items():
-        if key in used:
-            continue
-        accepted = [c.name for c in found if rule.selector.accepts(c)]
-        if accepted:
-            message = f"has no parameter left: earlier rules take {some(accepted)}"
-            yield Problem(key, message)
+    for key, rule in {rule.key: rule for rule in rules if rule.key not in used}.items():
+        if accepted := [c.name for c in found if rule.accepts(c)]:
+            yield Problem(key, f"has no parameter left: earlier rules take {some(accepted)}")
         else:
             hint = f"the model has {some([c.name for c in found])}"
             yield Problem(key, "matches no parameter", hint)
@@ -309,7 +252,7 @@ def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule
     named: list[tuple[str, Any]] = []
     if isinstance(rules, Mapping):
         named = [(str(name), node) for name, node in rules.items() if node is not None]
-    elif isinstance(rules, Sequence) and not isinstance(rules, str):
+    elif isinstance(rules, list | tuple):
         for i, node in enumerate(rules):
             own = node.get("name") if isinstance(node, Mapping) else None
             named.append((str(own or f"rule_{i}"), node))
@@ -342,56 +285,62 @@ def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Pro
         problems.append(Problem(f"{key}.frozen", f"must be true or false, not {frozen!r}"))
     if (decay is None) != (node.get("layers") is None):
         problems.append(Problem(key, "needs both layer_decay and layers, or neither"))
-    number = isinstance(decay, int | float) and not isinstance(decay, bool)
-    if decay is not None and not (number and 0 < decay <= 1):
+    if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
         message = f"must be a number in (0, 1], not {decay!r}"
         problems.append(Problem(f"{key}.layer_decay", message))
-    return GroupRule(
-        name,
-        key,
-        parse_selector({word: node[word] for word in SELECTORS if word in node}, key, problems),
-        {word: value for word, value in node.items() if word not in _OWN},
-        frozen is True,
-        decay,
-        _patterns(node.get("layers"), f"{key}.layers", problems),
-    )
+    selector = {word: node[word] for word in SELECTORS if word in node}
+    overrides = {word: value for word, value in node.items() if word not in _OWN}
+    layers = _patterns(node.get("layers"), f"{key}.layers", problems)
+    accepts = parse_selector(selector, key, problems)
+    return GroupRule(name, key, accepts, overrides, frozen is True, decay, layers)
 
 
 def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
-    """Parse `match`, `module`, `kind` and `except`; append to `problems`."""
+    """Parse `match`, `module`, `kind`, all of which hold, and `except`, of which none does.
+
+    Appends to `problems`.
+    """
+    hold, unless = _conditions(node, SELECTORS, key, problems), []
+    if isinstance(node, Mapping) and node.get("except") is not None:
+        unless = _conditions(node["except"], SELECTORS[:-1], f"{key}.except", problems)
+    return lambda c: not any(holds(c) for holds in unless) and all(holds(c) for holds in hold)
+
+
+def _conditions(
+    node: Any, words: Sequence[str], key: str, problems: list[Problem]
+) -> list[Selector]:
     if not isinstance(node, Mapping):
-        message = f"must be a dict with {', '.join(SELECTORS)}, not {node!r}"
+        message = f"must be a dict with {', '.join(words)}, not {node!r}"
         problems.append(Problem(key, message))
-        return Selector()
+        return []
     problems += [
-        Problem(f"{key}.{word}", "unknown key", did_you_mean(str(word), SELECTORS))
+        Problem(f"{key}.{word}", "unknown key", did_you_mean(str(word), words))
         for word in node
-        if word not in SELECTORS
+        if word not in words
     ]
+    patterns = _patterns(node.get("match"), f"{key}.match", problems)
+    modules = _modules(node.get("module"), f"{key}.module", problems)
     kinds = _strings(node.get("kind"), f"{key}.kind", problems)
-    problems += [
-        Problem(
-            f"{key}.kind",
-            f"{kind!r} is neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1",
-            did_you_mean(kind, _KINDS),
-        )
-        for kind in kinds
-        if kind not in _KINDS and not _NDIM.fullmatch(kind)
-    ]
-    unless = node.get("except")
-    return Selector(
-        _patterns(node.get("match"), f"{key}.match", problems),
-        _modules(node.get("module"), f"{key}.module", problems),
-        tuple(kinds),
-        None if unless is None else parse_selector(unless, f"{key}.except", problems),
-    )
+    for kind in kinds:
+        if kind not in _KINDS and not _NDIM.fullmatch(kind):
+            known = f"neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1"
+            hint = did_you_mean(kind, _KINDS)
+            problems.append(Problem(f"{key}.kind", f"{kind!r} is {known}", hint))
+    conditions: list[Selector] = []
+    if patterns:
+        conditions.append(lambda c: any(p.search(name) for p in patterns for name in c.names))
+    if modules:
+        conditions.append(lambda c: any(_one_is(module, c.path) for module in modules))
+    if kinds:
+        conditions.append(lambda c: any(map(c.is_kind, kinds)))
+    return conditions
 
 
 def _strings(value: Any, key: str, problems: list[Problem]) -> list[str]:
     values = [value] if isinstance(value, str) else value
     if values is None:
         return []
-    if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
+    if isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values):
         return list(values)
     problems.append(Problem(key, f"must be a string or a list of strings, not {value!r}"))
     return []
@@ -407,7 +356,7 @@ def _patterns(value: Any, key: str, problems: list[Problem]) -> tuple[re.Pattern
     return tuple(compiled)
 
 
-def _modules(value: Any, key: str, problems: list[Problem]) -> tuple[str | type, ...]:
+def _modules(value: Any, key: str, problems: list[Problem]) -> list[str | type]:
     modules: list[str | type] = []
     known = ("norm", *_MODULES)
     for text in _strings(value, key, problems):
@@ -423,8 +372,7 @@ def _modules(value: Any, key: str, problems: list[Problem]) -> tuple[str | type,
         if isinstance(found, str | type):
             modules.append(found)
         else:
-            message = (
-                f"{text!r} is neither the import path of a class nor one of {', '.join(known)}"
-            )
-            problems.append(Problem(key, message, did_you_mean(text, known)))
-    return tuple(modules)
+            known_text = f"neither the import path of a class nor one of {', '.join(known)}"
+            hint = did_you_mean(text, known)
+            problems.append(Problem(key, f"{text!r} is {known_text}", hint))
+    return modules

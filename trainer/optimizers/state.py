@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +13,17 @@ from trainer.checkpoints.archive import NotPlainError, plain, plain_part
 from trainer.errors import CheckpointError
 from trainer.optimizers.steps import needs_closure
 
+if TYPE_CHECKING:
+    from trainer.optimizers.optimizers import Optimizers
+
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
 # Options that select an implementation, which depends on the machine, and not the update.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
-class TorchGroup(NamedTuple):
-    """A parameter group: its unique name, that of its optimizer, and torch's dict of the group."""
-
-    name: str
-    optimizer_name: str
-    options: dict[str, Any]
-
-
 class _Place(NamedTuple):
-    # Where a parameter is, in this run or as it was saved.
+    # Where a parameter is, in this run or as it was saved; no optimizer has a frozen one.
     optimizer: str
     group: str
     shape: tuple[int, ...]
@@ -45,23 +40,15 @@ def hyper_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in ("params", "param_names", "name")}
 
 
-def pack(
-    optimizers: Mapping[str, Optimizer],
-    groups: Sequence[TorchGroup],
-    names: Mapping[Tensor, str],
-    frozen: Mapping[str, Tensor],
-) -> dict[str, Any]:
+def pack(of: Optimizers) -> dict[str, Any]:
     """Return types, groups, hyper-parameters and state; the tensors are shared, not copied."""
-    packed: dict[str, Any] = {
-        name: {"type": type_name(optimizer), "groups": {}, **_pack_state(name, optimizer, names)}
-        for name, optimizer in optimizers.items()
-    }
-    for group in groups:
+    packed = {name: _packed(name, optimizer, of.names) for name, optimizer in of.items()}
+    for group in of.groups():
         packed[group.optimizer_name]["groups"][group.name] = {
             "hyper_parameters": plain_part(hyper_parameters(group.options)),
-            "parameters": {names[p]: _described(p) for p in group.options["params"]},
+            "parameters": {of.names[p]: _described(p) for p in group.options["params"]},
         }
-    described = {name: _described(tensor) for name, tensor in frozen.items()}
+    described = {name: _described(tensor) for name, tensor in of.frozen.items()}
     return {"optimizers": packed, "frozen": described}
 
 
@@ -69,140 +56,114 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _pack_state(name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    shared: dict[str, Any] = {}  # state that belongs to no parameter
+def _packed(name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    kind = type_name(optimizer)
+    packed: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
     try:
         for owner, values in optimizer.state.items():
             if isinstance(owner, Tensor):
-                state[names[owner]] = plain(dict(values))
-            else:
-                shared[str(owner)] = plain(values)
+                packed["state"][names[owner]] = plain(dict(values))
+            else:  # state that belongs to no parameter
+                packed["shared"][str(owner)] = plain(values)
     except NotPlainError as error:
         raise CheckpointError(
-            f"optimizer {name!r} ({type_name(optimizer)}) keeps a {error} in its state; only"
-            " tensors and plain containers can be saved"
+            f"optimizer {name!r} ({kind}) keeps a {error} in its state; only tensors and plain "
+            "containers can be saved"
         ) from None
-    return {"state": state, "shared": shared}
+    return packed
 
 
-def unpack(
-    optimizers: Mapping[str, Optimizer],
-    groups: Sequence[TorchGroup],
-    names: Mapping[Tensor, str],
-    frozen: Mapping[str, Tensor],
-    saved: Mapping[str, Any],
-    restore_hyper_parameters: bool,
-) -> list[str]:
+def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: bool) -> list[str]:
     """Load what `pack` returned; raise and change nothing if anything does not match.
 
     Returns remarks on parameters that were frozen or unfrozen since the state was saved.
     """
-    here = {
-        names[p]: _place(group.optimizer_name, group.name, _described(p))
-        for group in groups
-        for p in group.options["params"]
-    }
-    fixed = {name: tuple(tensor.shape) for name, tensor in frozen.items()}
+    groups = of.groups()
     try:
-        sections = saved["optimizers"]
-        there = {
-            name: _place(optimizer, group, described)
-            for optimizer, section in sections.items()
-            for group, content in section["groups"].items()
-            for name, described in content["parameters"].items()
-        }
-        fixed_there = {name: tuple(was["shape"]) for name, was in saved["frozen"].items()}
-        problems = [
-            *_other_optimizers(optimizers, groups, names, sections),
-            *_other_parameters(here, there, fixed, fixed_there),
-        ]
+        here, there = _places(pack(of)), _places(saved)
+        problems = [*_other_optimizers(of, saved["optimizers"]), *_other_parameters(here, there)]
         if problems:
             more = f" (+{len(problems) - 1} more)" if len(problems) > 1 else ""
             raise CheckpointError(f"the optimizer state does not fit: {problems[0]}{more}")
-        states = {
-            name: _state(optimizer, names, sections[name]["state"], there)
-            for name, optimizer in optimizers.items()
-        }
+        sections = [saved["optimizers"][name] for name in of.optimizers]
+        states = [
+            _state(optimizer, of.names, section["state"], there)
+            for optimizer, section in zip(of.optimizers.values(), sections, strict=True)
+        ]
+        shared = [dict(section["shared"]) for section in sections]
+        known = [saved["optimizers"][group.optimizer_name]["groups"] for group in groups]
         # A group that was frozen as a whole when it was saved keeps the values of this run.
         options = [
-            dict(there_of[group.name]["hyper_parameters"]) if group.name in there_of else {}
-            for group in groups
-            for there_of in [sections[group.optimizer_name]["groups"]]
+            dict(known_there[group.name]["hyper_parameters"]) if group.name in known_there else {}
+            for group, known_there in zip(groups, known, strict=True)
         ]
-        shared = {name: dict(sections[name]["shared"]) for name in optimizers}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {error!r}") from None
-    for name, optimizer in optimizers.items():
-        _assign(optimizer.state, states[name], shared[name])
+    for optimizer, found, others in zip(of.optimizers.values(), states, shared, strict=True):
+        for parameter, values in found.items():
+            optimizer.state.pop(parameter, None)
+            if values:
+                optimizer.state[parameter] = values
+        optimizer.state.update(others)
     if restore_hyper_parameters:
         for group, values in zip(groups, options, strict=True):
             group.options.update({k: v for k, v in values.items() if k not in _IMPLEMENTATION})
-    thawed = [name for name in here if name not in there]
-    gone = [name for name in there if name not in here]
     remarks = {
-        "unfrozen since the checkpoint, they begin without state": thawed,
-        "frozen since the checkpoint, their state is dropped": gone,
+        "unfrozen since the checkpoint, they begin without state": (here, there),
+        "frozen since the checkpoint, their state is dropped": (there, here),
     }
-    return [f"{remark}: {', '.join(of)}" for remark, of in remarks.items() if of]
+    changed = {
+        remark: [name for name, place in a.items() if place.optimizer and not b[name].optimizer]
+        for remark, (a, b) in remarks.items()
+    }
+    return [f"{remark}: {', '.join(names)}" for remark, names in changed.items() if names]
 
 
-def _assign(
-    state: dict[Any, Any], found: Mapping[Tensor, dict[str, Any]], shared: Mapping[str, Any]
-) -> None:
-    for parameter, values in found.items():
-        state.pop(parameter, None)
-        if values:
-            state[parameter] = values
-    state.update(shared)
+def _places(packed: Mapping[str, Any]) -> dict[str, _Place]:
+    def place(optimizer: str, group: str, described: Mapping[str, Any]) -> _Place:
+        return _Place(optimizer, group, tuple(described["shape"]), str(described["dtype"]))
+
+    frozen = {name: place("", "", described) for name, described in packed["frozen"].items()}
+    return frozen | {
+        name: place(optimizer, group, described)
+        for optimizer, section in packed["optimizers"].items()
+        for group, content in section["groups"].items()
+        for name, described in content["parameters"].items()
+    }
 
 
-def _place(optimizer: str, group: str, described: Mapping[str, Any]) -> _Place:
-    return _Place(optimizer, group, tuple(described["shape"]), str(described["dtype"]))
-
-
-def _other_optimizers(
-    optimizers: Mapping[str, Optimizer],
-    groups: Sequence[TorchGroup],
-    names: Mapping[Tensor, str],
-    saved: Mapping[str, Any],
-) -> Iterator[str]:
-    for name in saved.keys() - optimizers.keys():
-        yield f"the checkpoint has an optimizer {name!r}, this run has {', '.join(optimizers)}"
-    for name, optimizer in optimizers.items():
+def _other_optimizers(of: Optimizers, saved: Mapping[str, Any]) -> Iterator[str]:
+    for name in saved.keys() - of.optimizers.keys():
+        yield f"the checkpoint has an optimizer {name!r}, this run has {', '.join(of.optimizers)}"
+    for name, optimizer in of.items():
         if name not in saved:
             yield f"optimizer {name!r} is not in the checkpoint, which has {', '.join(saved)}"
         elif saved[name]["type"] != type_name(optimizer):
             yield f"optimizer {name!r} is {type_name(optimizer)}, it was {saved[name]['type']}"
-    for group in groups:  # LBFGS: its state is one vector over all parameters
-        if group.optimizer_name in saved and needs_closure(optimizers[group.optimizer_name]):
-            content = saved[group.optimizer_name]["groups"].get(group.name)
-            order = [names[p] for p in group.options["params"]]
-            if content and list(content["parameters"]) != order:
-                yield f"the parameters of {group.optimizer_name!r} are in another order"
+    for group in of.groups():  # LBFGS: its state is one vector over all parameters
+        name = group.optimizer_name
+        if name in saved and needs_closure(of.optimizers[name]):
+            content = saved[name]["groups"].get(group.name)
+            if content and [*content["parameters"]] != [
+                of.names[p] for p in group.options["params"]
+            ]:
+                yield f"the parameters of {name!r} are in another order"
 
 
-def _other_parameters(
-    here: Mapping[str, _Place],
-    there: Mapping[str, _Place],
-    fixed_here: Mapping[str, tuple[int, ...]],
-    fixed_there: Mapping[str, tuple[int, ...]],
-) -> Iterator[str]:
-    shapes_here = {**fixed_here, **{name: place.shape for name, place in here.items()}}
-    shapes_there = {**fixed_there, **{name: place.shape for name, place in there.items()}}
-    for name in {**here, **there}:
-        if name not in shapes_there:
+def _other_parameters(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterator[str]:
+    trained = [name for places in (here, there) for name, at in places.items() if at.optimizer]
+    for name in dict.fromkeys(trained):
+        now, was = here.get(name), there.get(name)
+        if was is None:
             yield f"parameter {name} (group {here[name].group}) is not in the checkpoint"
-        elif name not in shapes_here:
-            group = there[name].group
-            yield f"parameter {name} (group {group}) of the checkpoint is not in this run"
-        elif shapes_here[name] != shapes_there[name]:
-            shape, was = list(shapes_here[name]), list(shapes_there[name])
-            yield f"parameter {name} has shape {shape}, it had {was}"
-        elif name in here and name in there and here[name][:2] != there[name][:2]:
+        elif now is None:
+            yield f"parameter {name} (group {was.group}) of the checkpoint is not in this run"
+        elif now.shape != was.shape:
+            yield f"parameter {name} has shape {list(now.shape)}, it had {list(was.shape)}"
+        elif now.optimizer and was.optimizer and now[:2] != was[:2]:
             yield (
-                f"parameter {name} is in group {here[name].group!r} of {here[name].optimizer!r},"
-                f" it was in {there[name].group!r} of {there[name].optimizer!r}"
+                f"parameter {name} is in group {now.group!r} of {now.optimizer!r}, it was in "
+                f"{was.group!r} of {was.optimizer!r}"
             )
 
 
@@ -216,11 +177,11 @@ def _state(
     for group in optimizer.param_groups:
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
-            name = names[parameter]
-            if name in there:  # else it was frozen, and begins without state
+            place = there[names[parameter]]
+            if place.optimizer:  # else it was frozen, and begins without state
                 states[parameter] = {
-                    key: _like(value, parameter, on_host and key in _ON_HOST, there[name].dtype)
-                    for key, value in saved.get(name, {}).items()
+                    key: _like(value, parameter, on_host and key in _ON_HOST, place.dtype)
+                    for key, value in saved.get(names[parameter], {}).items()
                 }
     return states
 
