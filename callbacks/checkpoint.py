@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from callbacks.support.errors import CallbackError
-from callbacks.support.monitor import AUTO, Monitor
+from callbacks.support import AUTO, CallbackError, Monitor
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from callbacks.support.errors import CallbackError
-from callbacks.support.monitor import AUTO, Monitor
+from callbacks.support import AUTO, CallbackError, Monitor
 from conf.errors import problems_at
 from trainer.callback import Callback
 from trainer.trainer import Trainer

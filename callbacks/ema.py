@@ -1,13 +1,103 @@
-"""An exponential moving average of the weights."""
+"""Averages of the weights: what they share, and the exponential moving average."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from callbacks.support.averaging import RunningAverage
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError, check_least
+from trainer.callback import Average
 from trainer.trainer import Trainer
+
+Rule = Callable[[Any, Any, int], None]  # torch's `multi_avg_fn`: averages, weights, their number
+
+
+class RunningAverage(Average):
+    """Base class of callbacks that keep an average of a model's parameters.
+
+    Floating-point buffers (BatchNorm's statistics) are averaged as well if `use_buffers`, and
+    copied otherwise, as integer buffers always are. torch's `AveragedModel` computes the same, but
+    reads its counter from the device at every update; here the host never waits.
+    """
+
+    def __init__(self, use_for_evaluation: bool = True, use_buffers: bool = True) -> None:
+        self.used_for_evaluation = use_for_evaluation
+        self._use_buffers = use_buffers
+        self._loaded: Mapping[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}  # the average, by name; empty before `begin`
+        self._averaged: list[tuple[Tensor, Tensor]] = []  # pairs of average and model
+        self._copied: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module) -> None:
+        """Start from a loaded average or from the model's weights; later calls do nothing."""
+        if self._tensors:
+            return
+        parameters = {id(parameter) for parameter in model.parameters()}
+        averages: dict[int, Tensor] = {}  # tied weights have several names and one average
+        state = model.state_dict(keep_vars=True).items()
+        for name, tensor in ((n, value) for n, value in state if isinstance(value, Tensor)):
+            if id(tensor) not in averages:
+                average = _placed(self._loaded.get(name, tensor.detach()), tensor)
+                averages[id(tensor)] = average
+                follows = id(tensor) in parameters or self._use_buffers
+                moves = follows and (tensor.is_floating_point() or tensor.is_complex())
+                (self._averaged if moves else self._copied).append((average, tensor))
+            self._tensors[name] = averages[id(tensor)]
+        self._loaded = {}
+
+    @torch.no_grad()
+    def update(self, rule: Rule, count: int = 0) -> None:
+        """Move the average towards the model's weights by one of torch's rules."""
+        averages, weights = zip(*self._averaged, strict=True)
+        rule([_own_part(t) for t in averages], [_own_part(t.detach()) for t in weights], count)
+        self.take_buffers()
+
+    def take_buffers(self) -> None:
+        """Copy the model's buffers that are not averaged."""
+        _copy([(model, average) for average, model in self._copied])
+
+    @contextmanager
+    def exchanged(self, model: nn.Module) -> Iterator[None]:
+        """Copy the average into the model within the context; do nothing without an average.
+
+        The tensors of the model stay the same objects, which wrappers, compiled graphs and
+        optimizers refer to.
+        """
+        if self._loaded:
+            self.begin(model)
+        pairs = self._averaged + self._copied
+        kept = [model.detach().clone() for _, model in pairs]
+        _copy(pairs)
+        try:
+            yield
+        finally:
+            _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Start from the model's weights, or continue a loaded average."""
+        self.begin(trainer.model)
+
+    def swap(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Return the context in which the model has the average's weights, once there is one."""
+        used = self.used_for_evaluation and self.begun
+        return self.exchanged(trainer.model) if used else nullcontext()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the average's tensors themselves, sharded as the model is."""
+        return dict(self._tensors or self._loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average as a state dict of the model."""
+        return {"model": dict(self.tensors())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load an average, to be used by `begin`."""
+        self._loaded = dict(state["model"])
+        self._tensors, self._averaged, self._copied = {}, [], []
 
 
 class EMA(RunningAverage):
@@ -30,8 +120,7 @@ class EMA(RunningAverage):
         super().__init__(use_for_evaluation, use_buffers)
         if not 0 <= decay < 1:
             raise CallbackError(f"decay={decay}: choose at least 0 and less than 1")
-        if update_every < 1:
-            raise CallbackError(f"update_every={update_every}: choose at least 1")
+        check_least(update_every=update_every)
         self._decay = decay
         self._warmup = warmup
         self._update_every = update_every
@@ -57,3 +146,23 @@ class EMA(RunningAverage):
         """Return the average as a state dict of the model."""
         self.take_buffers()
         return super().state_dict()
+
+
+def _own_part(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _placed(value: Tensor, like: Any) -> Tensor:
+    """Return a copy of `value` with the device and the sharding of `like`."""
+    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
+        return value.to(like, copy=True)
+    from torch.distributed.tensor import distribute_tensor  # an import of 2 s
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for source, target in pairs:
+        target.copy_(source)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import check_least
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -17,8 +17,7 @@ class Histograms(Callback):
     takes_shards = False
 
     def __init__(self, every_n_epochs: int = 1, bins: int = 64, gradients: bool = True) -> None:
-        if every_n_epochs < 1 or bins < 1:
-            raise CallbackError(f"every_n_epochs={every_n_epochs}, bins={bins}: at least 1")
+        check_least(every_n_epochs=every_n_epochs, bins=bins)
         self._every_n_epochs = every_n_epochs
         self._bins = bins
         self._wants_gradients = gradients

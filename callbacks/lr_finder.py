@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from callbacks.pictures.drawing import curve
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
 from trainer.trainer import Trainer

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 

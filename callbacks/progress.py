@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback, saver_of
 from trainer.files.layout import is_dumb, size_of
 from trainer.trainer import Trainer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from callbacks.support.averaging import RunningAverage
-from callbacks.support.errors import CallbackError
+from callbacks.ema import RunningAverage
+from callbacks.support import CallbackError
 from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)

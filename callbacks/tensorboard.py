@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ from tensorboard.plugins.hparams import (  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as texts  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import custom_scalars, histogram_raw, image, pr_curve_raw
 
-from callbacks.recorders.recorder import UNFINISHED, Recorder
-from callbacks.recorders.settings import Value, leaves, read_overrides, swept_keys
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
+from callbacks.trackers.recorder import UNFINISHED, Recorder, Value, config_of, leaves, varied
 from trainer.callback import Results, saver_of
 from trainer.media import Histogram, Media, PRCurve
-from trainer.runs.directory import CONFIG
-from trainer.runs.status import TENSORBOARD, command, own_values
+from trainer.runs.status import TENSORBOARD, command
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
@@ -62,42 +60,49 @@ class TensorBoard(Recorder):
 
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
-        assert self.run is not None
         served = command(self.run)
         _log.info("follow the run: %s", served, extra={"command": served})
-        _rewind(self.run / TENSORBOARD, self._sizes)
+        for path in (self.run / TENSORBOARD).glob(f"events.out.tfevents.*{_SUFFIX}"):
+            if path.name not in self._sizes:
+                path.unlink()
+            elif path.stat().st_size > self._sizes[path.name]:
+                os.truncate(path, self._sizes[path.name])
         self._file = file = _EventFile(self.run / TENSORBOARD, len(self._sizes))
-        if trainer.resumed:
-            file.purge(trainer.state.global_step + 1)
+        if trainer.resumed:  # a running TensorBoard drops what it has read from this step on
+            start = SessionLog(status=SessionLog.START)
+            file.write(Event(step=trainer.state.global_step + 1, session_log=start))
         if self._sizes:  # TensorBoard keeps what the first file says of charts and settings
             return
-        file.summary(0, _layout(trainer.task.metric_names()))
-        swept = swept_keys(self.run)
-        if hparams := _read_hparams(self.run, self._hparams, swept):
-            file.summary(0, _columns(hparams, swept, _outcomes(trainer)))
-            file.summary(0, _session_start(hparams))
+        summaries = [_layout(trainer.task.metric_names())]
+        if hparams := self._settings(trainer):
+            swept = varied(self.run)
+            columns = {k: v for k, v in hparams.items() if not swept or k in swept}
+            summaries += [_columns(columns, bool(swept), _outcomes(trainer)), _session(hparams)]
+        for summary in summaries:
+            file.write(Event(step=0, summary=summary))
 
-    def record(self, trainer: Trainer, at: LogPoint, values: Mapping[str, float]) -> None:
+    def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Write scalars."""
-        if self._file is not None:
-            self._file.scalars(at.step, values)
+        pairs = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(step=at.step, summary=Summary(value=pairs))
 
-    def show(self, trainer: Trainer, at: LogPoint, name: str, value: Media) -> None:
+    def show(self, step: int, name: str, value: Media) -> None:
         """Write an image, a histogram, a text or a curve."""
-        if self._file is not None:
-            self._file.summary(at.step, _summary(name, value))
+        self._write(step=step, summary=_summary(name, value))
 
     def write_graph(self, graph: bytes) -> None:
         """Write a model's graph, a serialized GraphDef."""
-        if (file := self._file) is not None:
-            self.attempt(lambda: file.event(Event(graph_def=graph)))
+        self.attempt(lambda: self._write(graph_def=graph))
 
-    def end(self, trainer: Trainer, results: Results) -> None:
+    def end(self, step: int, results: Results) -> None:
         """Close the session of the HParams tab; a run that can go on leaves it open."""
-        if self._file is not None and results.state not in UNFINISHED:
+        if results.state not in UNFINISHED:
+            failed = results.state == "failed"
+            status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
+            info = plugin_data_pb2.SessionEndInfo(status=status)
+            summary = _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=info)
             # A run that is resumed after all makes a running TensorBoard forget what is beyond.
-            end = _session_end(failed=results.state == "failed")
-            self._file.summary(trainer.state.global_step + 1, end)
+            self._write(step=step + 1, summary=summary)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files and their sizes."""
@@ -107,6 +112,24 @@ class TensorBoard(Recorder):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what has been written."""
         self._sizes = dict(state["sizes"])
+
+    def _write(self, **event: Any) -> None:
+        if self._file is not None:
+            self._file.write(Event(**event))
+
+    def _settings(self, trainer: Trainer) -> dict[str, Value]:
+        """Return the settings of a run: the swept ones, then those whose keys match a pattern.
+
+        Dotted keys of its configuration; a group that is swept (`model`) has its override's value.
+        """
+        settings = dict(leaves(config_of(self.run, trainer.config_text)))
+        chosen: dict[str, Value | None] = {
+            key: settings.get(key, given) for key, given in varied(self.run).items()
+        }
+        chosen |= {
+            k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in self._hparams)
+        }
+        return {key: value for key, value in chosen.items() if value is not None}
 
 
 def _summary(name: str, value: Media) -> Summary:
@@ -143,73 +166,40 @@ def _outcomes(trainer: Trainer) -> list[str]:
     return [*best, *(f"test/{name}" for name in metrics)]
 
 
-def _read_hparams(run: Path, patterns: Sequence[str], swept: Sequence[str]) -> dict[str, Value]:
-    """Return the settings of a run: the swept ones, then those whose keys match a pattern.
-
-    Dotted keys of `config.yaml`; a group that is swept (`model`) has the value of its override.
-    """
-    config = run / CONFIG
-    if not config.exists():
-        return {}
-    settings = dict(leaves(own_values(config.read_text(encoding="utf-8"))))
-    given = read_overrides(run)
-    varied = {key: settings.get(key, given.get(key)) for key in swept}
-    matched = {k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in patterns)}
-    return {key: value for key, value in (varied | matched).items() if value is not None}
+def _columns(hparams: Mapping[str, Value], differs: bool, metrics: Sequence[str]) -> Summary:
+    """Return the summary that declares settings and metrics: the columns of the HParams tab."""
+    infos = [
+        api_pb2.HParamInfo(name=key, type=_kind(value)[1], differs=differs)
+        for key, value in hparams.items()
+    ]
+    named = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=named)
+    return _hparams(metadata.EXPERIMENT_TAG, experiment=experiment)
 
 
-def _columns(
-    hparams: Mapping[str, Value], swept: Collection[str], metrics: Sequence[str]
-) -> Summary:
-    """Return the summary that declares settings and metrics: the columns of the tab."""
-    shown = {key: value for key, value in hparams.items() if not swept or key in swept}
-    experiment = api_pb2.Experiment(
-        hparam_infos=[
-            api_pb2.HParamInfo(name=key, type=_type(value), differs=bool(swept))
-            for key, value in shown.items()
-        ],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
-    )
-    return _of_session(
-        metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)
-    )
-
-
-def _session_start(hparams: Mapping[str, Value]) -> Summary:
+def _session(hparams: Mapping[str, Value]) -> Summary:
     """Return the summary with the settings: it begins the run's row."""
     start = plugin_data_pb2.SessionStartInfo()
     for key, value in hparams.items():
-        if isinstance(value, bool):
-            start.hparams[key].bool_value = value
-        elif isinstance(value, str):
-            start.hparams[key].string_value = value
-        else:
-            start.hparams[key].number_value = value
-    data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
-    return _of_session(metadata.SESSION_START_INFO_TAG, data)
+        setattr(start.hparams[key], _kind(value)[0], value)
+    return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
 
-def _session_end(*, failed: bool) -> Summary:
-    """Return the summary that ends a session; one that may go on later has none."""
-    status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
-    end = plugin_data_pb2.SessionEndInfo(status=status)
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    return _of_session(metadata.SESSION_END_INFO_TAG, data)
+def _kind(value: Value) -> tuple[str, Any]:
+    if isinstance(value, bool):
+        return "bool_value", api_pb2.DATA_TYPE_BOOL
+    if isinstance(value, str):
+        return "string_value", api_pb2.DATA_TYPE_STRING
+    return "number_value", api_pb2.DATA_TYPE_FLOAT64
 
 
-def _of_session(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
-    made = metadata.create_summary_metadata(data)
+def _hparams(tag: str, **data: Any) -> Summary:
+    made = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
     return Summary(value=[Summary.Value(tag=tag, metadata=made, tensor=metadata.NULL_TENSOR)])
 
 
-def _type(value: Value) -> Any:
-    if isinstance(value, bool):
-        return api_pb2.DATA_TYPE_BOOL
-    return api_pb2.DATA_TYPE_STRING if isinstance(value, str) else api_pb2.DATA_TYPE_FLOAT64
-
-
 class _EventFile:
-    """Append events to one file of a log directory; every method may raise OSError.
+    """Append events to one file of a log directory; both methods may raise OSError.
 
     The file is opened for each record. There are few records, and no file is left open.
     """
@@ -220,22 +210,9 @@ class _EventFile:
         stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{number}"
         self.path = folder / f"events.out.tfevents.{stamp}{_SUFFIX}"
         self.size = 0
-        self.event(Event(file_version="brain.Event:2"))
+        self.write(Event(file_version="brain.Event:2"))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append scalars at a step."""
-        pairs = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self.summary(step, Summary(value=pairs))
-
-    def summary(self, step: int, summary: Summary) -> None:
-        """Append a summary at a step."""
-        self.event(Event(step=step, summary=summary))
-
-    def purge(self, step: int) -> None:
-        """Make a running TensorBoard drop the values that it has read from `step` on."""
-        self.event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
-
-    def event(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Append an event completely, or raise OSError and leave the file unchanged."""
         event.wall_time = time.time()
         content = _record(event.SerializeToString())
@@ -251,15 +228,6 @@ class _EventFile:
         finally:
             os.close(descriptor)
         self.size += len(content)
-
-
-def _rewind(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Truncate our files to the sizes of a checkpoint, and remove those that it does not have."""
-    for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
-        if path.name not in sizes:
-            path.unlink()
-        elif path.stat().st_size > sizes[path.name]:
-            os.truncate(path, sizes[path.name])
 
 
 def _record(content: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 import logging
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 

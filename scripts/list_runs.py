@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from callbacks.support.monitor import AUTO
+from callbacks.support import AUTO
 from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word

@@ -47,7 +47,7 @@ ORDER = (
     ("trainer.inference",),
     ("trainer.export",),
     ("callbacks.support",),
-    ("callbacks.recorders",),
+    ("callbacks.trackers",),
     ("callbacks.saving",),
     ("callbacks",),
     ("scripts.cli",),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from conf.errors import Problem, did_you_mean, problems_at, raise_problems
 from trainer.callback import Average, Callback
 from trainer.optimizers.param_groups import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks.compression.pruning import Schedule, check_step
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from conf.errors import Problem, problems_at, raise_problems
 from trainer.callback import Callback
 from trainer.distributed.group import Group

@@ -7,7 +7,7 @@ import torch
 
 from callbacks.pictures.drawing import matrix
 from callbacks.pictures.validation import ValidationPicture, class_names, labels_of
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.media import PRCurve
 from trainer.trainer import Trainer
 

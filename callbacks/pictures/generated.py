@@ -7,7 +7,7 @@ from torch import Tensor
 
 from callbacks.pictures.drawing import is_picture, pixels, sheet
 from callbacks.pictures.validation import ValidationPicture, check_least, class_names, code_block
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from data.batch import inputs_of
 from trainer.trainer import Trainer
 

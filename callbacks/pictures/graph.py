@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import (  # type: ig
 )
 from torch.utils.tensorboard import SummaryWriter
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from data.batch import MicroBatch, inputs_of
 from trainer.callback import Callback

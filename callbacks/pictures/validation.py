@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.trainer import Trainer

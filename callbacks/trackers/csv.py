@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from callbacks.recorders.recorder import Recorder, as_file, table
-from callbacks.recorders.settings import Names, leaves
+from callbacks.trackers.recorder import Recorder, as_file, config_of, leaves, table
 from trainer.callback import Results
 from trainer.files.append_log import AppendLog
 from trainer.files.atomic import write_text
@@ -37,18 +36,17 @@ class CSV(Recorder):
 
     def begin(self, trainer: Trainer) -> None:
         """Write the settings; remove the rows and files of a resumed run after its checkpoint."""
-        assert self.run is not None
         self._folder = self.run / FOLDER
         self._folder.mkdir(exist_ok=True)
         last = trainer.state.global_step if trainer.resumed else -1
         for path in (self._folder / SHOWN).rglob("step-*"):
             if int(path.stem.removeprefix("step-")) > last:
                 path.unlink()
-        settings = leaves(dict(Names.of(self.run, trainer.config_text).config))
+        settings = leaves(config_of(self.run, trainer.config_text))
         write_text(self._folder / "config.csv", table([("key", "value"), *settings]))
         self._rewrite(self._read()[: self._rows])
 
-    def record(self, trainer: Trainer, at: LogPoint, values: Mapping[str, float]) -> None:
+    def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Append a row; new names are new columns."""
         fresh = {k: v for k, v in values.items() if at.step > self._sent.get(k, -1)}
         if not fresh or self._log is None:
@@ -63,14 +61,14 @@ class CSV(Recorder):
             self._log.write(table([[row.get(name, "") for name in self._columns]]))
             self._rows += 1
 
-    def show(self, trainer: Trainer, at: LogPoint, name: str, value: Media) -> None:
+    def show(self, step: int, name: str, value: Media) -> None:
         """Write an image, a histogram, a text or a curve as a file."""
         ending, content = as_file(value)
         place = self._folder / SHOWN / re.sub(r"[^\w\-./ ]|\.\.", "_", name).strip("/")
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"step-{at.step:08d}.{ending}").write_bytes(content)
+        (place / f"step-{step:08d}.{ending}").write_bytes(content)
 
-    def end(self, trainer: Trainer, results: Results) -> None:
+    def end(self, step: int, results: Results) -> None:
         """Write the last values and how the run ended."""
         rows = [("key", "value"), ("state", results.state), *results.metrics.items()]
         write_text(self._folder / "results.csv", table(rows))

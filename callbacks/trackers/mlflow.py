@@ -11,10 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from callbacks.recorders.recorder import UNFINISHED, as_file
-from callbacks.recorders.settings import Names, leaves
-from callbacks.recorders.tracker import Tracker
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
+from callbacks.trackers.recorder import Names, Tracker, as_file, leaves
 from trainer.callback import Results
 from trainer.media import Media
 from trainer.runs.directory import CONFIG
@@ -100,24 +98,24 @@ class MLflow(Tracker):
             path.write_bytes(content)
             self._client.log_artifact(self._id, str(path), _key(name))
 
-    def send_end(self, results: Results) -> None:
+    def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the files of the run, and how it ended."""
         self._client.set_tag(self._id, "state", results.state)
         if results.reason:
             self._client.set_tag(self._id, "reason", results.reason)
-        if results.state not in UNFINISHED and self.artifacts:
-            links = []
-            for place, path in self.files().items():
-                links.append({"path": place, "uri": path.as_uri(), "bytes": path.stat().st_size})
-                if self.artifacts == "files":
-                    folder = (Path("run") / place).parent
-                    self._client.log_artifact(self._id, str(path), folder.as_posix())
-            if self.artifacts == "links":
-                self._client.log_dict(self._id, links, "run_directory.json")
+        links = [
+            {"path": place, "uri": path.as_uri(), "bytes": path.stat().st_size}
+            for place, path in files.items()
+        ]
+        if self.artifacts == "files":
+            for place, path in files.items():
+                folder = (Path("run") / place).parent.as_posix()
+                self._client.log_artifact(self._id, str(path), folder)
+        elif links:
+            self._client.log_dict(self._id, links, "run_directory.json")
         self._client.set_terminated(self._id, _STATUS.get(results.state, "KILLED"))
 
     def _create(self, names: Names) -> None:
-        assert self.run is not None
         experiment = self._experiment or names.project
         with suppress(Exception):  # it is there already, or another job of a sweep is faster
             self._client.create_experiment(experiment)
@@ -125,7 +123,7 @@ class MLflow(Tracker):
         tags = {"run_dir": self.run.as_uri()} | ({"sweep": names.sweep} if names.sweep else {})
         self._id = self._client.create_run(number, tags=tags, run_name=names.run).info.run_id
         param = importlib.import_module("mlflow.entities").Param
-        params = [param(_key(k), str(v)[:_LONGEST]) for k, v in leaves(dict(names.config))]
+        params = [param(_key(k), str(v)[:_LONGEST]) for k, v in leaves(names.config)]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])
         if (config := self.run / CONFIG).exists():

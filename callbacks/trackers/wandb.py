@@ -5,12 +5,11 @@ import importlib
 import secrets
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from callbacks.recorders.recorder import UNFINISHED
-from callbacks.recorders.settings import Names
-from callbacks.recorders.tracker import Tracker
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
+from callbacks.trackers.recorder import Names, Tracker
 from trainer.callback import Results
 from trainer.media import Histogram, Media, PRCurve
 
@@ -89,25 +88,25 @@ class WandB(Tracker):
 
     def send_media(self, step: int, name: str, media: Media) -> None:
         """Send an image, a histogram, a text or a curve."""
-        shown = None
+        library = self._library
         if isinstance(media, str):
-            shown = self._library.Html(f"<pre>{html.escape(media)}</pre>", inject=False)
+            shown = library.Html(f"<pre>{html.escape(media)}</pre>", inject=False)
         elif isinstance(media, Histogram):
-            shown = self._library.Histogram(np_histogram=(media.counts, media.edges))
+            shown = library.Histogram(np_histogram=(media.counts, media.edges))
         elif isinstance(media, PRCurve):
-            points = zip(media.recall.tolist(), media.precision.tolist(), strict=True)
-            table = self._library.Table(data=list(points), columns=["recall", "precision"])
-            shown = self._library.plot.line(table, "recall", "precision", title=name)
+            points = list(zip(media.recall.tolist(), media.precision.tolist(), strict=True))
+            table = library.Table(data=points, columns=["recall", "precision"])
+            shown = library.plot.line(table, "recall", "precision", title=name)
         else:
-            shown = self._library.Image(media)
+            shown = library.Image(media)
         self.send(step, {name: shown})
 
-    def send_end(self, results: Results) -> None:
+    def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the last values, the files of the run, and how it ended."""
         self._run.summary.update({**results.metrics, "state": results.state})
-        if results.state not in UNFINISHED and self.artifacts:
+        if files:
             artifact = self._library.Artifact(f"run-{self._run.id}", type="run")
-            for place, path in self.files().items():
+            for place, path in files.items():
                 if self.artifacts == "links":
                     artifact.add_reference(path.as_uri(), name=place, checksum=False)
                 else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.unfreeze import set_trainable
 from conf.errors import Problem
 from data.batch import inputs_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from callbacks.support.monitor import AUTO, Monitor
+from callbacks.support import AUTO, Monitor
 from trainer.files.atomic import write_text
 from trainer.files.layout import aligned, on_one_line
 from trainer.metric_names import epoch_metric

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from callbacks.support.study import (
+from callbacks.trial import (
     PRUNER,
     as_url,
     build_pruner,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from callbacks.support.study import import_optuna
+from callbacks.trial import import_optuna
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from scripts.cli.arguments import Arguments
 from scripts.composition.compose import split_search

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import (
     get_swa_multi_avg_fn,
 )
 
-from callbacks.support.averaging import RunningAverage
+from callbacks.ema import RunningAverage
 
 
 def make_model() -> nn.Module:

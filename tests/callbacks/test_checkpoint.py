@@ -12,7 +12,7 @@ import torch
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.metrics_log import MetricsLog
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.archive import read_safetensors

@@ -15,7 +15,7 @@ from callbacks.histograms import Histograms
 from callbacks.lr_finder import LRFinder
 from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from trainer.callback import Callback
 from trainer.errors import DivergedError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from callbacks.early_stopping import EarlyStopping
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from trainer.state import TrainState
 
 NAN, INF = math.nan, math.inf

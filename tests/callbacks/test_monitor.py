@@ -7,8 +7,7 @@ import pytest
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.early_stopping import EarlyStopping
-from callbacks.support.errors import CallbackError
-from callbacks.support.monitor import Monitor
+from callbacks.support import CallbackError, Monitor
 from trainer.task import Task
 from trainer.tasks.gan import GAN
 

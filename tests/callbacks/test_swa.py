@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.swa import SWA
 from trainer.callback import Callback
 

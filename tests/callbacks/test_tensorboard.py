@@ -32,8 +32,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util import tensor_util
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.recorders.settings import leaves
 from callbacks.tensorboard import TensorBoard, _record
+from callbacks.trackers.recorder import leaves
 from scripts.composition.compose import compose
 from scripts.sweeps.leaderboard import Job
 from scripts.sweeps.sweep import link_jobs

@@ -24,7 +24,7 @@ from callbacks.pictures.layers import LayerStatistics
 from callbacks.pictures.masks import Masks
 from callbacks.pictures.samples import Misclassified, TrainingSamples
 from callbacks.progress import Progress
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.swa import SWA
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.support.study import PRUNED_AT, PRUNER, open_storage
-from callbacks.trial import Trial
+from callbacks.trial import PRUNED_AT, PRUNER, Trial, open_storage
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.distributed.group import Group

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.unfreeze import Unfreeze, set_trainable
 from trainer.callback import Callback
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from conf.check import parse
 from examples.airbench.network import Airbench
 from examples.airbench.whitening import Whitening

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from callbacks.support.study import PRUNER, open_storage
+from callbacks.trial import PRUNER, open_storage
 from same_run import differences
 
 optuna = pytest.importorskip("optuna")

@@ -17,7 +17,7 @@ from callbacks.pictures.generated import GeneratedImages, GeneratedText
 from callbacks.pictures.graph import Graph
 from callbacks.pictures.masks import Masks
 from callbacks.pictures.texts import Texts
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from toy_pictures import Gallery, trainer_of
 from trainer.optimizers.optimizers import Optimizers

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from callbacks.metrics_log import MetricsLog
-from callbacks.recorders import tracker as module
-from callbacks.recorders.settings import Names
-from callbacks.recorders.tracker import Tracker
+from callbacks.trackers import recorder as module
+from callbacks.trackers.recorder import Names, Tracker, names_of
 from conf.errors import ConfigError
 from trainer import snapshot
 from trainer.callback import Callback, Results
@@ -45,7 +44,7 @@ class Listed(Tracker):
         self._fail_if_down()
         self.store[self.run_id].append((step, name, 0.0))
 
-    def send_end(self, results: Results) -> None:
+    def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         self._fail_if_down()
         self.ended.append(results.state)
 
@@ -176,12 +175,12 @@ def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path: Path) -> None:
     (job / "overrides.yaml").write_text(
         "- optimizer.lr=0.1\n- +data.seed=2\n- trainer.max_epochs=1\n"
     )
-    alone = Names.of(job, "")
+    alone = names_of(job, "")
     assert (alone.project, alone.run, alone.sweep) == ("digits", "3", None)
     (tmp_path / "night" / "sweep.json").write_text('{"swept": ["optimizer.lr", "data.seed"]}')
-    names = Names.of(job, "")
+    names = names_of(job, "")
     assert (names.project, names.run, names.sweep) == ("digits", "lr=0.1,seed=2", "digits/night")
-    assert Names.of(tmp_path / "x", "name: y").project == "y"  # from Python: no config.yaml
+    assert names_of(tmp_path / "x", "name: y").project == "y"  # from Python: no config.yaml
 
 
 @pytest.mark.parametrize("artifacts", ["links", "files", None])

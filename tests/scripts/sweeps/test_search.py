@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.support.study import open_storage
+from callbacks.trial import open_storage
 from conf.errors import ConfigError
 from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments

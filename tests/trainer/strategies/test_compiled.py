@@ -9,7 +9,7 @@ from torch import nn
 from callbacks.compression.pruning import Pruning
 from callbacks.compression.qat import QuantizationAwareTraining
 from callbacks.ema import EMA
-from callbacks.support.errors import CallbackError
+from callbacks.support import CallbackError
 from toy_blocks import blocks, in_group, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP

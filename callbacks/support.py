@@ -1,4 +1,4 @@
-"""The metric that a callback monitors, and the comparison of its values."""
+"""What callbacks share: the error of an invalid option, and the metric that they monitor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from callbacks.support.errors import CallbackError
+from conf.errors import ConfigError
 from trainer.metric_names import epoch_metric
 
 if TYPE_CHECKING:
@@ -15,20 +15,19 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SMALLER = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer"}
-_LARGER = {
-    "accuracy",
-    "acc",
-    "f1",
-    "iou",
-    "miou",
-    "dice",
-    "auc",
-    "auroc",
-    "map",
-    "precision",
-    "r2",
-    "recall",
-}
+_LARGER = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "r2"}
+_LARGER |= {"iou", "miou", "dice"}
+
+
+class CallbackError(ConfigError, ValueError):
+    """An option of a callback is invalid, or does not fit the run."""
+
+
+def check_least(**options: float | None) -> None:
+    """Raise CallbackError for options below 1; None is none."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise CallbackError(f"{name}={value}: choose at least 1")
 
 
 class Monitor:
@@ -44,19 +43,28 @@ class Monitor:
         if mode not in ("min", "max", AUTO):
             raise CallbackError(f"mode={mode!r}: choose min, max or {AUTO}")
         self.name = None if name is None else epoch_metric(name)
-        self._mode = mode
-        self._compared = compared
-        self._sign = 1 if name in (None, AUTO) else self._direction()
+        self._mode, self._compared, self._sign = mode, compared, 1
+        self._find_sign()
 
     def resolve(self, trainer: Trainer) -> None:
         """Replace "auto" by the metric of the task."""
         if self.name == AUTO:
             metric = trainer.task.monitor()
             self.name = None if metric is None else f"val/{metric}"
-            self._sign = 1 if self.name is None else self._direction()
+            self._find_sign()
 
-    def _direction(self) -> int:
-        return _sign(self.name, self._mode) if self._compared else 1
+    def _find_sign(self) -> None:
+        if not self._compared or self.name in (None, AUTO):
+            return
+        words = re.split(r"[/_:]", str(self.name).lower())
+        words += [word.rstrip("0123456789") for word in words]
+        found = next((w for w in words if w in _SMALLER | _LARGER), None)
+        if self._mode == AUTO and found is None:
+            raise CallbackError(
+                f"mode={AUTO}: is a larger {self.name} better? say mode=max or mode=min"
+            )
+        rises = found in _LARGER if self._mode == AUTO else self._mode == "max"
+        self._sign = 1 if rises else -1
 
     @property
     def on_validation(self) -> bool:
@@ -83,13 +91,3 @@ class Monitor:
             known = ", ".join(sorted(metrics)) or "none yet"
             raise CallbackError(f"monitor={self.name}: no such metric; there are: {known}")
         return metrics[self.name]
-
-
-def _sign(name: str | None, mode: str) -> int:
-    if mode != AUTO:
-        return 1 if mode == "max" else -1
-    words = re.split(r"[/_:]", (name or "").lower())
-    for word in (*words, *(word.rstrip("0123456789") for word in words)):
-        if word in _SMALLER | _LARGER:
-            return 1 if word in _LARGER else -1
-    raise CallbackError(f"mode={AUTO}: is a larger {name} better? say mode=max or mode=min")

@@ -1,0 +1,313 @@
+"""What records a run: values, what is shown beside them, and its end; and trackers of others."""
+
+import csv
+import importlib.util
+import io
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image as Pillow
+
+from callbacks.support import CallbackError
+from trainer.callback import Callback, Results
+from trainer.files.atomic import TEMPORARY, storage_error, write_json
+from trainer.media import Histogram, Media, PRCurve
+from trainer.runs.directory import CONFIG, OVERRIDES
+from trainer.runs.lock import LOCK_FILE
+from trainer.runs.status import SWEEP, own_values, read_json, read_metrics
+from trainer.state import LogPoint
+from trainer.trainer import Trainer
+
+UNFINISHED = ("preempted", "stopped")  # ends after which a run can go on
+FOLDER = "trackers"  # in the run directory
+Value = bool | int | float | str
+_PAUSE = 60.0  # seconds until a tracker that was down is tried again
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Callback):
+    """Base class of callbacks that record a run; on the main process, where it has a directory.
+
+    Whatever fails is one warning, and the run goes on.
+    """
+
+    of_run = True
+
+    def __init__(self) -> None:
+        self.run = Path()  # the run directory
+        self._records = False  # whether the run is recorded, and here
+        self._warned = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begin, or go on with what a resumed run has recorded up to its checkpoint."""
+        raise NotImplementedError
+
+    def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
+        """Record values."""
+        raise NotImplementedError
+
+    def show(self, step: int, name: str, value: Media) -> None:
+        """Record an image, a histogram, a text or a curve."""
+        raise NotImplementedError
+
+    def end(self, step: int, results: Results) -> None:
+        """Record how the run ended, at its last step."""
+        raise NotImplementedError
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Begin."""
+        if trainer.is_main and trainer.run_dir is not None:
+            self.run, self._records = trainer.run_dir.absolute(), True
+            self.attempt(self.begin, trainer)
+
+    def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        """Record values."""
+        if self._records:
+            self.attempt(self.record, trainer.log_point, scalars)
+
+    def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
+        """Record an image, a histogram, a text or a curve."""
+        if self._records:
+            self.attempt(self.show, trainer.log_point.step, name, media)
+
+    def on_run_end(self, trainer: Trainer, results: Results) -> None:
+        """Record the end, unless the run was discarded."""
+        if self._records and self.run.is_dir():
+            self.attempt(self.end, trainer.state.global_step, results)
+
+    def attempt(self, work: Callable[..., None], *args: Any) -> bool:
+        """Do something that may fail; return whether it was done."""
+        try:
+            work(*args)
+        except Exception as error:  # a tracker may raise anything
+            if not self._warned:
+                self._warned = True
+                path = error.filename if isinstance(error, OSError) else None
+                told = storage_error(Path(path), error) if path else error  # type: ignore[arg-type]
+                reason = str(told).strip().partition("\n")[0] or type(error).__name__
+                message = "callbacks.%s: %s; training continues without it"
+                _log.warning(message, self.name, reason)
+            return False
+        return True
+
+
+class Tracker(Recorder):
+    """Base class of callbacks that send a run to a tracker.
+
+    Which tracked run it is, and the last step of each key that it has, stand in
+    `trackers/<name>.json` of the run directory. A resumed run goes on with it: of each key only
+    later steps are sent, since a run repeats its values exactly. What the tracker has missed is
+    read from `metrics.jsonl`. A run that goes back to an earlier step with other hyper-parameters
+    begins another tracked run, since trackers take nothing back.
+    """
+
+    package = ""
+
+    def __init__(self, artifacts: str | None, max_megabytes: float) -> None:
+        super().__init__()
+        if artifacts not in ("links", "files", None):
+            raise CallbackError(f"artifacts={artifacts!r}: choose links, files or null")
+        if max_megabytes <= 0:
+            raise CallbackError(f"max_megabytes={max_megabytes}: choose a positive number")
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or spec.origin is None:  # a folder of that name is no package
+            missing = f"the package {self.package} is not installed: pip install {self.package}"
+            raise CallbackError(missing)
+        self.artifacts = artifacts
+        self.rows = 0  # sent by all processes of the run
+        self._megabytes = max_megabytes
+        self._config_text = ""
+        self._branch: int | None = None  # the step from which a branched run has other values
+        self._reached = False
+        self._retry_at = 0.0
+        self._tracked: Mapping[str, str] = {}
+        self._sent: dict[str, int] = {}
+
+    def connect(self, names: "Names", tracked: Mapping[str, str]) -> dict[str, str]:
+        """Go on with the tracked run that `tracked` names, or begin one; return what names it."""
+        raise NotImplementedError
+
+    def address(self) -> str:
+        """Return where a person finds the tracked run."""
+        raise NotImplementedError
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send values at a step."""
+        raise NotImplementedError
+
+    def send_media(self, step: int, name: str, media: Media) -> None:
+        """Send an image, a histogram, a text or a curve."""
+        raise NotImplementedError
+
+    def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
+        """Send the run's last values and files, by their places, and close the tracked run."""
+        raise NotImplementedError
+
+    def begin(self, trainer: Trainer) -> None:
+        """Reach the tracker, and send what it has missed."""
+        self._config_text = trainer.config_text
+        self._branch = trainer.state.global_step if trainer.branched else None
+        self._reach(trainer.state.global_step)
+
+    def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
+        """Send values."""
+        if self._reach():
+            self._send_values(at, values)
+
+    def show(self, step: int, name: str, value: Media) -> None:
+        """Send an image, a histogram, a text or a curve; of these none is sent later."""
+        if self._reach() and step > self._sent.get(name, -1):
+            self._send([name], step, self.send_media, name, value)
+
+    def end(self, step: int, results: Results) -> None:
+        """Send how the run ended, and what is missing until then."""
+        self._retry_at = 0.0
+        self._reach()
+        whole = self.artifacts and results.state not in UNFINISHED
+        self.send_end(results, self.files() if whole else {})
+
+    def attempt(self, work: Callable[..., None], *args: Any) -> bool:
+        """Send something; a tracker that fails is left alone for a minute, then reached anew."""
+        if not (done := super().attempt(work, *args)):
+            self._reached, self._retry_at = False, time.monotonic() + _PAUSE
+        return done
+
+    def files(self) -> dict[str, Path]:
+        """Return the files of the run directory for the tracker, by their places in it.
+
+        The small ones come first; of several names of one file the first. Left out are what
+        trackers keep there, locks and files that are being written.
+        """
+        inodes: dict[int, tuple[int, str]] = {}
+        for path in sorted(self.run.rglob("*")):
+            place = path.relative_to(self.run).as_posix()
+            own = place.startswith((f"{FOLDER}/", "wandb/"))
+            own = own or path.name.startswith((LOCK_FILE, TEMPORARY))
+            if path.is_file() and not path.is_symlink() and not own:
+                inodes.setdefault(path.stat().st_ino, (path.stat().st_size, place))
+        taken, left = {}, self._megabytes * 1e6
+        for size, place in sorted(inodes.values()):
+            if self.artifacts == "links" or size <= left:
+                taken[place] = self.run / place
+                left -= size
+        if len(taken) < len(inodes):
+            text = "callbacks.%s: max_megabytes=%g leaves out %d files"
+            _log.info(text, self.name, self._megabytes, len(inodes) - len(taken))
+        return taken
+
+    def _reach(self, last: float = float("inf")) -> bool:
+        """Connect unless it is connected or was down a moment ago; return whether it is.
+
+        Sends what is missing up to the step `last`: a run that begins may find lines of later ones.
+        """
+        if self._reached or time.monotonic() < self._retry_at:
+            return self._reached
+        known = read_json(self.run / FOLDER / f"{self.name}.json")
+        tracked, sent = known.get("tracked", {}), known.get("sent", {})
+        if self._branch is not None and max(sent.values(), default=0) > self._branch:
+            tracked = {}
+        self._tracked = self.connect(names_of(self.run, self._config_text), tracked)
+        self._reached, self._branch = True, None
+        if self._tracked == tracked:
+            self._sent, self.rows = sent, known["rows"]
+        else:
+            self._sent, self.rows = {}, 0
+            self._remember()
+            _log.info("callbacks.%s: %s", self.name, self.address())
+        for line in read_metrics(self.run):
+            at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
+            if at.step <= last:
+                self._send_values(at, {k: v for k, v in line.items() if v is not None})
+        return True
+
+    def _send_values(self, at: LogPoint, values: Mapping[str, float]) -> None:
+        every = {"epoch": float(at.epoch), **values}
+        fresh = {k: v for k, v in every.items() if at.step > self._sent.get(k, -1)}
+        if fresh.keys() - {"epoch"}:
+            self._send(fresh, at.step, self.send, fresh)
+
+    def _send(self, names: Iterable[str], step: int, send: Callable[..., None], *what: Any) -> None:
+        """Write down what is sent, and send it: a kill between the two must not repeat it."""
+        before = self._sent
+        self._sent = {**before, **dict.fromkeys(names, step)}
+        self.rows += 1
+        self._remember()
+        try:
+            send(step, *what)
+        except Exception:
+            self._sent = before
+            self._remember()
+            raise
+
+    def _remember(self) -> None:
+        (self.run / FOLDER).mkdir(exist_ok=True)
+        facts = {"tracked": self._tracked, "rows": self.rows, "sent": self._sent}
+        write_json(self.run / FOLDER / f"{self.name}.json", facts)
+
+
+class Names(NamedTuple):
+    """How a run is called in a tracker, and its configuration."""
+
+    project: str  # the configuration's `name`
+    run: str  # its folder, or what varies in a job of a sweep
+    sweep: str | None  # the same for all jobs of one
+    config: dict[str, Any]
+
+
+def names_of(run: Path, config_text: str) -> Names:
+    """Return the names of the run in a directory."""
+    config, swept = config_of(run, config_text), varied(run)
+    project = str(config.get("name") or run.parent.name)
+    pairs = [
+        f"{key.rpartition('.')[2]}={value}" for key, value in swept.items() if value is not None
+    ]
+    sweep = f"{project}/{run.parent.name}" if swept else None
+    return Names(project, ",".join(pairs) or run.name, sweep, config)
+
+
+def config_of(run: Path, text: str) -> dict[str, Any]:
+    """Return the configuration that a run's directory has, or else `text`."""
+    file = run / CONFIG
+    return own_values(file.read_text(encoding="utf-8") if file.exists() else text) or {}
+
+
+def varied(run: Path) -> dict[str, str | None]:
+    """Return what the sweep that a run is a job of varies, with the values as its overrides say."""
+    swept = read_json(run.parent / SWEEP).get("swept")
+    texts = own_values((run / OVERRIDES).read_text(encoding="utf-8")) if swept else []
+    given = dict(str(text).lstrip("+~").partition("=")[::2] for text in texts)
+    return {key: given.get(key) for key in swept or []}
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Value | None]]:
+    """Yield the values of a nested mapping by their dotted keys; a list is one text."""
+    if isinstance(node, dict):
+        for key, child in node.items():
+            yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, str(node) if isinstance(node, list) else node
+
+
+def as_file(value: Media) -> tuple[str, bytes]:
+    """Return the ending and the content of the file that shows something."""
+    if isinstance(value, str):
+        return "md", value.encode()
+    if isinstance(value, PRCurve):
+        rows = zip(value.thresholds, value.precision, value.recall, strict=True)
+        return "csv", table([("threshold", "precision", "recall"), *rows]).encode()
+    if isinstance(value, Histogram):
+        rows = zip(value.edges[:-1], value.edges[1:], value.counts, strict=True)
+        return "csv", table([("left", "right", "count"), *rows]).encode()
+    file = io.BytesIO()
+    Pillow.fromarray(value).save(file, "PNG")
+    return "png", file.getvalue()
+
+
+def table(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
