@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
 from trainer.summary.model import (
     MemoryEstimate,
-    Summary,
     estimate,
     fitting_table,
     summarize,
@@ -37,7 +36,10 @@ if TYPE_CHECKING:
     from scripts.cli.request import Request
     from trainer.assembly.experiment import Experiment
 
+    Sections = Iterator[tuple[str, list[RenderableType]]]
+
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_HEIGHT = 5  # lines of a learning-rate curve
 _CLASSES = 10  # names that are shown
 
 
@@ -47,78 +49,89 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     Raises DataError, after the plan, where the first samples of a split cannot be read, and what
     training would raise.
     """
-    trainer, config = experiment.trainer, experiment.config
+    trainer = experiment.trainer
     unread: list[DataError] = []
-    first = _first_micro_batch(trainer, unread)
+    first, notes = _tried(experiment, unread)
     summary = summarize(
         trainer.model,
         None if first is None else first.batch,
         call=lambda model, batch: _loss(trainer.task, model, batch),
         autocast=trainer.precision.autocast,
     )
-    notes = list(_try_out(experiment, first, unread))
-    split = BatchSplit(
-        config.loader.batch_size,
-        trainer.strategy.devices,
-        config.trainer.gradient_accumulation_steps,
-        _length(experiment.data.sets["train"]),
-        config.loader.drop_last,
-    )
+    largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
     memory = replace(
-        estimate(summary, optimizers, split.largest),
-        data=kept_bytes(config, experiment.data.sets),
+        estimate(summary, optimizers, largest),
+        data=kept_bytes(experiment.config, experiment.data.sets),
     )
     notes += _notes(experiment, memory)
 
-    def render(width: int, colour: bool = False) -> str:
-        sections = dict(_sections(request, experiment, summary, split, memory, width))
-        sections |= {"Files": [f"a run would write to {folder}"], "Notes": [*notes]}
-        drawn = [part for title, body in sections.items() for part in _section(title, body)]
-        return to_text(*drawn, width=width, colour=colour)
+    def sections(width: int) -> Sections:
+        yield from _choices(request, experiment)
+        yield "Data", [_data_table(experiment.data.sets)]
+        yield "Model", [fitting_table(summary, width), totals(summary)]
+        yield "Optimizer", [groups_table(trainer.optimizers.table(), width)]
+        total = trainer.total_steps
+        points = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
+        rates = {name: [lr for _, lr in found] for name, found in points.items()}
+        yield "Learning rate", list(curve_lines(rates, total or 0, min(64, width - 16)))
+        yield "Updates", [*updates]
+        yield "Memory on one device", list(_memory(memory, largest))
+        callbacks = trainer.callbacks.items()
+        yield "Callbacks", [f"{name}: {type(callback).__name__}" for name, callback in callbacks]
+        yield "Files", [f"a run would write to {folder}"]
+        yield "Notes", [*notes]
 
     columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print(render(columns, takes_colour(sys.stdout)))
+    print(_rendered(sections(columns), columns, takes_colour(sys.stdout)))
     make_folder(folder)
-    write_text(folder / "plan.txt", render(100))
+    write_text(folder / "plan.txt", _rendered(sections(100), 100))
     if unread:
         raise unread[0]
 
 
-def _first_micro_batch(trainer: Any, unread: list[DataError]) -> MicroBatch | None:
-    try:
-        found: MicroBatch = next(trainer.draw(0))[0]
-    except DataError as error:
-        unread.append(error)
-        return None
-    finally:
-        trainer.train_loader.close()
-    return found
+def _rendered(sections: Sections, width: int, colour: bool = False) -> str:
+    from rich.rule import Rule  # imported here because the import of rich takes 0.1 s
+    from rich.text import Text
+
+    drawn: list[RenderableType] = []
+    for title, body in sections:
+        if body:
+            rule = Rule(Text(title, style="bold cyan"), align="left", style="dim")
+            drawn += [rule, *body, ""]
+    return to_text(*drawn, width=width, colour=colour)
 
 
-def _try_out(
-    experiment: Experiment, first: MicroBatch | None, unread: list[DataError]
-) -> Iterator[str]:
-    # A micro-batch is trained on without a step, and one batch of each other split evaluated.
-    trainer = experiment.trainer
-    if first is None:
-        return
-    trainer.wrapped.train()
-    trainer.updater.try_out([first])
-    declared = trainer.task.metric_names()
-    for split, loader in (("val", trainer.val_loader), ("test", experiment.test_loader)):
-        if loader is None:
+def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch | None, list[str]]:
+    """Train on a micro-batch without a step, and evaluate a batch of each other split.
+
+    Returns the micro-batch, None if it cannot be read, and what is to be noted.
+    """
+    trainer, first, notes = experiment.trainer, None, []
+    for split, loader in (
+        ("train", trainer.train_loader),
+        ("val", trainer.val_loader),
+        ("test", experiment.test_loader),
+    ):
+        if loader is None or (split != "train" and first is None):
             continue
         try:
+            if split == "train":
+                first = next(trainer.draw(0))[0]
+                trainer.wrapped.train()
+                trainer.updater.try_out([first])
+                continue
             found = Evaluator(trainer, trainer.waiting).run(loader, split, nullcontext(), 1, 0)
         except DataError as error:
             unread.append(error)
             continue
         finally:
             loader.close()
-        if missing := [name for n in declared if (name := f"{split}/{n}") not in found]:
+        declared = [f"{split}/{name}" for name in trainer.task.metric_names()]
+        if missing := [name for name in declared if name not in found]:
             named = ", ".join(missing)
-            yield f"the task declares {named}, and its evaluation_step does not return it"
+            notes.append(f"the task declares {named}, and its evaluation_step does not return it")
+    return first, notes
 
 
 def _loss(task: Any, model: Any, batch: Any) -> Any:
@@ -129,30 +142,10 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
-def _length(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _section(title: str, parts: Sequence[RenderableType]) -> Iterator[RenderableType]:
-    if parts:
-        from rich.rule import Rule  # imported here because the import of rich takes 0.1 s
-        from rich.text import Text
-
-        yield Rule(Text(title, style="bold cyan"), align="left", style="dim")
-        yield from parts
-        yield ""
-
-
-def _sections(
-    request: Request,
-    experiment: Experiment,
-    summary: Summary,
-    split: BatchSplit,
-    memory: MemoryEstimate,
-    width: int,
-) -> Iterator[tuple[str, list[RenderableType]]]:
+def _choices(request: Request, experiment: Experiment) -> Sections:
     trainer, config = experiment.trainer, experiment.config
-    strategy, total = trainer.strategy, trainer.total_steps
+    strategy = trainer.strategy
+    picks = {group: pick for group, pick in request.choices.items() if pick is not None}
     settings = {
         "seed": config.seed,
         "device": strategy.device,
@@ -160,37 +153,19 @@ def _sections(
         "precision": trainer.precision.name,
         "task": config.task["_target_"],
     }
-    picks = {group: pick for group, pick in request.choices.items() if pick is not None}
-    pairs: list[RenderableType] = [
-        "  ".join(f"{k}={v}" for k, v in found.items()) for found in (picks, settings)
-    ]
+    lines = ["  ".join(f"{k}={v}" for k, v in found.items()) for found in (picks, settings)]
     overrides = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
-    yield f"Plan of {config.name}", [*pairs, *overrides]
-    yield "Data", [_data_table(experiment.data.sets)]
-    yield "Model", [fitting_table(summary, width), totals(summary)]
-    yield "Optimizer", [groups_table(trainer.optimizers.table(), width)]
-    points = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
-    rates = {name: [lr for _, lr in found] for name, found in points.items()}
-    yield "Learning rate", list(curve_lines(rates, total, min(64, width - 16)))
-    limits = {n: getattr(config.trainer, n) for n in ("max_epochs", "max_steps", "max_time")}
-    ends = [f"trainer.{name}={value}" for name, value in limits.items() if value is not None]
-    if trainer.steps_per_epoch is not None:
-        ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
-    ends.append("no limit but its time" if total is None else f"{total:,} in all")
-    yield "Updates", [", ".join(ends), *split.lines()]
-    yield "Memory on one device", [_memory_table(memory), *_memory_notes(memory, split.largest)]
-    callbacks = trainer.callbacks.items()
-    yield "Callbacks", [f"{name}: {type(callback).__name__}" for name, callback in callbacks]
+    yield f"Plan of {config.name}", [*lines, *overrides]
 
 
 def _data_table(sets: Mapping[str, Any]) -> RenderableType:
     rows = []
     for split, dataset in sets.items():
         if dataset is not None:
-            samples, names = _length(dataset), [*map(str, getattr(dataset, "classes", None) or ())]
+            names = [*map(str, getattr(dataset, "classes", None) or ())]
             more = ", ..." if len(names) > _CLASSES else ""
             classes = f"{len(names)}: {', '.join(names[:_CLASSES])}{more}" if names else "-"
-            count = "a stream" if samples is None else f"{samples:,}"
+            count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
             rows.append((split, type(dataset).__name__, count, classes))
     return table(("split", "data set", "samples", "classes"), rows, right=("samples",))
 
@@ -210,7 +185,7 @@ def groups_table(rows: Sequence[GroupRow], width: int) -> RenderableType:
     return "\n".join(aligned([columns, *cells], width, last=2))
 
 
-def _memory_table(memory: MemoryEstimate) -> RenderableType:
+def _memory(memory: MemoryEstimate, samples: int) -> Iterator[RenderableType]:
     parts = {
         "parameters": memory.parameters,
         "buffers": memory.buffers,
@@ -221,10 +196,7 @@ def _memory_table(memory: MemoryEstimate) -> RenderableType:
     }
     total = size(memory.total) if memory.complete else f"more than {size(memory.total)}"
     rows = [*((name, size(value)) for name, value in parts.items()), ("estimate", total)]
-    return table(("part", "size"), rows, right=("size",))
-
-
-def _memory_notes(memory: MemoryEstimate, samples: int) -> Iterator[str]:
+    yield table(("part", "size"), rows, right=("size",))
     others = ", its workspace and the data" if memory.data == 0 else " and its workspace"
     yield (
         f"activations of {samples} samples at a time; the framework{others} need additional memory"
@@ -257,108 +229,95 @@ def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSplit:
-    """How the samples of an update are split over devices and micro-batches.
+def _updates(experiment: Experiment) -> tuple[int, list[str]]:
+    """Return the samples of the largest micro-batch, and when training ends and how it splits."""
+    trainer, config = experiment.trainer, experiment.config
+    limits = {n: getattr(config.trainer, n) for n in ("max_epochs", "max_steps", "max_time")}
+    ends = [f"trainer.{name}={value}" for name, value in limits.items() if value is not None]
+    if trainer.steps_per_epoch is not None:
+        ends.append(f"{trainer.steps_per_epoch:,} updates an epoch")
+    total = trainer.total_steps
+    ends.append("no limit but its time" if total is None else f"{total:,} in all")
+    grid = trainer.strategy.devices, config.trainer.gradient_accumulation_steps
+    loader = config.loader
+    dataset = experiment.data.sets["train"]
+    samples = len(dataset) if hasattr(dataset, "__len__") else None
+    largest, lines = batch_split(loader.batch_size, *grid, samples, loader.drop_last)
+    return largest, [", ".join(ends), *lines]
 
-    `samples` is the size of the training set, None for a stream.
+
+def batch_split(
+    batch_size: int, devices: int, micro_batches: int, samples: int | None, drop_last: bool
+) -> tuple[int, list[str]]:
+    """Say how the samples of an update are split, and what happens to the last ones of an epoch.
+
+    samples: of the training set, None for a stream. Returns the size of the largest micro-batch on
+    one device, and the lines.
     """
 
-    batch_size: int
-    devices: int
-    micro_batches: int
-    samples: int | None = None
-    drop_last: bool = False
+    def words(count: int) -> str:
+        return split_in_words(count, devices, micro_batches)
 
-    @property
-    def largest(self) -> int:
-        """Samples of the largest micro-batch on one device."""
-        count = self.batch_size if self.samples is None else min(self.batch_size, self.samples)
-        return -(-count // (self.devices * self.micro_batches))
-
-    def lines(self) -> list[str]:
-        """Describe the split of an update, and what happens to the last samples of an epoch."""
-        if self.samples is not None and self.samples < self.batch_size:
-            few = self.describe(self.samples)
-            return [f"{few} (loader.batch_size={self.batch_size} exceeds the samples)"]
-        lines = [self.describe(self.batch_size)]
-        if rest := 0 if self.samples is None else self.samples % self.batch_size:
-            dropped = f"the last {rest} samples of each epoch's order are dropped"
-            last = f"the last update of an epoch: {self.describe(rest)}"
-            lines.append(dropped if self.drop_last else last)
-        return lines
-
-    def describe(self, samples: int) -> str:
-        """Return `128 = 2 devices x 4 micro-batches x 16`, or the split of an uneven number.
-
-        Samples are split into devices x micro-batches pieces whose sizes differ by at most one, the
-        larger first; micro-batches without a sample are skipped.
-        """
-        micro_batches = min(self.micro_batches, -(-samples // self.devices))
-        pieces = self.devices * micro_batches
-        whole, more = divmod(samples, pieces)
-        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
-        parts = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-        grid = f"{samples} = {devices} x {parts}"
-        if not more:
-            return f"{grid} x {whole}"
-        if not whole:
-            return f"{grid}: {more} with 1 sample, {pieces - more} with none (weight 0)"
-        return f"{grid}: {more} of {whole + 1} and {pieces - more} of {whole} samples"
+    largest = -(-min(batch_size, samples or batch_size) // (devices * micro_batches))
+    if samples is not None and samples < batch_size:
+        return largest, [f"{words(samples)} (loader.batch_size={batch_size} exceeds the samples)"]
+    lines = [words(batch_size)]
+    if rest := (samples or 0) % batch_size:
+        dropped = f"the last {rest} samples of each epoch's order are dropped"
+        lines.append(dropped if drop_last else f"the last update of an epoch: {words(rest)}")
+    return largest, lines
 
 
-def curve_lines(
-    curves: Mapping[str, Sequence[float]], length: int | None = None, width: int = 64
-) -> Iterator[str]:
-    """Draw each learning-rate curve over `length` updates, `width` characters wide.
+def split_in_words(samples: int, devices: int, micro_batches: int) -> str:
+    """Return `128 = 2 devices x 4 micro-batches x 16`, or the split of an uneven number.
+
+    Samples are split into devices x micro-batches pieces whose sizes differ by at most one, the
+    larger first; micro-batches without a sample are skipped.
+    """
+    micro_batches = min(micro_batches, -(-samples // devices))
+    pieces = devices * micro_batches
+    whole, more = divmod(samples, pieces)
+    grid = f"{samples} = {devices} device{'s' * (devices > 1)} x {micro_batches} micro-batch"
+    grid += "es" * (micro_batches > 1)
+    if not more:
+        return f"{grid} x {whole}"
+    if not whole:
+        return f"{grid}: {more} with 1 sample, {pieces - more} with none (weight 0)"
+    return f"{grid}: {more} of {whole + 1} and {pieces - more} of {whole} samples"
+
+
+def curve_lines(curves: Mapping[str, Sequence[float]], updates: int, width: int) -> Iterator[str]:
+    """Draw each group's learning rates, evenly spaced over all updates.
 
     Groups whose curves differ only by a factor share a plot.
     """
-    shapes: dict[tuple[float, ...], list[str]] = {}
-    for name, values in curves.items():
-        top = max(values, default=0.0)
-        shape = tuple(round(v / top, 6) for v in values) if top > 0 else tuple(values)
-        shapes.setdefault(shape, []).append(name)
-    for names in shapes.values():
-        captions: dict[str, list[str]] = {}
-        for name in names:
-            captions.setdefault(_caption(curves[name]), []).append(name)
-        yield from (f"{', '.join(alike)}: {caption}" for caption, alike in captions.items())
-        first = curves[names[0]]
-        if first and min(first) < max(first):
-            yield from plot(first, length, width)
+    shapes: dict[tuple[float, ...], dict[str, list[str]]] = {}
+    for name, rates in curves.items():
+        low, high = min(rates), max(rates)
+        shape = tuple(round(rate / high, 6) for rate in rates) if high > 0 else (0.0,)
+        caption = f"{rates[0]:.3g} at first, at most {high:.3g}, {rates[-1]:.3g} at last"
+        caption = f"constant at {high:.4g}" if low == high else caption
+        shapes.setdefault(shape, {}).setdefault(caption, []).append(name)
+    for shape, captions in shapes.items():
+        for caption, alike in captions.items():
+            yield f"{', '.join(alike)}: {caption}"
+        if len(set(shape)) > 1:
+            yield from plot(curves[next(iter(captions.values()))[0]], updates, width)
 
 
-def _caption(values: Sequence[float]) -> str:
-    if not values:
-        return "no updates"
-    if min(values) == max(values):
-        return f"constant at {values[0]:.4g}"
-    return f"{values[0]:.3g} at first, at most {max(values):.3g}, {values[-1]:.3g} at last"
-
-
-def plot(
-    values: Sequence[float], length: int | None = None, width: int = 64, height: int = 5
-) -> list[str]:
-    """Plot `values` as an area from zero to their maximum, over `length` updates.
-
-    The values are evenly spaced; without a length there is one value for each update.
-    """
-    length = len(values) if length is None else length
-    top = max(values)
-    if top <= 0:
-        return [f"0 over {length:,} updates"]
-    last = len(values) - 1
+def plot(values: Sequence[float], updates: int, width: int) -> list[str]:
+    """Plot values, not all of them 0, as an area from zero to their maximum."""
+    top, last = max(values), len(values) - 1
     columns = [value for value in values for _ in range(max(1, width // len(values)))]
     if len(values) > width:  # the first and the last are among them
         columns = [values[round(column * last / (width - 1))] for column in range(width)]
     # In eighths of a line; values above zero get at least one.
-    filled = [max(round(v / top * height * 8), v > 0) for v in columns]
+    filled = [max(round(v / top * _HEIGHT * 8), v > 0) for v in columns]
     lines = []
-    for line in reversed(range(height)):
+    for line in reversed(range(_HEIGHT)):
         blocks = "".join(_BLOCKS[min(max(f - 8 * line, 0), 8)] for f in filled)
-        lines.append(f"{f'{top:.3g}' if line == height - 1 else '':>9} │{blocks}".rstrip())
+        lines.append(f"{f'{top:.3g}' if line == _HEIGHT - 1 else '':>9} │{blocks}".rstrip())
     lines.append(f"{'0':>9} └{'─' * len(columns)}")
-    end = f"{length:,} updates"
+    end = f"{updates:,} updates"
     lines.append(f"{'':>11}0{end:>{max(len(columns) - 1, len(end) + 1)}}")
     return lines

@@ -10,7 +10,14 @@ import pytest
 from data.errors import DataError
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose
-from scripts.plan import BatchSplit, curve_lines, groups_table, make_plan, plot
+from scripts.plan import (
+    batch_split,
+    curve_lines,
+    groups_table,
+    make_plan,
+    plot,
+    split_in_words,
+)
 from trainer.assembly import build
 from trainer.optimizers.optimizers import GroupRow
 from trainer.summary.text import count, size, to_text
@@ -72,28 +79,25 @@ def test_a_wide_table_of_groups_becomes_lines() -> None:
 
 
 def test_groups_whose_rates_differ_by_a_factor_share_a_drawing() -> None:
-    lines = list(curve_lines(CURVES))
-    assert sum("┤" in line or "└" in line for line in lines) == 1
-    assert lines[0].startswith("default: 0.1 at first")
+    lines = list(curve_lines({**CURVES, "again": COSINE}, 40, 64))
+    assert sum("└" in line for line in lines) == 1
+    assert lines[0].startswith("default, again: 0.1 at first")
     assert lines[1].startswith("head: 1 at first")
-
-
-def test_groups_with_the_same_rates_share_a_line() -> None:
-    assert next(curve_lines({"a": COSINE, "b": COSINE})).startswith("a, b: 0.1 at first")
+    assert lines[-1] == "stem: constant at 0.01"
 
 
 def test_a_curve_is_drawn_from_zero_to_its_maximum() -> None:
-    lines = plot([0, 1, 2, 3, 4], width=5, height=2)
-    assert lines[0].endswith("4 │   ▄█")
-    assert lines[1].endswith("│ ▄███")
-    assert lines[3].split() == ["0", "5", "updates"]
+    lines = plot([0, 1, 2, 3, 4, 5], 100, width=6)
+    assert lines[0].endswith("5 │     █")
+    assert lines[1].endswith("│    ██")
+    assert lines[4].endswith("│ █████")
+    assert lines[6].split() == ["0", "100", "updates"]
 
 
 def test_a_long_curve_keeps_its_ends() -> None:
-    values = [1.0, *[0.5] * 998, 0.0]
-    top, bottom = plot(values, width=20, height=1)[0].split("│")[1][0], plot(values, width=20)[4]
-    assert top == "█"
-    assert len(bottom.split("│")[1]) == 19  # the last column is empty, and cut
+    lines = plot([1.0, *[0.5] * 998, 0.0], 1000, width=20)
+    assert lines[0].split("│")[1] == "█"
+    assert len(lines[4].split("│")[1]) == 19  # the last column is empty, and cut
 
 
 @pytest.mark.parametrize(
@@ -112,8 +116,7 @@ def test_a_long_curve_keeps_its_ends() -> None:
     ],
 )
 def test_a_split_in_words(numbers: tuple[int, int, int], text: str) -> None:
-    samples, devices, micro_batches = numbers
-    assert BatchSplit(samples, devices, micro_batches).describe(samples) == text
+    assert split_in_words(*numbers) == text
 
 
 class InOrder:
@@ -158,9 +161,9 @@ def expected_words(found: list[int]) -> str:
 def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -> None:
     for n in range(1, 25):
         found = counts(n, devices, micro_batches)
-        split = BatchSplit(n, devices, micro_batches)
-        assert max(found) == split.largest
-        assert split.lines()[0].endswith(expected_words(found))
+        largest, lines = batch_split(n, devices, micro_batches, None, drop_last=False)
+        assert max(found) == largest
+        assert lines[0].endswith(expected_words(found))
 
 
 @pytest.mark.parametrize(
@@ -175,18 +178,15 @@ def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -
     ],
 )
 def test_an_epochs_last_samples(samples: int | None, drop_last: bool, words: str | None) -> None:
-    first, *rest = BatchSplit(10, 1, 1, samples, drop_last).lines()
+    _, (first, *rest) = batch_split(10, 1, 1, samples, drop_last)
     assert first.startswith("10 = ")
     assert len(rest) == (words is not None)
     assert not words or rest[0].startswith(words)
 
 
 def test_fewer_samples_than_a_batch() -> None:
-    split = BatchSplit(512, 1, 2, samples=100)
-    assert split.largest == 50
-    assert split.lines() == [
-        "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
-    ]
+    text = "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
+    assert batch_split(512, 1, 2, samples=100, drop_last=False) == (50, [text])
 
 
 def test_figures_are_short() -> None:
