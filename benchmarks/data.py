@@ -37,7 +37,7 @@ from benchmarks.report import Cost, Report
 from conf.check import parse
 from data.images import ImageTensors
 from data.loading.device_transforms import defer
-from data.loading.on_device import OnDevice
+from data.loading.loader import Loader
 from scripts.composition.compose import compose
 from trainer.assembly.data import Data, build_data, build_pipeline
 from trainer.assembly.loaders import train_loader
@@ -178,7 +178,7 @@ def _ours(folder: Path, *overrides: str) -> Passes:
     return _passes(train_loader(config, build_data(config, ("train",)), _alone()))
 
 
-def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> OnDevice:
+def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> Loader:
     """Build the loader of the configuration over images in memory (classes: all 0 if not given)."""
     channels, side = images.shape[1], images.shape[-1]
     words = [f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))]
@@ -200,7 +200,7 @@ def _alone() -> Any:
     return SimpleNamespace(group=group, device=torch.device("cpu"))
 
 
-def _passes(loader: OnDevice) -> Passes:
+def _passes(loader: Loader) -> Passes:
     epochs = itertools.count()
     return lambda: (micro_batch.batch[0] for micro_batch in loader.epoch(next(epochs)))
 

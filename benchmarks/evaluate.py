@@ -18,7 +18,7 @@ from torch.optim import SGD
 from benchmarks import report
 from benchmarks.data import ours_in_memory
 from benchmarks.report import Report
-from data.loading.on_device import OnDevice
+from data.loading.loader import Loader
 from models.resnet import ResNet
 from models.small_cnn import SmallCNN
 from trainer.tasks.classification import Classification
@@ -33,7 +33,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and batches of a
 
 
 @torch.inference_mode()
-def bare(trainer: Trainer, loader: OnDevice) -> dict[str, float]:
+def bare(trainer: Trainer, loader: Loader) -> dict[str, float]:
     """Evaluate by hand."""
     trainer.model.eval()
     losses, hits, seen = 0.0, 0, 0
@@ -46,7 +46,7 @@ def bare(trainer: Trainer, loader: OnDevice) -> dict[str, float]:
     return {"val/loss": losses / seen, "val/accuracy": hits / seen}
 
 
-def ours(trainer: Trainer, loader: OnDevice) -> dict[str, float]:
+def ours(trainer: Trainer, loader: Loader) -> dict[str, float]:
     """Evaluate by a Trainer."""
     return trainer.evaluate(loader, "val")
 
@@ -76,7 +76,7 @@ def measure(rounds: int) -> Report:
     )
 
 
-def _parts(model: nn.Module, batches: int) -> tuple[Trainer, OnDevice]:
+def _parts(model: nn.Module, batches: int) -> tuple[Trainer, Loader]:
     images = torch.randint(256, (batches * BATCH, 3, 32, 32), dtype=torch.uint8)
     words = ("transforms=basic", f"loader.batch_size={BATCH}")
     loader = ours_in_memory(images, *words, targets=torch.arange(len(images)) % 10)
@@ -85,7 +85,7 @@ def _parts(model: nn.Module, batches: int) -> tuple[Trainer, OnDevice]:
 
 
 def _rate(
-    way: Callable[[Trainer, OnDevice], object], trainer: Trainer, loader: OnDevice, batches: int
+    way: Callable[[Trainer, Loader], object], trainer: Trainer, loader: Loader, batches: int
 ) -> float:
     trainer.model.train()
     since = time.process_time()

@@ -276,8 +276,8 @@ def _trained(rig: Rig, words: Sequence[str]) -> tuple[float, float]:
     experiment = _opened(rig, words)
     loaders: list[Any] = [experiment.trainer.train_loader, experiment.test_loader]
     for loader in loaders:
-        if loader.loader.kept is not None:
-            loader.loader.kept.fill()
+        if loader.kept is not None:
+            loader.kept.fill()
     since = rig.wait()
     experiment.trainer.fit()
     metrics = experiment.trainer.evaluate(experiment.test_loader, "test")

@@ -20,7 +20,7 @@ from PIL import Image
 from benchmarks import report
 from benchmarks.report import OURS, Report
 from conf.check import parse
-from data.loading.on_device import OnDevice
+from data.loading.loader import Loader
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.prediction.options import Options
@@ -41,14 +41,14 @@ BARE = "bare loop"
 
 
 @torch.inference_mode()
-def bare(trainer: Trainer, loader: OnDevice) -> None:
+def bare(trainer: Trainer, loader: Loader) -> None:
     """Answer by hand."""
     model = trainer.model.eval()
     outputs = [model(trainer.to_device(micro.batch)) for micro in loader.epoch(0)]
     assert sum(map(len, outputs)) == SAMPLES
 
 
-def ours(trainer: Trainer, loader: OnDevice, facts: InferenceFacts, folder: Path) -> None:
+def ours(trainer: Trainer, loader: Loader, facts: InferenceFacts, folder: Path) -> None:
     """Answer as `predict` does."""
     options = Options(run="", source="", out=str(folder / "predictions.csv"))
     found = Findings(options, facts, loader.dataset)
@@ -83,7 +83,7 @@ def _rate(way: Callable[[], None]) -> float:
     return SAMPLES / (time.process_time() - since)
 
 
-def _parts(folder: Path) -> tuple[Trainer, OnDevice, InferenceFacts]:
+def _parts(folder: Path) -> tuple[Trainer, Loader, InferenceFacts]:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (SAMPLES, SIDE, SIDE), dtype=torch.uint8, generator=generator)
     paths = [str(folder / f"{number:04d}.png") for number in range(SAMPLES)]

@@ -38,14 +38,9 @@ class MicroBatch:
     piece: Piece
 
 
-def is_namedtuple(value: object) -> bool:
-    """Return whether a value is a namedtuple, which is rebuilt from its fields."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
 def rebuild(like: Any, items: list[Any]) -> Any:
     """Return a tuple, list or namedtuple of the type of `like` with new items."""
-    if is_namedtuple(like):
+    if hasattr(like, "_fields"):
         return type(like)(*items)
     return tuple(items) if isinstance(like, tuple) else items
 

@@ -1,25 +1,30 @@
-"""Orders of an epoch's samples: pure functions of (seed, epoch)."""
+"""Orders of an epoch's samples, ours and those of users' samplers: functions of (seed, epoch)."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.utils.data import DistributedSampler
 
 from data.errors import DataError
-from data.keys import ORDER, Permutation, random_state
+from data.keys import ORDER, Permutation, key, preserved_rng, random_state, seed_rng
 from data.splits import cut
-from data.updates import Indices, Order
+from data.streams import Stream
+from data.updates import Indices, Order, OrderedUpdates, Updates
 
 # From this size on an order is computed by position: in memory it would take 0.8 GB.
 HUGE = 100_000_000
 
 
+@dataclass(frozen=True, slots=True)
 class Sequential:
     """All samples, first to last, in every epoch: the order of evaluation."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    samples: int
 
     def __len__(self) -> int:
         return self.samples
@@ -29,12 +34,12 @@ class Sequential:
         return np.arange(self.samples, dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
 class Shuffled:
     """All samples in a new random order each epoch."""
 
-    def __init__(self, samples: int, seed: int) -> None:
-        self.samples = samples
-        self.seed = seed
+    samples: int
+    seed: int
 
     def __len__(self) -> int:
         return self.samples
@@ -179,6 +184,39 @@ class Subset:
         return self.indices[random_state(self.seed, ORDER, epoch).permutation(len(self.indices))]
 
 
+class PerClass:
+    """Updates of `classes` classes with `samples` samples each, for metric learning.
+
+    An epoch has about as many samples as the data set.
+    """
+
+    def __init__(self, dataset: Any, seed: int, classes: int, samples_per_class: int) -> None:
+        targets = targets_of(dataset)
+        self.members = [np.flatnonzero(targets == label) for label in np.unique(targets)]
+        if classes > len(self.members):
+            raise DataError(
+                f"loader.batch_sampler.classes={classes}: there are only {len(self.members)}"
+            )
+        self.seed = seed
+        self.classes = classes
+        self.samples_per_class = samples_per_class
+        self._updates = max(1, len(targets) // (classes * samples_per_class))
+
+    def __len__(self) -> int:
+        return self._updates
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Draw classes without replacement, and samples of each; again if it has too few."""
+        state = random_state(self.seed, ORDER, epoch, update)
+        chosen = state.permutation(len(self.members))[: self.classes]
+        drawn = []
+        for label in chosen:
+            members = self.members[label]
+            few = len(members) < self.samples_per_class
+            drawn.append(state.choice(members, self.samples_per_class, replace=few))
+        return np.concatenate(drawn).astype(np.int64)
+
+
 def targets_of(dataset: Any) -> npt.NDArray[Any]:
     """Return the class of every sample, from the data set's `targets`."""
     targets = getattr(dataset, "targets", None)
@@ -203,3 +241,133 @@ def _part(dataset: Any, size: int | float, seed: int) -> Indices:
     if len(chosen) == wanted:
         return chosen
     return np.sort(chosen[random_state(seed, ORDER).permutation(len(chosen))[:wanted]])
+
+
+def default_order(dataset: Any, seed: int, shuffle: bool = True) -> Order:
+    """Return the order of a data set without a sampler; a stream has its own order."""
+    if not shuffle or isinstance(dataset, Stream):
+        return Sequential(len(dataset))
+    return LowMemory(dataset, seed) if len(dataset) >= HUGE else Shuffled(len(dataset), seed)
+
+
+def as_order(sampler: Any, seed: int) -> Order:
+    """Return an order: `sampler` itself if it is one, else the indices it yields.
+
+    Each epoch, `set_epoch` is called, the sampler's `generator` and the global generators are
+    seeded by (seed, epoch), and it is read once. A sampler with random state elsewhere cannot be
+    repeated and is refused.
+    """
+    if callable(sampler) and hasattr(sampler, "__len__"):
+        order: Order = sampler
+        return order
+    return SamplerOrder(sampler, seed)
+
+
+def as_updates(batch_sampler: Any, seed: int) -> Updates:
+    """Return updates: `batch_sampler` itself if it makes them, else the batches it yields."""
+    if hasattr(batch_sampler, "samples"):
+        updates: Updates = batch_sampler
+        return updates
+    return GivenBatches(batch_sampler, seed)
+
+
+def own_samples(updates: Updates) -> Indices | None:
+    """Return the samples that may replace a broken one: those of epoch 0; None: all there are."""
+    everything = (Sequential, Shuffled, LowMemory)
+    if isinstance(updates, OrderedUpdates) and isinstance(updates.order, everything):
+        return None
+    drawn = [np.asarray(updates.samples(0, update)) for update in range(len(updates))]
+    return np.unique(np.concatenate(drawn))
+
+
+class SamplerOrder:
+    """The order in which a torch sampler, or any iterable of indices, yields samples."""
+
+    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self._length = len(_read("loader.sampler", sampler, seed, 0))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __call__(self, epoch: int) -> Indices:
+        """Read the sampler; its length must not change."""
+        indices = _read("loader.sampler", self.sampler, self.seed, epoch, self._length)
+        return np.array(indices, np.int64)
+
+
+class GivenBatches:
+    """The updates that a batch sampler yields: each list of indices is one, over all devices."""
+
+    def __init__(self, batches: Iterable[Iterable[int]], seed: int) -> None:
+        self.batches = batches
+        self.seed = seed
+        self._epoch, self._lists = 0, _read("loader.batch_sampler", batches, seed, 0)
+        if not self._lists or not all(self._lists):
+            raise DataError("loader.batch_sampler gives no batches, or empty ones")
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return one update's samples; the batch sampler is read once an epoch."""
+        if epoch != self._epoch:
+            name = "loader.batch_sampler"
+            self._lists = _read(name, self.batches, self.seed, epoch, len(self))
+            self._epoch = epoch
+        return np.array(self._lists[update], np.int64)
+
+
+def _read(
+    name: str, sampler: Iterable[Any], seed: int, epoch: int, length: int | None = None
+) -> list[Any]:
+    """Return what a sampler yields in an epoch as numbers, or lists of them.
+
+    Without the `length` of epoch 0, it is read for the first time: it is asked to repeat itself.
+    """
+    if length is None:
+        if any(isinstance(p, DistributedSampler) and p.num_replicas > 1 for p in _nested(sampler)):
+            raise DataError(
+                "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
+                "out over the devices anyway; use a sampler of all samples"
+            )
+        first, _, again = (_read(name, sampler, seed, number, -1) for number in (0, 1, 0))
+        if first != again:
+            raise DataError(
+                f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch "
+                "is read again, so a resume could not be exact: draw from torch's, random's or "
+                "numpy's global functions, from an attribute `generator`, or by `set_epoch`"
+            )
+        return first
+    with _keyed(sampler, seed, epoch):
+        read = [
+            item if isinstance(item, int) else np.asarray(item).astype(np.int64).tolist()
+            for item in sampler
+        ]
+    if length not in (-1, len(read)):
+        raise DataError(
+            f"{name} gives {len(read)} in epoch {epoch}, but {length} in epoch 0: the number must "
+            "not change, for the schedule and a resume count on it"
+        )
+    return read
+
+
+@contextmanager
+def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Seed a sampler, and those within it, for an epoch; restore the global generators after."""
+    epoch_key = key(seed, ORDER, epoch)
+    with preserved_rng():
+        seed_rng(epoch_key)
+        for part in _nested(sampler):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(epoch)
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(epoch_key)
+        yield
+
+
+def _nested(sampler: Any) -> Iterator[Any]:
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)

@@ -1,7 +1,7 @@
 """The samples of each update, and how they are split over ranks and micro-batches."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +12,14 @@ from data.errors import DataError
 Indices = npt.NDArray[np.int64]
 
 
-class Sliceable(Protocol):
-    """The result of an order: an int64 array, or an object that computes slices of one."""
-
-    def __getitem__(self, part: slice, /) -> Indices:
-        """Return the sample indices of positions `part`."""
-
-
 class Order(Protocol):
     """The order of an epoch's samples, as a pure function of its own seed and the epoch."""
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
 
-    def __call__(self, epoch: int) -> Sliceable:
-        """Return the sample indices of an epoch in order."""
+    def __call__(self, epoch: int) -> Any:
+        """Return the sample indices of an epoch: an int64 array, or what computes its slices."""
 
 
 class Updates(Protocol):
@@ -54,7 +47,7 @@ class OrderedUpdates:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._epoch: int | None = None
-        self._view: Sliceable | None = None
+        self._view: Any = None
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.batch_size)
@@ -62,10 +55,11 @@ class OrderedUpdates:
 
     def samples(self, epoch: int, update: int) -> Indices:
         """Return the sample indices of one update; the epoch's order is computed once."""
-        if self._view is None or self._epoch != epoch:
+        if self._epoch != epoch:
             self._epoch, self._view = epoch, self.order(epoch)
         first = update * self.batch_size
-        return self._view[first : min(first + self.batch_size, len(self.order))]
+        part: Indices = self._view[first : min(first + self.batch_size, len(self.order))]
+        return part
 
 
 class UpdateSampler:
@@ -113,9 +107,9 @@ class UpdateSampler:
             number = m * self.world_size + self.rank
             first = number * size + min(number, extra)
             own = tuple(indices[first : first + size + (number < extra)])
-            place = (first, total) if own else (0, total)
-            some = own or (indices[0],)
-            pieces.append(Piece(some, len(own), *place, m, micro_batches, epoch, update))
+            some, start = (own, first) if own else ((indices[0],), 0)
+            place = (start, total, m, micro_batches, epoch, update)
+            pieces.append(Piece(some, len(own), *place))
         return pieces
 
     def walk(self, epoch: int, start: int, stop: int) -> Iterator[Piece]:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from data.batch import least_of, map_leaves, map_tensors, note_least, sent, to_device
 from data.decode import read_image
 from data.errors import UnreadableError
+from data.loading.fetch import offers
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +80,21 @@ class ImageCache:
             if self.kind == "disk":
                 self._in_folder(files, interrupted)
             else:
-                file = memory_file()
-                self._write(files, file, interrupted)
-                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                self._file = memory_file()
+                self._write(files, self._file, interrupted)
+                path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
                 self._map(path, len(files), files.channels)
-                self._file = file
-        except OSError as error:
-            place = f" to data.cache_dir={self.folder}" if self.kind == "disk" else ""
-            self._without(f"cannot be written{place} ({error.strerror or error})")
-        except _TooLarge:
-            self._without(f"would take more than data.cache_bytes={self.most_bytes}")
         except _Stopped:
             self._tried = False
+        except OSError as error:
+            place = f" to data.cache_dir={self.folder}" if self.kind == "disk" else ""
+            logger.warning(
+                "warning: data.cache=%s: the decoded images cannot be written%s (%s): they are "
+                "decoded each time; raise data.cache_bytes, or set data.cache=none",
+                self.kind,
+                place,
+                error.strerror or error,
+            )
 
     def image(self, index: int) -> Tensor | None:
         """Return an image (C, H, W), or None if it is not cached."""
@@ -120,11 +123,11 @@ class ImageCache:
     def _in_folder(self, files: Any, interrupted: Callable[[], bool]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_identity(files)}.images"
+        part = path.with_suffix(".part")
         with _locked(path.with_suffix(".lock"), interrupted):
             if path.exists() and self._map(str(path), len(files), files.channels):
                 os.utime(path)
                 return
-            part = path.with_suffix(".part")
             try:
                 with part.open("wb") as file:
                     self._write(files, file, interrupted)
@@ -159,46 +162,31 @@ class ImageCache:
                     sizes[index] = image.shape[-2:]
                     left -= image.numel()
                     if left < 0:
-                        raise _TooLarge
+                        raise OSError(f"they take more than data.cache_bytes={self.most_bytes}")
                     file.write(image.contiguous().numpy().data)
         file.write(sizes.data)
         file.flush()
 
     def _map(self, path: str, samples: int, channels: int) -> bool:
         """Map a file into memory; return False if its length is wrong."""
-        tail = samples * 16
         with open(path, "rb") as file:
-            whole = os.fstat(file.fileno()).st_size
-            if whole <= tail:
+            pixels = os.fstat(file.fileno()).st_size - samples * 16
+            if pixels <= 0:
                 return False
             # Private pages that are never written: all processes share those of the file.
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
-        sizes: npt.NDArray[np.int64] = np.frombuffer(content[whole - tail :].tobytes(), np.int64)
-        sizes = sizes.reshape(samples, 2)
-        lengths = sizes.prod(1) * channels
-        if lengths.sum() != whole - tail:
+        self._sizes = np.frombuffer(content[pixels:].tobytes(), np.int64).reshape(samples, 2)
+        lengths = self._sizes.prod(1) * channels
+        if lengths.sum() != pixels:
             return False
-        self._sizes, self._channels = sizes, channels
-        self._offsets = np.cumsum(lengths) - lengths
-        self._pixels = torch.from_numpy(content[: whole - tail])
+        self._channels, self._offsets = channels, np.cumsum(lengths) - lengths
+        self._pixels = torch.from_numpy(content[:pixels])
         self._place = (path, samples, channels)
         return True
-
-    def _without(self, why: str) -> None:
-        logger.warning(
-            "warning: data.cache=%s: the decoded images %s: they are decoded each time; raise "
-            "data.cache_bytes, or set data.cache=none",
-            self.kind,
-            why,
-        )
 
 
 class _Stopped(Exception):  # noqa: N818 (nothing went wrong)
     """The run ends, so the cache is not needed."""
-
-
-class _TooLarge(Exception):  # noqa: N818
-    """The images take more than they may."""
 
 
 def _identity(files: Any) -> str:
@@ -214,7 +202,7 @@ def _identity(files: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path, interrupted: Callable[[], bool]) -> Iterator[None]:
     """Hold a lock file; waiting processes poll it ten times a second."""
     with path.open("w") as lock:
@@ -231,12 +219,7 @@ def _locked(path: Path, interrupted: Callable[[], bool]) -> Iterator[None]:
 
 def can_be_kept(kind: type) -> bool:
     """Return whether a data set has `tensors()`, and no subclass another way to a sample."""
-    for base in kind.__mro__:
-        if "tensors" in vars(base):
-            return True
-        if "__getitem__" in vars(base) or "batch" in vars(base):
-            return False
-    return False
+    return offers(kind, "tensors", "__getitem__", "batch")
 
 
 class Kept:

@@ -27,7 +27,7 @@ from data.keys import (
     preserved_rng,
     seed_rng,
 )
-from data.loading.collate import Ragged
+from data.loading.fetch import Ragged
 from data.transforms import Pipeline, Standardize, ToFloat, acts_on_batches
 
 _MIXES = frozenset({"MixUp", "CutMix"})
@@ -152,6 +152,9 @@ def mixes_samples(step: Any) -> bool:
     return name in _MIXES or (name in _CHOICES and all(mixes_samples(part) for part in parts))
 
 
+_keys = functools.lru_cache(maxsize=2)(keys)  # the steps of a batch share its samples' keys
+
+
 def _draw(
     transform: Any, name: int, seed: int, inputs: Any, targets: Any, piece: Piece
 ) -> tuple[Any, Any]:
@@ -159,7 +162,7 @@ def _draw(
     parts = (seed, LASTING) if lasting else (seed, SAMPLE, piece.epoch)
 
     def rows_for(images: Tensor, indices: tuple[int, ...]) -> list[Tensor]:
-        draws = Draws(keys(indices, *parts) ^ np.uint64(name), piece.epoch)
+        draws = Draws(_keys(indices, *parts) ^ np.uint64(name), piece.epoch)
         drawn = transform.draw(draws, *images.shape[-2:])
         return [sent(row, images.device) for row in drawn]
 

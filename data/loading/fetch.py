@@ -2,17 +2,59 @@
 
 import errno
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from data.batch import Piece
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from data.batch import Piece, rebuild
 from data.errors import DataError, UnreadableError, WorkerError, is_fault, reason
 from data.keys import REPLACEMENT, SAMPLE, key, preserved_rng, seed_rng
 from data.updates import Indices
 
 Collate = Callable[[Sequence[Any]], Any]
 REPLACEMENTS = 16  # attempts to replace a broken sample
+
+
+class Ragged(NamedTuple):
+    """Images of different sizes, which a batched step will crop or resize to one size."""
+
+    images: list[Tensor]
+
+    def sizes(self, most: int = 3) -> str:
+        """List some of the sizes."""
+        sizes = sorted({tuple(image.shape[-2:]) for image in self.images})
+        listed = [f"{height} x {width}" for height, width in sizes[:most]]
+        return ", ".join([*listed, "..."] if len(sizes) > most else listed)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples along a new first dimension.
+
+    Like torch's `default_collate`, except that tuples stay tuples, and a field that is None in
+    every sample stays None.
+    """
+    first = samples[0]
+    if first is None and all(sample is None for sample in samples):
+        return None
+    if isinstance(first, Mapping):
+        return {name: collate([sample[name] for sample in samples]) for name in first}
+    if isinstance(first, list | tuple):
+        return rebuild(first, [collate(column) for column in zip(*samples, strict=True)])
+    return default_collate(list(samples))
+
+
+def collate_ragged(samples: Sequence[Any]) -> Any:
+    """Collate, but leave inputs (the samples' first part) of different sizes as they are."""
+    first = samples[0]
+    inputs = [sample[0] for sample in samples] if isinstance(first, tuple) else list(samples)
+    if len({image.shape for image in inputs if isinstance(image, Tensor)}) < 2:
+        return collate(samples)
+    if not isinstance(first, tuple):
+        return Ragged(inputs)
+    return rebuild(first, [Ragged(inputs), *collate([sample[1:] for sample in samples])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +72,7 @@ class Fetched:
 
     batch: Any
     piece: Piece
-    skipped: tuple[Skipped, ...] = ()
+    skipped: Sequence[Skipped] = ()
     failure: Exception | None = None
 
 
@@ -76,7 +118,7 @@ class Fetcher:
         except BaseException as error:
             if isinstance(error, BrokenOff) or not is_fault(error):
                 raise
-            return Fetched(None, piece, failure=memory_error(error) or self._failure(error, piece))
+            return Fetched(None, piece, failure=memory_error(error) or _failure(error, piece))
 
     def name(self, index: int) -> str:
         """Name a sample by its index and, where there is one, its file."""
@@ -88,20 +130,21 @@ class Fetcher:
             begin(piece.epoch, key(self.seed, SAMPLE, piece.epoch))
         elif callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(piece.epoch)
-        whole = whole_batches(self.dataset)
-        if whole is not None and (batch := whole(piece.indices)) is not None:
-            return Fetched(batch, piece)
+        if offers(type(self.dataset), "batch", "__getitem__"):
+            batch = self.dataset.batch(piece.indices)
+            if batch is not None:
+                return Fetched(batch, piece)
         skipped: list[Skipped] = []
         with preserved_rng():
             if self.on_error == "drop":
                 samples, piece = self._kept(piece, skipped)
             else:
                 samples = [self._replaced(index, piece.epoch, skipped) for index in piece.indices]
-            return Fetched(self.collate(samples), piece, tuple(skipped))
+            return Fetched(self.collate(samples), piece, skipped)
 
     def _replaced(self, index: int, epoch: int, skipped: list[Skipped]) -> Any:
         """Load one sample or its replacement, which is drawn for with the sample's own key."""
-        candidate = index
+        others, candidate = self.replacements, index
         for attempt in range(REPLACEMENTS):
             try:
                 return self._load(candidate, epoch, index)
@@ -110,7 +153,6 @@ class Fetcher:
                     raise
                 skipped.append(Skipped(candidate, path_of(self.dataset, candidate), str(error)))
             drawn = key(self.seed, REPLACEMENT, index, attempt)
-            others = self.replacements
             candidate = drawn % len(self.dataset if others is None else others)
             candidate = candidate if others is None else int(others[candidate])
         raise DataError(f"sample {index} and {REPLACEMENTS - 1} replacements could not be loaded")
@@ -130,8 +172,7 @@ class Fetcher:
             stand_in = own() if callable(own) else self._replaced(first, piece.epoch, skipped)
             return [stand_in], replace(piece, indices=piece.indices[:1], count=0)
         if len(kept) < len(piece.indices):
-            count = len(kept) if piece.count else 0
-            piece = replace(piece, indices=tuple(kept), count=count)
+            piece = replace(piece, indices=tuple(kept), count=len(kept) if piece.count else 0)
         return samples, piece
 
     def _load(self, index: int, epoch: int, keyed_by: int) -> Any:
@@ -152,30 +193,30 @@ class Fetcher:
             where = f"sample {index}" if named else self.name(index)
             raise DataError(f"{where}: {text}") from error
 
-    def _failure(self, error: BaseException, piece: Piece) -> DataError:
-        """Return a DataError for an exception, with the traceback as a note."""
-        text = str(error)
-        if not isinstance(error, DataError):
-            shown = ", ".join(str(index) for index in piece.indices[:6])
-            many = f", ... ({len(piece.indices)} in all)" if len(piece.indices) > 6 else ""
-            text = (
-                f"samples {shown}{many} cannot be put into a batch (do their shapes and "
-                f"types agree? see transforms, loader.collate_fn): {reason(error)}"
-            )
-        failure = DataError(text)
-        failure.add_note(traceback.format_exc())
-        return failure
+
+def _failure(error: BaseException, piece: Piece) -> DataError:
+    """Return a DataError for an exception, with the traceback as a note."""
+    text = str(error)
+    if not isinstance(error, DataError):
+        shown = ", ".join(str(index) for index in piece.indices[:6])
+        many = f", ... ({len(piece.indices)} in all)" if len(piece.indices) > 6 else ""
+        text = (
+            f"samples {shown}{many} cannot be put into a batch (do their shapes and types agree? "
+            f"see transforms, loader.collate_fn): {reason(error)}"
+        )
+    failure = DataError(text)
+    failure.add_note(traceback.format_exc())
+    return failure
 
 
-def whole_batches(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
-    """Return a data set's method `batch`, unless a subclass overrides `__getitem__` after it."""
-    batch: Callable[[Sequence[int]], Any] | None = getattr(dataset, "batch", None)
-    for kind in type(dataset).__mro__:
-        if "batch" in vars(kind):
-            return batch
-        if "__getitem__" in vars(kind):
-            return None
-    return batch
+def offers(kind: type, method: str, *other_ways: str) -> bool:
+    """Return whether a class has a method, and no subclass of its owner another way to a sample."""
+    for base in kind.__mro__:
+        if method in vars(base):
+            return True
+        if any(other in vars(base) for other in other_ways):
+            return False
+    return False
 
 
 def path_of(dataset: Any, index: int) -> str | None:

@@ -1,18 +1,20 @@
-"""Load the micro-batches of a data set, from any position in an epoch."""
+"""The micro-batches of a data set on their device, from any position in an epoch."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from data.batch import MicroBatch, Piece, map_leaves
+from data.batch import MicroBatch, Piece, map_leaves, map_tensors, to_device
 from data.errors import DataError
 from data.loading.cache import Kept
-from data.loading.collate import collate
-from data.loading.fetch import BrokenOff, Collate, Fetched, Fetcher, Skipped, never
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.fetch import BrokenOff, Collate, Fetched, Fetcher, Skipped, collate, never
 from data.loading.workers import Workers
-from data.samplers import own_samples
+from data.orders import own_samples
 from data.streams import Stream, as_dataset
 from data.updates import UpdateSampler
 
@@ -20,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class Loader:
-    """Load the micro-batches of one rank.
+    """Load the micro-batches of one rank onto `device`, and apply `transforms` there.
 
-    The arguments are torch's DataLoader's (`timeout` in seconds, 0 = without end). Those about
-    workers are ignored without workers. `in_order=False` and `generator` are not offered: the
-    order is a pure function of the sampler's.
+    The arguments down to `multiprocessing_context` are torch's DataLoader's (`timeout` in seconds,
+    0 = without end). Those about workers are ignored without workers. `in_order=False` and
+    `generator` are not offered: the order is a pure function of the sampler's.
 
     on_error: "raise" a DataError; "replace" a broken sample by one that (seed, index) determine; or
     "drop" it, for evaluation. More than `max_skipped` different ones are a DataError in any case.
-
-    kept: the data set on the device. Once it is there, micro-batches have no batch, and no workers
-    are started: `OnDevice` gathers what their pieces say.
+    kept: the data set on the device. Once it is there, micro-batches are gathered from it, and no
+    workers are started.
+    prefetch: on a CUDA device, a batch is copied (or gathered) and transformed on a side stream
+    during the computation of the one before it; otherwise when it is needed.
     """
 
     def __init__(
@@ -50,6 +53,10 @@ class Loader:
         on_error: Literal["raise", "replace", "drop"] = "raise",
         max_skipped: int = 0,
         kept: Kept | None = None,
+        device: torch.device | None = None,
+        transforms: DeviceTransforms | None = None,
+        non_blocking: bool = True,
+        prefetch: bool = True,
     ) -> None:
         dataset = as_dataset(dataset)
         if isinstance(dataset, Stream) and on_error != "raise":
@@ -60,19 +67,26 @@ class Loader:
         self.dataset = dataset
         self.sampler = sampler
         self.num_workers = num_workers
-        self.pin_memory = pin_memory and torch.accelerator.is_available()
         self.persistent_workers = persistent_workers
         self.max_skipped = max_skipped
         self.kept = kept
+        self.device = device or torch.device("cpu")
+        self.transforms = transforms
         self.skipped: list[Skipped] = []
         replacements = own_samples(sampler.updates) if on_error == "replace" else None
         self._fetcher = Fetcher(dataset, collate_fn or collate, seed, on_error, replacements)
-        self._of_workers: dict[str, Any] = {
-            "ahead": 2 if prefetch_factor is None else prefetch_factor,
-            "timeout": timeout,
-            "init": worker_init_fn,
-            "context": multiprocessing_context,
-        }
+        self._start = functools.partial(
+            Workers,
+            self._fetcher,
+            num_workers,
+            ahead=2 if prefetch_factor is None else prefetch_factor,
+            timeout=timeout,
+            init=worker_init_fn,
+            context=multiprocessing_context,
+        )
+        self._pins = pin_memory and torch.accelerator.is_available()
+        self._non_blocking = non_blocking
+        self._ahead = prefetch and self.device.type == "cuda"
         self._workers: Workers | None = None
         self._busy = False  # an epoch was begun and has not ended
         self._interrupted: Callable[[], bool] = never
@@ -94,11 +108,15 @@ class Loader:
         if self._busy:  # workers load, or hang at, what nobody needs
             self.close(patient=False)
         if self.kept is not None and self.kept.ready:
-            yield from (MicroBatch(None, piece) for piece in pieces)
+            source: Iterator[MicroBatch] = (MicroBatch(None, piece) for piece in pieces)
         elif self.num_workers:
-            yield from self._from_workers(pieces)
+            source = self._from_workers(pieces)
         else:
-            yield from self._fetched_here(pieces)
+            source = self._fetched_here(pieces)
+        if self._ahead:
+            yield from one_ahead(source, side_stream(self.device), self._moved)
+        else:
+            yield from map(self._moved, source)
 
     def heed(self, interrupted: Callable[[], bool]) -> None:
         """End the epoch as soon as `interrupted` returns true.
@@ -124,9 +142,8 @@ class Loader:
             return
 
     def _from_workers(self, pieces: Iterator[Piece]) -> Iterator[MicroBatch]:
-        if self._workers is None:
-            self._workers = Workers(self._fetcher, self.num_workers, **self._of_workers)
-        workers, self._busy, ended = self._workers, True, False
+        self._workers = workers = self._workers or self._start()
+        self._busy, ended = True, False
         try:
             for fetched in workers.load(pieces, self._interrupted):
                 if fetched is None:
@@ -153,8 +170,17 @@ class Loader:
                 f"{len(self.skipped)} samples could not be loaded, more than "
                 f"data.max_skipped={self.max_skipped}: {listed}"
             )
-        batch = map_leaves(_pinned, fetched.batch) if self.pin_memory else fetched.batch
+        batch = map_leaves(_pinned, fetched.batch) if self._pins else fetched.batch
         return MicroBatch(batch, fetched.piece)
+
+    def _moved(self, micro: MicroBatch) -> MicroBatch:
+        if self.kept is not None and self.kept.ready:
+            batch = self.kept.batch(micro.piece.indices)
+        else:
+            batch = to_device(micro.batch, self.device, non_blocking=self._non_blocking)
+        if self.transforms:
+            batch = self.transforms(batch, micro.piece)
+        return MicroBatch(batch, micro.piece)
 
     def skipped_state(self) -> list[list[Any]]:
         """Return the samples that were left out, as plain values for a checkpoint."""
@@ -168,3 +194,54 @@ class Loader:
 
 def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+
+class SideStream:
+    """A CUDA stream for copies and transforms in parallel with the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def launch(self, move: Callable[[MicroBatch], MicroBatch], micro: MicroBatch) -> Any:
+        """Start moving; the ticket keeps the pinned source alive."""
+        with torch.cuda.stream(self.stream):
+            return move(micro), micro, self.stream.record_event()
+
+    def collect(self, ticket: Any) -> MicroBatch:
+        """Let the current stream wait for the copy, and record its use of the tensors."""
+        moved: MicroBatch
+        moved, _, done = ticket
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(done)
+
+        def lent(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+            return tensor
+
+        map_tensors(lent, moved.batch)
+        return moved
+
+
+@functools.cache
+def side_stream(device: torch.device) -> SideStream:
+    """Return the side stream of a device, one for all loaders and epochs.
+
+    torch caches memory for each stream: with a new stream, that of the old would stay allocated.
+    """
+    return SideStream(device)
+
+
+def one_ahead(
+    source: Iterator[MicroBatch], stream: Any, move: Callable[[MicroBatch], MicroBatch]
+) -> Iterator[MicroBatch]:
+    """Launch each micro-batch before the previous one is yielded."""
+    waiting: Any = None
+    for micro in source:
+        launched = stream.launch(move, micro)
+        if waiting is not None:
+            yield stream.collect(waiting)
+        waiting = launched
+    if waiting is not None:
+        yield stream.collect(waiting)

@@ -14,9 +14,7 @@ from torchvision.transforms import v2
 from data.images import ImageTensors
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
-from data.loading.on_device import OnDevice
-from data.orders import Sequential
-from data.samplers import as_order, as_updates
+from data.orders import Sequential, as_order, as_updates
 from data.sources import Digits
 from data.transforms import Pipeline
 from data.updates import UpdateSampler
@@ -135,7 +133,7 @@ def test_transforms_run_as_configured(composed: Any, picture_tree: Path, transfo
         sampler = UpdateSampler(Sequential(len(data)), batch_size=4)
         device_nodes = nodes["device"] if stage == "train" else {}
         device = DeviceTransforms(_build(device_nodes), seed=0)
-        loader = OnDevice(Loader(data, sampler, seed=0), torch.device("cpu"), transforms=device)
+        loader = Loader(data, sampler, seed=0, transforms=device)
         inputs, targets = next(loader.epoch(0)).batch
         assert len(inputs) == len(targets) == 4
         assert inputs.shape[-3] == 3

@@ -1,21 +1,35 @@
-"""Weighted, balanced, partial and huge orders."""
+"""Orders and updates: pure functions of (seed, epoch), whoever brings them and however split."""
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import data as torch_data
 
+from data import orders
 from data.errors import DataError
 from data.keys import Permutation
 from data.orders import (
     ClassBalanced,
+    FirstOf,
+    GivenBatches,
     LowMemory,
+    PerClass,
+    SamplerOrder,
     Sequential,
     Shuffled,
     Subset,
     Weighted,
+    as_order,
+    as_updates,
+    default_order,
 )
-from data.samplers import default_order
+from data.streams import Stream
 from data.updates import UpdateSampler
 
 
@@ -28,7 +42,38 @@ class Labelled:
         return 100
 
 
+class Lucky(torch_data.Sampler[int]):
+    """Draw from the generator that `source` names."""
+
+    def __init__(self, source: str, samples: int = 50) -> None:
+        self.source = source
+        self.samples = samples
+        self.epoch = 0
+        self.own = np.random.default_rng(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.samples))
+        if self.source == "random":
+            random.shuffle(order)
+        elif self.source == "numpy":
+            np.random.shuffle(order)
+        elif self.source == "epoch":
+            random.Random(self.epoch).shuffle(order)
+        elif self.source == "own":
+            self.own.shuffle(order)
+        elif self.source == "shrinking":
+            order = order[: self.samples - self.epoch]
+        return iter(order)
+
+
 ORDERS = [
+    pytest.param(lambda seed: Shuffled(100, seed), id="shuffled"),
     pytest.param(lambda seed: Weighted(Labelled(), seed, np.arange(100.0).tolist()), id="weighted"),
     pytest.param(
         lambda seed: Weighted(Labelled(), seed, [1.0] * 100, 50, replacement=False), id="without"
@@ -36,35 +81,104 @@ ORDERS = [
     pytest.param(lambda seed: ClassBalanced(Labelled(), seed), id="balanced"),
     pytest.param(lambda seed: Subset(Labelled(), seed, size=0.4), id="subset"),
     pytest.param(lambda seed: LowMemory(Labelled(), seed), id="low-memory"),
+    *(
+        pytest.param(lambda seed, make=make: as_order(make(), seed), id=name)
+        for name, make in {
+            "torch-random": lambda: torch_data.RandomSampler(range(50)),
+            "generator": lambda: torch_data.RandomSampler(range(50), generator=torch.Generator()),
+            "torch-weighted": lambda: torch_data.WeightedRandomSampler([1.0] * 50, 50),
+            "torch-subset": lambda: torch_data.SubsetRandomSampler(range(5, 50)),
+            "random": lambda: Lucky("random"),
+            "numpy": lambda: Lucky("numpy"),
+            "set-epoch": lambda: Lucky("epoch"),
+        }.items()
+    ),
 ]
 
 
 @pytest.mark.parametrize("make", ORDERS)
 def test_orders_are_functions_of_seed_and_epoch(make: Any) -> None:
+    torch.manual_seed(2)
+    random.seed(2)
+    expected = (torch.rand(1).item(), random.random())
+    torch.manual_seed(2)
+    random.seed(2)
     order = make(1)
     first = order(0)[0:40]
     assert np.array_equal(first, make(1)(0)[0:40])
     assert not np.array_equal(first, order(1)[0:40])
-    assert not np.array_equal(first, make(2)(0)[0:40])
+    assert np.array_equal(first, order(0)[0:40])
     assert first.dtype == np.int64
-    assert first.min() >= 0
-    assert first.max() < 100
+    assert 0 <= first.min() <= first.max() < 100
+    assert (torch.rand(1).item(), random.random()) == expected  # the training's own
 
 
-@pytest.mark.parametrize("make", ORDERS)
-def test_ranks_and_micro_batches_share_an_order_out(make: Any) -> None:
-    order = make(3)
-    whole = [order(2)[t * 7 : min(t * 7 + 7, len(order))].tolist() for t in range(3)]
-    parts: list[list[int]] = [[], [], []]
+@pytest.mark.parametrize("make", ORDERS[:6])
+def test_another_seed_is_another_order(make: Any) -> None:
+    assert not np.array_equal(make(1)(0)[0:40], make(2)(0)[0:40])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    accumulation=st.integers(1, 5),
+    world=st.integers(1, 5),
+    kind=st.sampled_from([lambda n: Shuffled(n, 1), lambda n: LowMemory(range(n), 1)]),
+)
+def test_pieces_of_all_ranks_partition_the_batch(
+    samples: int, batch: int, accumulation: int, world: int, kind: Any
+) -> None:
+    order = kind(samples)
     samplers = [
-        UpdateSampler(order, batch_size=7, gradient_accumulation_steps=2, rank=rank, world_size=3)
-        for rank in range(3)
+        UpdateSampler(
+            order,
+            batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            rank=rank,
+            world_size=world,
+        )
+        for rank in range(world)
     ]
-    for t in range(3):
-        pieces = [piece for sampler in samplers for piece in sampler.pieces(2, t)]
-        for piece in sorted(pieces, key=lambda piece: piece.start):
-            parts[t] += piece.indices[: piece.count]
-    assert parts == whole
+    for update in range(len(samplers[0])):
+        expected = order(0)[update * batch : min((update + 1) * batch, samples)].tolist()
+        per_rank = [sampler.pieces(0, update) for sampler in samplers]
+        assert len({len(pieces) for pieces in per_rank}) == 1
+        own = [p for pieces in zip(*per_rank, strict=True) for p in pieces if p.count]
+        assert [i for p in own for i in p.indices] == expected
+        assert [p.start for p in own] == np.cumsum([0] + [p.count for p in own])[:-1].tolist()
+        sizes = [len(part) for part in np.array_split(expected, accumulation * world)]
+        assert [p.count for p in own] == [size for size in sizes if size]
+        for pieces in per_rank:
+            for m, piece in enumerate(pieces):
+                assert (piece.total, piece.micro_batch) == (len(expected), m)
+                assert piece.micro_batches == len(pieces)
+                assert piece.count or (piece.indices, piece.start) == ((expected[0],), 0)
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "updates"), [pytest.param(False, 4, id="short"), pytest.param(True, 3, id="drop")]
+)
+def test_last_update(drop_last: bool, updates: int) -> None:
+    sampler = UpdateSampler(Sequential(10), batch_size=3, drop_last=drop_last)
+    assert len(sampler) == updates
+    assert [len(sampler.pieces(0, t)[0].indices) for t in range(updates)][:3] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "text"),
+    [(3, True, r"loader\.drop_last.*loader\.batch_size=4"), (0, False, r"data\.root")],
+)
+def test_no_update_names_the_keys(samples: int, drop_last: bool, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        UpdateSampler(Sequential(samples), batch_size=4, drop_last=drop_last)
+
+
+def test_first_of_repeats_the_same_samples() -> None:
+    order = FirstOf(Shuffled(20, 1), 6)
+    assert len(order) == 6
+    assert np.array_equal(order(0), order(9))
+    assert np.array_equal(order(0), Shuffled(20, 1)(0)[:6])
 
 
 def test_weights_are_frequencies() -> None:
@@ -133,16 +247,9 @@ def test_permutation_is_one(samples: int) -> None:
 
 def test_the_orders_of_a_seed_stay() -> None:
     """Runs resume with them: these were written down."""
-    assert Shuffled(8, 3)(1)[:].tolist() == [0, 2, 1, 4, 6, 7, 3, 5]
+    assert Shuffled(10, 0)(0).tolist() == [1, 6, 9, 5, 3, 7, 0, 4, 2, 8]
+    assert Shuffled(8, 3)(1).tolist() == [0, 2, 1, 4, 6, 7, 3, 5]
     assert LowMemory(range(11), 5)(2)[:].tolist() == [3, 9, 8, 0, 7, 6, 2, 4, 10, 5, 1]
-
-
-def test_neighbours_of_a_permutation_are_unrelated() -> None:
-    """Chi-squared over the distance of samples at neighbouring positions, over many keys."""
-    steps = np.concatenate([np.diff(Permutation(11, 5, epoch)[:]) % 11 for epoch in range(2000)])
-    counts = np.bincount(steps, minlength=11)[1:]
-    mean = len(steps) / 10
-    assert ((counts - mean) ** 2 / mean).sum() < 9 + 4 * (2 * 9) ** 0.5
 
 
 def test_parts_of_a_permutation_are_those_of_the_whole() -> None:
@@ -173,10 +280,76 @@ def test_a_billion_samples_cost_no_memory_and_no_time() -> None:
     assert max(drawn) > 500_000_000
 
 
-def test_order_becomes_memoryless_where_it_is_huge() -> None:
+def test_the_order_of_a_data_set_without_a_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_order(range(4), 0, shuffle=False)(7).tolist() == [0, 1, 2, 3]
+    assert isinstance(default_order(Stream(range(9)), 0), Sequential)
     assert isinstance(default_order(range(10), 0), Shuffled)
-    assert isinstance(default_order(range(10), 0, huge=10), LowMemory)
+    monkeypatch.setattr(orders, "HUGE", 10)
+    assert isinstance(default_order(range(10), 0), LowMemory)
 
 
-def test_sequential_is_the_order_of_evaluation() -> None:
-    assert Sequential(4)(7).tolist() == [0, 1, 2, 3]
+def test_what_is_an_order_already_is_taken_as_it_is() -> None:
+    order = Shuffled(9, 0)
+    assert as_order(order, seed=1) is order
+    assert as_order([4, 2, 0], seed=0)(6).tolist() == [4, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        pytest.param("own", "another order when the same epoch is read again", id="own-state"),
+        pytest.param("shrinking", "gives 49 in epoch 1, but 50 in epoch 0", id="length"),
+    ],
+)
+def test_samplers_that_cannot_be_exact_are_refused(source: str, text: str) -> None:
+    def read() -> None:
+        SamplerOrder(Lucky(source), seed=0)(1)
+
+    with pytest.raises(DataError, match=text):
+        read()
+
+
+def test_distributed_sampler_is_not_needed() -> None:
+    sampler = torch_data.DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore
+    with pytest.raises(DataError, match="DistributedSampler is not needed"):
+        as_order(sampler, seed=0)
+
+
+def _batches() -> Any:
+    return torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 5, drop_last=False)
+
+
+def test_batch_sampler_makes_the_updates() -> None:
+    updates = as_updates(_batches(), seed=4)
+    sampler = UpdateSampler(updates, batch_size=None, gradient_accumulation_steps=2)
+    assert len(sampler) == 5
+    epoch = [i for t in range(5) for piece in sampler.pieces(1, t) for i in piece.indices]
+    assert sorted(epoch) == list(range(23))
+    again = UpdateSampler(as_updates(_batches(), seed=4), batch_size=None)
+    assert [list(again.pieces(1, t)[0].indices) for t in (4, 0, 2)] == [
+        epoch[20:],
+        epoch[:5],
+        epoch[10:15],
+    ]
+    other = [i for t in range(5) for piece in sampler.pieces(2, t) for i in piece.indices]
+    assert other != epoch
+
+
+def test_empty_batches_are_refused() -> None:
+    with pytest.raises(DataError, match="gives no batches, or empty ones"):
+        GivenBatches([[1], []], seed=0)
+
+
+def test_per_class_updates_hold_so_many_of_so_many() -> None:
+    updates = PerClass(Labelled(), seed=0, classes=2, samples_per_class=4)
+    sampler = UpdateSampler(as_updates(updates, seed=0), batch_size=None)
+    assert len(sampler) == 12
+    for update in range(12):
+        drawn = sampler.pieces(0, update)[0].indices
+        counts = np.bincount(Labelled.targets[list(drawn)], minlength=3)
+        assert sorted(counts) == [0, 4, 4]
+        assert len(set(drawn)) == (8 if counts[2] == 0 else 5)  # class 2 has one sample
+    first = [UpdateSampler(updates, batch_size=None).pieces(0, 1)[0].indices for _ in range(2)]
+    assert first[0] == first[1] != sampler.pieces(1, 1)[0].indices
+    with pytest.raises(DataError, match=r"loader\.batch_sampler\.classes=4"):
+        PerClass(Labelled(), 0, classes=4, samples_per_class=1)

@@ -12,7 +12,7 @@ from torch import nn
 from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
-from data.loading.on_device import OnDevice
+from data.loading.loader import Loader
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import Data, data_facts, open_data
 from trainer.assembly.loaders import eval_loader, overfit_samples, train_loader
@@ -114,7 +114,7 @@ def _set_switches(options: TrainerOptions) -> dict[str, bool]:
     )
 
 
-def build_split(config: Config, strategy: Strategy, split: str) -> tuple[OnDevice, int | None]:
+def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader, int | None]:
     """Build the loader of one split for an evaluation; return it and the number of classes.
 
     A limit of 0 batches applied to the training run only: it is ignored here.
@@ -164,7 +164,7 @@ def _held_out(
     strategy: Strategy,
     limit: int | float | None,
     samples: int | None = None,
-) -> OnDevice | None:
+) -> Loader | None:
     if dataset is None or limit == 0:
         return None
     return eval_loader(config, dataset, strategy, limit, samples)

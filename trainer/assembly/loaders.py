@@ -6,12 +6,10 @@ from typing import Any
 
 from conf.errors import Problem
 from conf.schema import Config
-from data.loading.collate import collate_ragged
 from data.loading.device_transforms import DeviceTransforms
+from data.loading.fetch import collate_ragged
 from data.loading.loader import Loader
-from data.loading.on_device import OnDevice
-from data.orders import FirstOf, Sequential
-from data.samplers import as_order, as_updates, default_order
+from data.orders import FirstOf, Sequential, as_order, as_updates, default_order
 from data.updates import Order, Updates, UpdateSampler
 from trainer.assembly.data import Data, build_transforms, deferred_of, kept
 from trainer.assembly.parts import wrong_class
@@ -29,7 +27,7 @@ _OF_LOADER = (
 )
 
 
-def train_loader(config: Config, data: Data, strategy: Strategy) -> OnDevice:
+def train_loader(config: Config, data: Data, strategy: Strategy) -> Loader:
     """Build the training loader: `loader.batch_size` samples an update over all devices."""
     options, dataset = config.loader, data.sets["train"]
     chosen = _chosen(config, dataset)
@@ -52,7 +50,7 @@ def eval_loader(
     strategy: Strategy,
     limit: int | float | None = None,
     samples: int | None = None,
-) -> OnDevice:
+) -> Loader:
     """Build a loader that reads a data set (or its first `samples`) once, in order.
 
     `limit` is a number of batches of `loader.batch_size`, or a fraction. Each batch is split over
@@ -108,7 +106,7 @@ def _loader(
     strategy: Strategy,
     on_error: str,  # what stands for a sample that cannot be read, if it is skipped
     steps: dict[str, Any] | None = None,  # on the device: of training
-) -> OnDevice:
+) -> Loader:
     options, deferred = config.loader, deferred_of(dataset)
     values: dict[str, Any] = {name: getattr(options, name) for name in _OF_LOADER}
     if steps is None:
@@ -122,19 +120,16 @@ def _loader(
     # Pinning would create a CUDA context, which a run on the CPU does not need.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
     check_workers(values["num_workers"])
-    loader = Loader(
+    return Loader(
         dataset,
         sampler,
         seed=config.seed,
         on_error="raise" if config.data.on_error == "raise" else on_error,  # type: ignore[arg-type]
         max_skipped=config.data.max_skipped,
         kept=kept(config, dataset, strategy),
-        **values,
-    )
-    return OnDevice(
-        loader,
-        strategy.device,
+        device=strategy.device,
         transforms=DeviceTransforms(steps or {}, config.seed, deferred),
         non_blocking=options.non_blocking,
         prefetch=options.prefetch_to_device,
+        **values,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.loading.on_device import OnDevice
+from data.loading.loader import Loader
 from trainer import rng
 from trainer.errors import ModelError
 from trainer.inference.facts import InferenceFacts
@@ -80,7 +80,7 @@ class Predictor:
             self._module = modules[name]
 
     @torch.inference_mode()
-    def __call__(self, loader: OnDevice) -> Iterator[Answers]:
+    def __call__(self, loader: Loader) -> Iterator[Answers]:
         """Yield the outputs for each batch, gathered from all processes."""
         trainer = self.trainer
         told = 0

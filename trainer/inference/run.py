@@ -22,8 +22,8 @@ from conf.yaml_file import plain_values
 from data.decode import decode_image, read_image
 from data.errors import DataError
 from data.formats.table import TableRows, rows_to_predict
-from data.loading.collate import collate
-from data.loading.on_device import OnDevice
+from data.loading.fetch import collate
+from data.loading.loader import Loader
 from data.pictures import Pictures
 from models.pretrained import no_initial_weights
 from trainer import snapshot
@@ -291,7 +291,7 @@ def best_or_last(folder: Path) -> Path | None:
 
 def open_split(
     config: Config, strategy: Strategy, split: str | None
-) -> tuple[str, OnDevice, int | None]:
+) -> tuple[str, Loader, int | None]:
     """Open `split`, or where none is named the test data, or else those of validation.
 
     Raises ConfigError for a split that the data do not have.

@@ -14,7 +14,6 @@ from data.batch import Piece
 from data.errors import DataError
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
-from data.loading.on_device import OnDevice
 from data.orders import Shuffled
 from data.sources import Digits
 from data.transforms import ProgressiveResize, Standardize, ToFloat
@@ -46,9 +45,7 @@ def _images(
             world_size=world,
         )
         transforms = DeviceTransforms(steps, seed)
-        loader = OnDevice(
-            Loader(digits, sampler, seed=3), torch.device("cpu"), transforms=transforms
-        )
+        loader = Loader(digits, sampler, seed=3, transforms=transforms)
         for micro in loader.epoch(epoch):
             kept = zip(micro.piece.indices[: micro.piece.count], micro.batch[0], strict=False)
             found |= dict(kept)

@@ -17,7 +17,6 @@ from data.images import ImageTensors
 from data.loading.cache import Kept, can_be_kept
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
-from data.loading.on_device import OnDevice
 from data.orders import Sequential, Shuffled
 from data.transforms import Standardize, ToFloat
 from data.updates import UpdateSampler
@@ -29,7 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BASE = ["loader.batch_size=12", "loader.eval_batch_size=5", "trainer.gradient_accumulation_steps=2"]
 
 
-def _loaders(words: list[str], cache: str, rank: int = 0, workers: int = 0) -> Iterator[OnDevice]:
+def _loaders(words: list[str], cache: str, rank: int = 0, workers: int = 0) -> Iterator[Loader]:
     words = [*words, *BASE, f"data.cache={cache}", f"loader.num_workers={workers}"]
     config = parse(compose(words).config)
     data = build_data(config)
@@ -39,7 +38,7 @@ def _loaders(words: list[str], cache: str, rank: int = 0, workers: int = 0) -> I
     yield eval_loader(config, data.sets["test"], strategy, limit=3)
 
 
-def _leaves(loader: OnDevice) -> list[Any]:
+def _leaves(loader: Loader) -> list[Any]:
     """Return what the network sees of an epoch from its second update on."""
     micros = list(loader.epoch(1, 1, 5))
     loader.close()
@@ -69,8 +68,8 @@ def test_the_network_sees_the_same(words: list[str]) -> None:
     every = zip(_loaders(words, "none", rank=1), _loaders(words, "device", rank=1), strict=True)
     for plain, kept in every:
         assert _same(_leaves(plain), _leaves(kept))
-        assert kept.loader.kept is not None
-        assert kept.loader.kept.ready
+        assert kept.kept is not None
+        assert kept.kept.ready
 
 
 def test_image_files_are_decoded_and_kept(digit_photographs: Path) -> None:
@@ -83,9 +82,9 @@ def test_image_files_are_decoded_and_kept(digit_photographs: Path) -> None:
     every = zip(_loaders(words, "ram"), _loaders(words, "device", workers=2), strict=True)
     for ram, kept in every:
         assert _same(_leaves(ram), _leaves(kept))
-        assert kept.loader.kept is not None
-        assert kept.loader.kept.ready
-        assert kept.loader._workers is None  # they would have nothing to do
+        assert kept.kept is not None
+        assert kept.kept.ready
+        assert kept._workers is None  # they would have nothing to do
 
 
 def test_images_of_several_sizes_stay_where_they_are(
@@ -104,12 +103,19 @@ def _images(samples: int = 20) -> ImageTensors:
     return ImageTensors(images, torch.arange(samples), ["one"])
 
 
-def _kept(device: torch.device, most: int = 10**6) -> OnDevice:
+def _kept(device: torch.device, most: int = 10**6) -> Loader:
     dataset = _images()
     sampler = UpdateSampler(Shuffled(20, 0), batch_size=6)
-    loader = Loader(dataset, sampler, seed=0, kept=Kept(dataset, device, most))
     steps = {"float": ToFloat(), "standard": Standardize([0.5] * 3, [0.2] * 3)}
-    return OnDevice(loader, device, transforms=DeviceTransforms(steps, 0), prefetch=False)
+    return Loader(
+        dataset,
+        sampler,
+        seed=0,
+        kept=Kept(dataset, device, most),
+        device=device,
+        transforms=DeviceTransforms(steps, 0),
+        prefetch=False,
+    )
 
 
 def test_what_is_too_large_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,5 +208,5 @@ def test_another_way_to_a_sample_is_not_passed_over(kind: type, able: int) -> No
 def test_an_evaluation_reads_each_sample_once() -> None:
     dataset = _images()
     sampler = UpdateSampler(Sequential(20), batch_size=6)
-    loader = OnDevice(Loader(dataset, sampler, seed=0, kept=Kept(dataset, CPU, 10**6)), CPU)
+    loader = Loader(dataset, sampler, seed=0, kept=Kept(dataset, CPU, 10**6))
     assert torch.equal(torch.cat([micro.batch[1] for micro in loader.epoch(0)]), torch.arange(20))

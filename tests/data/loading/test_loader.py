@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,17 +20,22 @@ import pytest
 import torch
 from torchvision import tv_tensors
 
+from data.batch import MicroBatch, Piece, to_device
 from data.errors import DataError, WorkerError
-from data.loading.fetch import memory_error
-from data.loading.loader import Loader
-from data.orders import Sequential, Shuffled
+from data.loading import loader as loading_room
+from data.loading.fetch import collate, memory_error
+from data.loading.loader import Loader, one_ahead
+from data.orders import GivenBatches, SamplerOrder, Sequential, Shuffled, Subset, Weighted
 from data.sources import Digits
 from data.updates import UpdateSampler
 
 
 @contextmanager
-def loading(dataset: Any, order: Any = None, batch_size: int = 6, **options: Any) -> Iterator[Any]:
-    sampler = UpdateSampler(order or Shuffled(len(dataset), 5), batch_size=batch_size)
+def loading(
+    dataset: Any, order: Any = None, batch_size: int = 6, split: Any = None, **options: Any
+) -> Iterator[Any]:
+    order = Shuffled(len(dataset), 5) if order is None else order
+    sampler = UpdateSampler(order, batch_size=batch_size, **(split or {}))
     loader = Loader(dataset, sampler, seed=5, **options)
     try:
         yield loader
@@ -42,93 +48,66 @@ def processes(loader: Loader) -> list[Any]:
     return list(loader._workers.processes)
 
 
-def drain(loader: Loader, epoch: int, start: int = 0) -> list[torch.Tensor]:
-    return [micro.batch[0] for micro in loader.epoch(epoch, start)]
-
-
-def drain_until(loader: Loader, stop: int) -> list[torch.Tensor]:
-    return [micro.batch[0] for micro in loader.epoch(0, 0, stop)]
+def drain(loader: Loader, epoch: int = 0, *span: int) -> list[torch.Tensor]:
+    return [micro.batch[0] for micro in loader.epoch(epoch, *span)]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_do_not_change_order_or_augmentation(
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, True), (3, False), (3, True)])
+def test_neither_workers_nor_the_position_change_a_batch(
     noisy: Any, workers: int, persistent: bool
 ) -> None:
     options = {"num_workers": workers, "persistent_workers": persistent}
     with (  # more batches than all workers have ahead
         loading(noisy(), batch_size=2) as plain,
-        loading(noisy(), batch_size=2, **options) as parallel,
+        loading(noisy(), batch_size=2, **options) as loader,
     ):
         epochs = [drain(plain, epoch) for epoch in range(2)]
-        assert same(drain(parallel, 0), epochs[0])
-        assert same(drain(parallel, 1), epochs[1])
-        assert same(drain(parallel, 1, start=2), epochs[1][2:])
+        assert same(drain(loader, 0), epochs[0])
+        assert same(drain(loader, 1), epochs[1])
+        for start, stop in ((0, 3), (2, 10), (4, 9), (10, 10)):
+            assert same(drain(loader, 1, start, stop), epochs[1][start:stop])
     assert not same(*epochs)
 
 
-def test_augmentation_is_keyed_by_the_sample_not_by_its_place(noisy: Any) -> None:
-    with loading(noisy()) as shuffled, loading(noisy(), Sequential(20)) as sequential:
-        one = torch.cat(drain(shuffled, 3))
-        other = torch.cat(drain(sequential, 3))
-    assert not torch.equal(one, other)
-    assert torch.equal(one[one[:, 0].argsort()], other)
-    assert len(one[:, 1:].unique()) == 60
-
-
-def test_accumulation_and_ranks_do_not_change_a_sample(noisy: Any) -> None:
-    with loading(noisy()) as loader:
+def test_augmentation_is_keyed_by_the_sample_whatever_the_order_and_the_split(noisy: Any) -> None:
+    with loading(noisy(), Sequential(20)) as loader:
         whole = torch.cat(drain(loader, 1))
     parts: list[torch.Tensor] = []
     for rank in range(2):
-        sampler = UpdateSampler(
-            Shuffled(20, 5),
-            batch_size=6,
-            gradient_accumulation_steps=2,
-            rank=rank,
-            world_size=2,
-        )
-        loader = Loader(noisy(), sampler, seed=5)
-        parts += [micro.batch[0][: micro.piece.count] for micro in loader.epoch(1)]
+        split = {"gradient_accumulation_steps": 2, "rank": rank, "world_size": 2}
+        with loading(noisy(), split=split) as loader:
+            parts += [micro.batch[0][: micro.piece.count] for micro in loader.epoch(1)]
     joined = torch.cat(parts)
-    assert torch.equal(joined[joined[:, 0].argsort()], whole[whole[:, 0].argsort()])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_start_equals_the_tail_and_stop_the_head(noisy: Any, workers: int) -> None:
-    with loading(noisy(), num_workers=workers) as loader:
-        whole = drain(loader, 1)
-        for start in range(5):
-            assert same(drain(loader, 1, start), whole[start:])
-        assert same([micro.batch[0] for micro in loader.epoch(1, 1, 3)], whole[1:3])
+    assert not torch.equal(joined, whole)
+    assert torch.equal(joined[joined[:, 0].argsort()], whole)
+    assert len(whole[:, 1:].unique()) == 60
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_rng_is_untouched(noisy: Any, workers: int) -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    expected = (torch.rand(3), random.random(), np.random.random())
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+    def seeded() -> Any:
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+
+    def drawn() -> Any:
+        return torch.rand(()).item(), random.random(), np.random.random()
+
+    seeded()
+    expected = drawn()
+    seeded()
     with loading(noisy(), num_workers=workers) as loader:
-        drain(loader, 0)
-        assert torch.equal(torch.rand(3), expected[0])
-    assert (random.random(), np.random.random()) == expected[1:]
+        drain(loader)
+    assert drawn() == expected
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_exception_names_sample_and_file(noisy: Any, workers: int) -> None:
-    with (
-        loading(noisy(bad={10: "raise"}), num_workers=workers) as loader,
-        pytest.raises(DataError) as caught,
-    ):
-        drain(loader, 0)
+    dataset = noisy(bad={10: "raise"})
+    with loading(dataset, num_workers=workers) as loader, pytest.raises(DataError) as caught:
+        drain(loader)
     assert str(caught.value) == "sample 10 (/pictures/10.jpg): ValueError: broken in two lines"
     assert "in __getitem__" in caught.value.__notes__[0]
     assert caught.value.exit_code == 3
@@ -140,6 +119,7 @@ def test_exception_names_sample_and_file(noisy: Any, workers: int) -> None:
         pytest.param("kill", "was killed by SIGKILL at sample 10", id="killed"),
         pytest.param("exit", "left with exit code 3 at sample 10", id="exit"),
         pytest.param("hang", r"gave no batch for 2 s \(loader.timeout\) at sample 10", id="hang"),
+        pytest.param("memory", "out of memory: MemoryError", id="memory"),
     ],
 )
 def test_lost_worker_is_named_with_its_sample(noisy: Any, fault: str, text: str) -> None:
@@ -147,7 +127,7 @@ def test_lost_worker_is_named_with_its_sample(noisy: Any, fault: str, text: str)
         loading(noisy(bad={10: fault}), num_workers=2, timeout=2.0) as loader,
         pytest.raises(WorkerError, match=text) as caught,
     ):
-        drain(loader, 0)
+        drain(loader)
     assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
 
@@ -161,31 +141,40 @@ def test_a_worker_that_stops_before_it_hands_its_batch_over_is_named(noisy: Any)
             list(epoch)
 
 
-def test_memory_error_is_a_worker_error(noisy: Any) -> None:
-    with loading(noisy(bad={4: "memory"})) as loader, pytest.raises(WorkerError, match="memory"):
-        drain(loader, 0)
+def test_what_is_a_lack_of_memory() -> None:
+    told = [
+        OSError(errno.ENOMEM, "full"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ]
+    assert all("out of memory" in str(memory_error(error)) for error in told)
+    assert memory_error(RuntimeError("sizes differ")) is None
 
 
 def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: Any) -> None:
     with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
         before = signal.getsignal(signal.SIGCHLD)
-        expected = drain(loader, 0)
+        expected = drain(loader)
         workers = processes(loader)
         for worker in workers:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(worker.pid, number)
-        assert same(drain(loader, 0), expected)
+        assert same(drain(loader), expected)
         assert signal.getsignal(signal.SIGCHLD) == before
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_hung_worker_of_an_abandoned_epoch_does_not_hold_up_the_next(noisy: Any) -> None:
+def test_hung_worker_of_an_abandoned_epoch_holds_up_nothing(noisy: Any) -> None:
     dataset = noisy(bad={19: "hang"})
     with loading(dataset, Sequential(20), num_workers=1, persistent_workers=True) as loader:
         hung = loader.epoch(0, start=2)
         next(hung)
-        assert same(drain_until(loader, 2), drain_until(loader, 2))
+        assert same(drain(loader, 0, 0, 2), drain(loader, 0, 0, 2))
         hung.close()
+        again = loader.epoch(0, start=2)
+        next(again)
+        workers = processes(loader)
+        assert workers[0].is_alive()
+    assert not workers[0].is_alive()
 
 
 def test_abandoned_epoch_leaves_no_worker(noisy: Any) -> None:
@@ -198,56 +187,66 @@ def test_abandoned_epoch_leaves_no_worker(noisy: Any) -> None:
         assert not any(worker.is_alive() for worker in workers)
 
 
-def test_close_kills_a_worker_that_hangs(noisy: Any) -> None:
-    with loading(noisy(bad={19: "hang"}), Sequential(20), num_workers=1) as loader:
-        epoch = loader.epoch(0)
-        next(epoch)
-        workers = processes(loader)
-    assert not workers[0].is_alive()
-
-
 def _fail(worker_id: int) -> None:
     raise ValueError(f"worker {worker_id} has no licence")
 
 
-def test_failing_worker_init_is_told(noisy: Any) -> None:
-    with (
-        loading(noisy(), num_workers=1, worker_init_fn=_fail) as loader,
-        pytest.raises(WorkerError, match="worker 0 has no licence"),
-    ):
-        drain(loader, 0)
-
-
-def test_unpicklable_data_set_with_spawn_names_the_key(noisy: Any) -> None:
-    dataset = noisy()
-    dataset.secret = lambda: None
-    with (
-        loading(dataset, num_workers=1, multiprocessing_context="spawn") as loader,
-        pytest.raises(DataError, match=r"loader\.multiprocessing_context"),
-    ):
-        drain(loader, 0)
+def _as_list(samples: list[Any]) -> Any:
+    return samples
 
 
 class _Ragged:
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return torch.zeros(index + 1)
 
 
-def test_ragged_samples_name_themselves_and_the_keys() -> None:
+class _Unsendable(_Ragged):
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "text"),
+    [
+        pytest.param(
+            _Ragged,
+            {"num_workers": 1, "worker_init_fn": _fail},
+            WorkerError,
+            "worker 0 has no licence",
+            id="init",
+        ),
+        pytest.param(
+            lambda: [threading.Lock()] * 4,
+            {"num_workers": 1, "multiprocessing_context": "spawn"},
+            DataError,
+            r"loader\.multiprocessing_context",
+            id="data-set-cannot-be-sent",
+        ),
+        pytest.param(
+            _Unsendable,
+            {"num_workers": 1, "collate_fn": _as_list},
+            DataError,
+            "cannot be sent from a worker process .*lock",
+            id="batch-cannot-be-sent",
+        ),
+        pytest.param(
+            _Ragged,
+            {"timeout": 9.0, "prefetch_factor": 4},
+            DataError,
+            r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn",
+            id="ragged",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(dataset: Any, options: Any, error: Any, text: str) -> None:
     with (
-        loading(_Ragged(), Sequential(4), batch_size=4) as loader,
-        pytest.raises(DataError, match=r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn"),
+        loading(dataset(), Sequential(4), 4, **options) as loader,
+        pytest.raises(error, match=text),
     ):
-        drain(loader, 0)
-
-
-def test_worker_options_are_harmless_without_workers(noisy: Any) -> None:
-    options = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9.0}
-    with loading(noisy(), multiprocessing_context="fork", **options) as loader:
-        assert len(drain(loader, 0)) == len(loader) == 4
+        drain(loader)
 
 
 class _Relabelled(Digits):
@@ -260,20 +259,15 @@ class _Relabelled(Digits):
 
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
 def test_a_subclass_with_samples_of_its_own_is_asked_for_them(on_error: Any) -> None:
-    plain, own = Digits("val"), _Relabelled("val")
-    labels = {}
-    for dataset in (plain, own):
-        sampler = UpdateSampler(Sequential(len(dataset)), batch_size=32)
-        loader = Loader(dataset, sampler, seed=0, on_error=on_error)
-        labels[dataset] = torch.cat([micro.batch[1] for micro in loader.epoch(0)])
-    assert torch.equal(labels[own], 9 - labels[plain])
+    labels = []
+    for dataset in (Digits("val"), _Relabelled("val")):
+        with loading(dataset, Sequential(len(dataset)), 32, on_error=on_error) as loader:
+            labels.append(torch.cat([micro.batch[1] for micro in loader.epoch(0)]))
+    assert torch.equal(labels[1], 9 - labels[0])
 
 
-class _Kinds:
+class _Kinds(_Ragged):
     """Samples of everything that a batch may hold."""
-
-    def __len__(self) -> int:
-        return 4
 
     def __getitem__(self, index: int) -> Any:
         return {
@@ -288,21 +282,12 @@ class _Kinds:
         }
 
 
-def _as_list(samples: list[Any]) -> Any:
-    return samples
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context: str) -> None:
+    order, options = Sequential(4), {"num_workers": 1, "multiprocessing_context": context}
     with (
-        loading(_Kinds(), Sequential(4), collate_fn=_as_list) as plain,
-        loading(
-            _Kinds(),
-            Sequential(4),
-            collate_fn=_as_list,
-            num_workers=1,
-            multiprocessing_context=context,
-        ) as parallel,
+        loading(_Kinds(), order, collate_fn=_as_list) as plain,
+        loading(_Kinds(), order, collate_fn=_as_list, **options) as parallel,
     ):
         expected, found = (next(iter(loader.epoch(0))).batch for loader in (plain, parallel))
     for one, other in zip(expected, found, strict=True):
@@ -317,31 +302,19 @@ def test_whatever_a_batch_holds_comes_from_a_worker_as_it_is(context: str) -> No
         assert not torch.equal(other["half"], one["half"])
 
 
-class _Unsendable(_Kinds):
-    def __getitem__(self, index: int) -> Any:
-        return threading.Lock()
-
-
-def test_a_batch_that_cannot_be_sent_is_an_error_not_a_hang() -> None:
-    with (
-        loading(_Unsendable(), num_workers=1, collate_fn=_as_list) as loader,
-        pytest.raises(DataError, match=r"cannot be sent from a worker process .*lock"),
-    ):
-        next(loader.epoch(0))
-
-
 def test_workers_leave_when_their_parent_is_gone(noisy: Any) -> None:
     reader, writer = os.pipe()
     parent = os.fork()
     if not parent:
         try:
-            sampler = UpdateSampler(Sequential(20), batch_size=6)
-            loader = Loader(noisy(), sampler, seed=5, num_workers=2)
-            epoch = loader.epoch(0)
-            next(epoch)
-            os.write(writer, b"".join(worker.pid.to_bytes(4) for worker in processes(loader)))
+            with loading(noisy(), num_workers=2) as loader:
+                epoch = loader.epoch(0)
+                next(epoch)
+                os.write(writer, b"".join(worker.pid.to_bytes(4) for worker in processes(loader)))
+                os.kill(os.getpid(), signal.SIGKILL)
         finally:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(1)
+    os.close(writer)
     os.waitpid(parent, 0)
     for pid in (int.from_bytes(os.read(reader, 4)) for _ in range(2)):
         try:
@@ -367,23 +340,174 @@ def test_a_small_dev_shm_is_enough(noisy: Any) -> None:
     """Containers have 64 MB there, which torch's workers fill."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_first_batch, args=(noisy,))
+    process = multiprocessing.get_context("fork").Process(target=_first_batch, args=(noisy,))
     process.start()
     process.join(60)
     assert process.exitcode == 0
 
 
+# `data.on_error: skip`: updates stay whole, evaluation counts nothing twice, nothing is silent.
+BAD = {3: "raise", 11: "raise"}
+
+
+def _skipping(dataset: Any, on_error: Any, workers: int = 0, **options: Any) -> Any:
+    options = {"max_skipped": 5, "num_workers": workers, "on_error": on_error, **options}
+    with loading(dataset, **options) as loader:
+        return [micro for epoch in range(2) for micro in loader.epoch(epoch)], loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_replaces_by_a_rule_and_tells_it_once(
+    noisy: Any, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    micros, loader = _skipping(noisy(bad=BAD), "replace", workers)
+    assert caplog.text.count("/pictures/3.jpg") == 1
+    whole, _ = _skipping(noisy(), "raise")
+    split, _ = _skipping(noisy(bad=BAD), "replace", split={"gradient_accumulation_steps": 3})
+    images = torch.cat([micro.batch[0] for micro in micros])
+    assert torch.equal(torch.cat([micro.batch[0] for micro in split]), images)
+    for got, intact in zip(micros, whole, strict=True):
+        assert got.piece == intact.piece
+        for slot, index in enumerate(intact.piece.indices):
+            if index in BAD:
+                assert int(got.batch[0][slot, 0]) not in BAD
+            else:
+                assert torch.equal(got.batch[0][slot], intact.batch[0][slot])
+    first, second = sorted(loader.skipped, key=lambda entry: entry.index)
+    assert (first.index, first.path, second.index) == (3, "/pictures/3.jpg", 11)
+    assert first.reason == "sample 3 (/pictures/3.jpg): ValueError: broken in two lines"
+
+
 @pytest.mark.parametrize(
-    ("error", "text"),
+    "order",
     [
-        pytest.param(MemoryError(), "out of memory", id="python"),
-        pytest.param(OSError(errno.ENOMEM, "Cannot allocate"), "out of memory", id="system"),
-        pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out", id="torch"),
-        pytest.param(RuntimeError("sizes differ"), None, id="another"),
+        pytest.param(lambda data: Subset(data, 5, [3, 11, 4, 9]), id="subset"),
+        pytest.param(
+            lambda data: Weighted(data, 5, [float(i in (3, 4, 9)) for i in range(20)], 20),
+            id="weighted",
+        ),
+        pytest.param(lambda data: SamplerOrder([3, 11, 4, 9], 5), id="torch"),
+        pytest.param(lambda data: GivenBatches([[3, 4], [11, 9]], 5), id="batches"),
     ],
 )
-def test_what_is_a_lack_of_memory(error: Exception, text: str | None) -> None:
-    found = memory_error(error)
-    assert (found is None) == (text is None)
-    assert text is None or text in str(found)
+def test_a_replacement_is_one_of_the_samplers_own(noisy: Any, order: Any) -> None:
+    dataset = noisy(bad=BAD)
+    micros, _ = _skipping(dataset, "replace", order=order(dataset))
+    assert {int(i) for micro in micros for i in micro.batch[0][:, 0]} == {4, 9}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_drops(noisy: Any, workers: int) -> None:
+    micros, loader = _skipping(noisy(bad=BAD), "drop", workers, order=Sequential(20))
+    first = micros[:4]
+    seen = [i for m in first for i in m.piece.indices[: m.piece.count]]
+    assert seen == [i for i in range(20) if i not in BAD]
+    assert [int(i) for m in first for i in m.batch[0][:, 0]] == seen
+    assert [m.piece.count for m in first] == [5, 5, 6, 2]
+    assert len(loader.skipped) == 2
+
+
+def test_a_piece_with_nothing_left_counts_nothing(noisy: Any) -> None:
+    dataset = noisy(bad=dict.fromkeys(range(6), "raise"))
+    (first, *_), _ = _skipping(dataset, "drop", order=Sequential(20), max_skipped=10)
+    assert first.piece.count == 0
+    assert first.batch[0].shape == (1, 4)
+    assert int(first.batch[0][0, 0]) > 5
+
+
+@pytest.mark.parametrize("on_error", ["replace", "drop"])
+def test_too_many_broken_samples_end_the_run(noisy: Any, on_error: str) -> None:
+    with pytest.raises(DataError, match=r"more than data\.max_skipped=1: sample \d+ "):
+        _skipping(noisy(bad=BAD), on_error, max_skipped=1)
+    nothing_else = noisy(4, bad=dict.fromkeys(range(4), "raise"))
+    with pytest.raises(DataError, match="replacements could not be loaded"):
+        _skipping(nothing_else, on_error, max_skipped=100)
+
+
+def test_what_was_left_out_before_a_resume_counts_after_it(noisy: Any) -> None:
+    options = {"order": Sequential(20), "on_error": "replace", "max_skipped": 1}
+    with (
+        loading(noisy(bad={3: "raise"}), **options) as first,
+        loading(noisy(bad=BAD), **options) as second,
+    ):
+        drain(first)
+        second.load_skipped_state(first.skipped_state())
+        assert [entry.index for entry in second.skipped] == [3]
+        with pytest.raises(DataError, match="2 samples could not be loaded"):
+            drain(second)
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+def test_batches_keep_the_types_that_hold_their_samples() -> None:
+    sample = {
+        "pair": Pair(torch.ones(2), 3),
+        "tuple": (1.5, np.float32(2)),
+        "list": [torch.zeros(1), "name"],
+        "none": None,
+    }
+    batch = collate([sample, sample, sample])
+    assert isinstance(batch["pair"], Pair)
+    assert batch["pair"].image.shape == (3, 2)
+    assert batch["pair"].label.tolist() == [3, 3, 3]
+    assert isinstance(batch["tuple"], tuple)
+    assert batch["tuple"][0].dtype == torch.float64
+    assert batch["list"][1] == ["name"] * 3
+    assert batch["none"] is None
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].image.device.type == "meta"
+    assert (moved["none"], moved["list"][1]) == (None, ["name"] * 3)
+
+
+def _micro(number: int) -> MicroBatch:
+    return MicroBatch(torch.tensor([number]), Piece((number,), 1, 0, 1, 0, 1, 0, number))
+
+
+class Recorder:
+    """A side stream that notes what happens in which order."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.events: list[str] = []
+
+    def launch(self, move: Any, micro: MicroBatch) -> MicroBatch:
+        self.events.append(f"launch {micro.piece.update}")
+        moved: MicroBatch = move(micro)
+        return moved
+
+    def collect(self, ticket: MicroBatch) -> MicroBatch:
+        self.events.append(f"collect {ticket.piece.update}")
+        return ticket
+
+
+def test_the_next_batch_is_launched_before_this_one_is_handed_out() -> None:
+    stream = Recorder()
+    for micro in one_ahead(map(_micro, range(3)), stream, lambda micro: micro):
+        stream.events.append(f"use {int(micro.batch)}")
+    assert stream.events == [
+        *("launch 0", "launch 1", "collect 0", "use 0"),
+        *("launch 2", "collect 1", "use 1", "collect 2", "use 2"),
+    ]
+
+
+def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of each stream is its own: one for every epoch would keep a batch in each."""
+    made: list[Recorder] = []
+    monkeypatch.setattr(loading_room, "SideStream", lambda _: made.append(Recorder()) or made[-1])
+    monkeypatch.setattr(loading_room, "to_device", lambda batch, *_, **__: batch)
+    loading_room.side_stream.cache_clear()
+    for _ in range(2):  # loaders, as of training and validation
+        with loading(noisy(), device=torch.device("cuda", 1)) as loader:
+            assert [len(drain(loader, epoch)) for epoch in range(2)] == [4, 4]
+    loading_room.side_stream.cache_clear()
+    assert len(made) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_gpu_batches_are_those_of_the_cpu(noisy: Any, workers: int) -> None:
+    options = {"num_workers": workers, "pin_memory": True, "device": torch.device("cuda", 0)}
+    with loading(noisy()) as plain, loading(noisy(), **options) as moved:
+        pairs = list(zip(drain(plain), drain(moved), strict=True))
+    assert all(there.is_cuda and torch.equal(there.cpu(), here) for here, there in pairs)

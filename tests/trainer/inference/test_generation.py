@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.errors import DataError, UnreadableError
-from data.loading.collate import collate
+from data.loading.fetch import collate
 from data.text import ALPHABET, Prompts, find_prompts
 from models.gpt import GPT
 from trainer.inference.generation import Generation
