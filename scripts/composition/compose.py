@@ -8,24 +8,35 @@ that all mistakes of a command line are reported together. Nothing here imports 
 import argparse
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from conf.check import check, fill_defaults, shown
 from conf.errors import ConfigError, Problem, did_you_mean
-from conf.interpolation import sections
+from conf.interpolation import RESERVED, Interpolations, leaves, sections
 from scripts.cli.arguments import Arguments, parse_arguments, parser
-from scripts.composition.composition import Composition, escape_reserved
-from scripts.composition.folders import REFUSED, opened
-from scripts.composition.overrides import Dimension, Swept, first_lines
+from scripts.composition.folders import REFUSED, Folders, opened
+from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines
+from scripts.composition.tree import Source, Tree, shown_path
 from trainer.targets.allow_list import allow, close
+from trainer.targets.instantiate import refused_targets
 
 MAX_JOBS = 10_000  # of a sweep
+# What OmegaConf raises if a value cannot be resolved.
+UNRESOLVED = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+_NAMES = "|".join(RESERVED)
+_RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
+_OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,10 @@ def compose(argv: Sequence[str] | Arguments) -> Composed:
     close([*arguments.config_dirs, *filter(None, [arguments.config_path])])
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
-        config = it.checked()
+        config = it.resolved(it.unresolved())
+    it.check(config)
+    it.problems += it.not_typed(config)
+    it.stop_if_wrong()
     overrides = list(arguments.overrides)
     return Composed(config, overrides, it.choices, arguments, it.tree.of, it.located)
 
@@ -65,7 +79,7 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
-        lists = [it.overrides.values_of(override) for override in it.parse(sweep=True)]
+        lists = [it.overrides.values_of(override) for override in it.parsed(sweep=True)]
         it.stop_if_wrong()
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
@@ -76,7 +90,7 @@ def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
-        parsed = [(o.input_line, it.overrides.dimension(o)) for o in it.parse(sweep=True)]
+        parsed = [(o.input_line, it.overrides.dimension(o)) for o in it.parsed(sweep=True)]
         it.stop_if_wrong()
     fixed = [str(text) for text, varied in parsed if varied is None]
     return fixed, [varied for _, varied in parsed if varied is not None]
@@ -87,18 +101,18 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
     with opened(arguments) as folders:
         it = Composition(folders, arguments)
         raw = it.unresolved()
-        resolved = it.resolved(raw)
-        it.check(resolved, incomplete=True)
-        part: Any = OmegaConf.create(escape_reserved(resolved) if arguments.resolve else raw)
-        wanted = arguments.package
-        if wanted not in (None, "_global_"):
-            part = OmegaConf.select(part, wanted)
-            if part is None and wanted not in (known := dict(sections(resolved))):
-                hint = did_you_mean(wanted, known)
-                it.problems.append(Problem("--package", f"there is no {wanted}", hint))
-                it.stop_if_wrong()
-        text = OmegaConf.to_yaml(part) if isinstance(part, DictConfig | ListConfig) else f"{part}\n"
-        return text, it.found()
+    resolved = it.resolved(raw)
+    it.check(resolved, incomplete=True)
+    part: Any = OmegaConf.create(escape_reserved(resolved) if arguments.resolve else raw)
+    wanted = arguments.package
+    if wanted not in (None, "_global_"):
+        part = OmegaConf.select(part, wanted)
+        if part is None and wanted not in (known := dict(sections(resolved))):
+            hint = did_you_mean(wanted, known)
+            it.problems.append(Problem("--package", f"there is no {wanted}", hint))
+            it.stop_if_wrong()
+    text = OmegaConf.to_yaml(part) if isinstance(part, DictConfig | ListConfig) else f"{part}\n"
+    return text, it.found()
 
 
 def answer_by_hydra(arguments: Arguments) -> None:
@@ -110,7 +124,7 @@ def answer_by_hydra(arguments: Arguments) -> None:
             if arguments.shell_completion:
                 hydra.shell_completion(name, overrides)
                 return
-            it.parse(sweep=True)
+            it.parsed(sweep=True)
             it.stop_if_wrong()
             if arguments.cfg:
                 hydra.show_cfg(name, overrides, arguments.cfg, arguments.package, arguments.resolve)
@@ -121,6 +135,162 @@ def answer_by_hydra(arguments: Arguments) -> None:
         except REFUSED as error:
             it.problems.append(Problem("", first_lines(error)))
         it.stop_if_wrong()
+
+
+class Composition:
+    """From overrides to a checked configuration, collecting all mistakes."""
+
+    def __init__(self, folders: Folders, arguments: Arguments) -> None:
+        self.folders = folders
+        self.arguments = arguments
+        self.overrides = Overrides(folders)
+        self.problems = self.overrides.problems
+        self.tree = Tree()
+        self.followed = Interpolations({})
+        self.choices: dict[str, Any] = {}  # the choice for each group
+
+    def parsed(self, sweep: bool = False) -> list[Override]:
+        """Parse the overrides of the command line."""
+        return self.overrides.parse(self.arguments.overrides, sweep)
+
+    def unresolved(self) -> dict[str, Any]:
+        """Return the composed tree with its interpolations."""
+        picked, values = self.overrides.sort(self.parsed(), lambda: set(self._listed([])[1]))
+        try:
+            defaults, self.choices = self._listed(picked)
+        except REFUSED as error:
+            if self.folders.readable:
+                self.problems.append(self.folders.meant(error, self.arguments.config_name))
+            self.stop_if_wrong()
+            raise
+        for default in defaults:
+            folder = self.folders.find(default.config_path)
+            if folder is not None:
+                found, path = folder.read(default.config_path), folder.file(default.config_path)
+                source = Source(shown_path(path), default.package or "", found.lines)
+                content = {name: v for name, v in found.values.items() if name != "defaults"}
+                self.tree.merge(content, source, default.primary)
+        if not self.folders.readable:
+            self.stop_if_wrong()
+        for override in values:
+            self._apply(override)
+        chosen = [text.lstrip("+").partition("=")[0].replace("/", ".") for text in picked]
+        self.tree.drop_leftovers(chosen)
+        tree = fill_defaults(self.tree.values)
+        self.followed = Interpolations(tree)
+        self.problems += [*self.tree.problems, *self.tree.unread(self.followed)]
+        return tree
+
+    def _listed(self, choices: list[str]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the files to be merged, in this order, and the choice for each group."""
+        loader, name = self.folders.hydra.config_loader, self.arguments.config_name
+        listed = loader.compute_defaults_list(name, choices, RunMode.RUN)
+        files = [d for d in listed.defaults if not (d.config_path or "hydra").startswith("hydra")]
+        known = listed.overrides.known_choices
+        return files, {g: choice for g, choice in known.items() if not g.startswith("hydra/")}
+
+    def _apply(self, override: Override) -> None:
+        """Set or delete a key; a missing one is added, and checked by the schema later."""
+        key, value = override.key_or_group, override.value()
+        source = Source(f"command line: {override.input_line}")
+        if override.package is not None:
+            message = f"{override.input_line} chooses in a group, but there is no group {key!r}"
+            self.overrides.note(key, message)
+        elif override.is_delete():
+            if (problem := self.tree.delete(key, value, source)) is not None:
+                self.overrides.note(key, problem)
+        else:
+            content: Any = value
+            for part in reversed(key.split(".")):
+                content = {part: content}
+            self.tree.merge(content, source)
+
+    def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the tree with its interpolations resolved; as it is, if one cannot be."""
+        found = list(self.followed.problems)
+        texts = {key: text for key, text in leaves(raw) if isinstance(text, str) and "${" in text}
+        for key, text in texts.items():
+            try:
+                OmegaConf.create({"text": text})
+            except UNRESOLVED:
+                message = f"{text!r} is not an interpolation that can be read"
+                hint = r"close its brace, or write \${ for the text itself"
+                found.append(Problem(key, message, hint))
+        if not found:
+            cfg = OmegaConf.create(escape_reserved(raw))
+            try:
+                return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+            except UNRESOLVED:
+                found = [p for key in texts if (p := _unresolved(cfg, key))]
+        self.problems += found
+        return raw
+
+    def check(self, raw: dict[str, Any], incomplete: bool = False) -> None:
+        """Check a tree against the schema; unresolved values are skipped."""
+        open_keys = {problem.key for problem in self.problems}
+        for key, value in leaves(raw):
+            if isinstance(value, str) and (_OPEN.search(value) or (incomplete and value == "???")):
+                open_keys.add(key)
+        wrong = [*check(raw), *refused_targets(raw)]
+        self.problems += [problem for problem in wrong if problem.key not in open_keys]
+
+    def not_typed(self, raw: dict[str, Any]) -> Iterator[Problem]:
+        """Name what only the person who starts the run may say, and a file says instead."""
+        for key in ("run_dir", "resume"):
+            if raw.get(key) is not None and not self._is_typed(key):
+                message = f"is {shown(raw[key])}: no file says where a run is written or goes on"
+                yield Problem(key, message, f"type {key}={raw[key]} on the command line")
+        for key, value in leaves(raw):
+            address = isinstance(value, str) and re.search(r"\w://", value)
+            if address and self.followed.from_environment(key) and not self._is_typed(key):
+                message = "is an address that an environment variable is part of, to be sent away"
+                yield Problem(key, message, f"if you trust it, type {key}=... on the command line")
+
+    def found(self) -> list[Problem]:
+        """Return all mistakes so far, each with its file."""
+        in_files = [p for document in self.folders.documents.values() for p in document.problems]
+        return [*in_files, *map(self.located, self.problems)]
+
+    def stop_if_wrong(self) -> None:
+        """Raise ConfigError if there are mistakes so far."""
+        if problems := self.found():
+            raise ConfigError(problems)
+
+    def located(self, problem: Problem) -> Problem:
+        """Return a problem with the file and line of its key."""
+        if problem.file:
+            return problem
+        source = self.followed.source(problem.key)  # if the user typed that one
+        key = source if self._is_typed(source) else problem.key
+        return replace(problem, file=self.tree.of(key))
+
+    def _is_typed(self, key: str) -> bool:
+        where = self.tree.of(self.followed.source(key)) or self.tree.of(key) or ""
+        return where.startswith("command line")
+
+
+def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
+    """Return why a value cannot be resolved; None if it can, or refers to a missing value."""
+    node: Any = cfg
+    try:
+        for name in key.split("."):
+            node = node[int(name) if OmegaConf.is_list(node) else name]
+    except UNRESOLVED as error:
+        if unset := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            way = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
+            return Problem(key, f"the environment variable {unset[1]} is not set", way)
+        if "MissingMandatory" not in f"{type(error).__name__} {error}":
+            return Problem(key, first_lines(error))
+    return None
+
+
+def escape_reserved(node: Any) -> Any:
+    """Escape the reserved interpolations, so that resolution leaves them as they are."""
+    if isinstance(node, dict):
+        return {key: escape_reserved(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [escape_reserved(value) for value in node]
+    return _RESERVED.sub(r"\\${\1}", node) if isinstance(node, str) else node
 
 
 class _Module(ModuleType):

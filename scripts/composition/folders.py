@@ -20,10 +20,10 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import ConfigError, Problem
+from conf.errors import ConfigError, Problem, did_you_mean
 from conf.yaml_file import Document, examine
 from scripts.cli.arguments import Arguments
-from scripts.composition.overrides import NO_HYDRA, choice_problem
+from scripts.composition.overrides import NO_HYDRA, choice_problem, first_lines
 from scripts.composition.tree import shown_path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -99,33 +99,28 @@ class Folder(ConfigSource):
         if path not in self.documents:
             stat = path.stat()
             found = _examined(path, (stat.st_mtime_ns, stat.st_size))
-            package, name = found.package or "", shown_path(path)
-            problems = []
-            if package.split(".")[0] == "hydra" or "hydra" in found.values:
-                problems.append(Problem("hydra", NO_HYDRA, file=name))
-            elif (
-                found.readable
-                and package != "_global_"
-                and re.match("(experiment|debug)/", config_path)
-            ):
-                message = "must open with `# @package _global_`, or its keys go astray"
-                problems.append(Problem("", message, file=name))
-            values = {} if problems else found.values
-            readable = found.readable and not (problems and problems[0].key == "")
-            entries = values.get("defaults")
-            for entry in entries if isinstance(entries, builtins.list) else []:
-                if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry or [""]), entry))):
-                    problems.append(Problem("defaults", f"{entry}: {NO_HYDRA}", file=name))
-                    values = {}
-                for group, value in entry.items() if isinstance(entry, dict) else ():
-                    if wrong := self._choice_problem(str(group), value, config_path):
-                        problems.append(Problem("defaults", f"{group}: {wrong}", file=name))
-            self.documents[path] = dataclasses.replace(
-                found, values=values, problems=[*found.problems, *problems], readable=readable
-            )
+            if found.readable and (wrong := list(self._wrong(found, config_path))):
+                named = [dataclasses.replace(p, file=shown_path(path)) for p in wrong]
+                found = Document({}, found.lines, [*found.problems, *named], found.package, False)
+            self.documents[path] = found
         return self.documents[path]
 
-    def _choice_problem(self, entry: str, value: Any, config_path: str) -> str | None:
+    def _wrong(self, document: Document, config_path: str) -> Iterator[Problem]:
+        """Yield what a file of a configuration may not hold."""
+        package = document.package or ""
+        if package.split(".")[0] == "hydra" or "hydra" in document.values:
+            yield Problem("hydra", NO_HYDRA)
+        elif package != "_global_" and re.match("(experiment|debug)/", config_path):
+            yield Problem("", "must open with `# @package _global_`, or its keys go astray")
+        entries = document.values.get("defaults")
+        for entry in entries if isinstance(entries, builtins.list) else []:
+            if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry or [""]), entry))):
+                yield Problem("defaults", f"{entry}: {NO_HYDRA}")
+            for group, value in entry.items() if isinstance(entry, dict) else ():
+                if wrong := self._wrong_choice(str(group), value, config_path):
+                    yield Problem("defaults", f"{group}: {wrong}")
+
+    def _wrong_choice(self, entry: str, value: Any, config_path: str) -> str | None:
         *words, group = entry.split() or [""]
         group = group.partition("@")[0]
         here = group.lstrip("/")
@@ -164,6 +159,56 @@ class Folders:
         having = [folder for folder in self.folders if folder.is_group(group)]
         return sorted({name for f in having for name in f.list(group, ObjectType.CONFIG)})
 
+    @property
+    def readable(self) -> bool:
+        """Whether all files that were read so far have values."""
+        return all(document.readable for document in self.documents.values())
+
+    def meant(self, error: Exception, config_name: str) -> Problem:
+        """Return the mistake in a defaults list that an error of Hydra's composition stands for.
+
+        Hydra names a group, or nothing; the entry is looked for in the files that were read, the
+        last one first. Where none is found, Hydra's own message is returned in one line.
+        """
+        text, missing = first_lines(error), getattr(error, "missing_cfg_file", None)
+        if isinstance(error, RecursionError):
+            lists = [shown_path(p) for p, one in self.documents.items() if "defaults" in one.lines]
+            return Problem(
+                "defaults", "a list leads back to its own file", file=", ".join(lists[1:])
+            )
+        if missing == config_name:
+            return Problem("", text, did_you_mean(config_name, self.options("")))
+        entries = [
+            (path, entry[1] or "", entry[2].partition("@")[0], f"{shown_path(path)}:{line}")
+            for path, document in self.documents.items()
+            for key, line in document.lines.items()
+            if (entry := re.fullmatch(r"defaults\.\d+\.(.*\s)?(\S+)", key))
+        ]
+        known = {name.lstrip("/") for _, _, name, _ in entries}
+        for path, words, name, place in reversed(entries):
+            group = name.lstrip("/")
+            if missing is not None:
+                folder, _, choice = missing.rpartition("/")
+                if folder == group or f"{path.parent}/{name}".endswith(f"/{folder}"):
+                    message = f"there is no {missing}.yaml"
+                    way = did_you_mean(choice, self.options(folder))
+                    if folder != group and self.is_group(group):
+                        message = f"`{name}: {choice}` asks for {missing}.yaml, beside this file"
+                        way = f"write `override /{name}: {choice}`"
+                    return Problem("defaults", message, way, place)
+            elif "override" not in words and re.search(rf"(^|\s){group}(\.| appears)", text):
+                way = f"write `override /{group}: ...`"
+                return Problem("defaults", f"{group} has a choice already", way, place)
+            elif "override" in words and re.search(rf"^In .*override '(\S*/)?{group}['@]", text):
+                hint = did_you_mean(group, known - {group})
+                if self.is_group(group):
+                    hint = f"write `override /{name}: ...`, with a slash"
+                if self.is_group(group) and group != name:
+                    hint = f"write `{name}: ...`, without the word override"
+                message = f"`override {name}`: there is no choice to replace"
+                return Problem("defaults", message, hint, place)
+        return Problem("", text)
+
 
 @contextmanager
 def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
@@ -194,10 +239,8 @@ def check_folder(folder: str | Path, option: str) -> Path:
         path = Path(folder).resolve()
         with os.scandir(path):
             return path
-    except (FileNotFoundError, NotADirectoryError):
-        reason = f"there is no folder {folder}"
-    except OSError as error:
-        reason = f"cannot list {folder}: {error.strerror or type(error).__name__}"
-    except (ValueError, RuntimeError) as error:  # a NUL character, a cycle of links
-        reason = f"{folder}: {error}"
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL character, a cycle of links
+        reason = f"cannot list {folder}: {getattr(error, 'strerror', None) or error}"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            reason = f"there is no folder {folder}"
     raise ConfigError(Problem(option, reason))

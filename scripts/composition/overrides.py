@@ -21,6 +21,8 @@ SINGLE_CHOICE = (
     *(*NEEDED, "loader/sampler", "loader/batch_sampler"),
     *("lr_scheduler", "lr_scheduler/warmup", "sweep"),
 )
+# In which a bare word is looked for.
+_GROUPS = ("experiment", *NEEDED, "lr_scheduler", "callbacks", "transforms", "debug", "sweep")
 _LONGEST = 255  # bytes of a key, which Hydra looks for among the names of folders
 NO_HYDRA = "Hydra's own keys cannot be set: Regimen does not run Hydra's jobs"
 _INSTEAD = {"run.dir": "run_dir=DIR", "sweep.dir": "run_dir=DIR", "searchpath": "--config-dir DIR"}
@@ -61,26 +63,21 @@ class Overrides:
     folders: "Folders"
     problems: list[Problem] = field(default_factory=list)
 
-    def parse(self, texts: Sequence[str], sweep: bool) -> list[Override]:
+    def parse(self, texts: Sequence[str], sweep: bool = False) -> list[Override]:
         """Parse each text, collecting all mistakes."""
         parser = OverridesParser.create(self.folders.hydra.config_loader)
-
-        def parse(text: str) -> Override:
-            return parser.parse_overrides([text])[0]
-
-        parsed, skipped = [], 0
-        for index, text in enumerate(texts):
-            if skipped:
-                skipped -= 1
-                continue
+        parsed, index = [], 0
+        while index < len(texts):
+            text, first = texts[index], index
+            index += 1
             try:
-                override = parse(text)
+                override = parser.parse_overrides([text])[0]
             except Exception as error:  # of the grammar, or an internal one of the parser
-                taken, hint = self._meant(texts[index:], parse)
-                skipped = taken - 1
+                taken, hint = self._meant(texts[first:])
+                index = first + taken
                 reason = first_lines(error).removeprefix("LexerNoViableAltException: ")
                 told = "not an override" if hint else f"not an override: {reason}"
-                self.note(" ".join(texts[index : index + taken]), told, hint)
+                self.note(" ".join(texts[first:index]), told, hint)
                 continue
             key = override.key_or_group
             if not key:
@@ -97,35 +94,23 @@ class Overrides:
                 parsed.append(override)
         return parsed
 
-    def _meant(self, texts: Sequence[str], parse: Callable[[str], Any]) -> tuple[int, str | None]:
+    def _meant(self, texts: Sequence[str]) -> tuple[int, str | None]:
         """Return how many words belong together to what is no override, and how to write them."""
-        word, *rest = texts
+        word = texts[0]
         for end in range(2, len(texts) + 1):  # the shell cuts `[a, b]` at its blank
             if _open_brackets(word) > _open_brackets(whole := " ".join(texts[:end])) == 0:
                 return end, f"quote it: '{whole}'"
-        key, colon, value = word.partition(":")
-        if rest[:1] == ["="] and len(rest) > 1:
-            return 3, f"write {word}={rest[1]}, without blanks around ="
-        if rest and rest[0].startswith("=") and "=" not in word:
-            return 2, f"write {word}{rest[0]}, without blanks around ="
-        if colon and "=" not in word and (value or rest):
-            return (1, f"write {key}={value}") if value else (2, f"write {key}={rest[0]}")
         if "=~" in word:
             return 1, "write $HOME for ~, or quote the text"
         if "=" in word:
-            return 1, _as_text(word, parse)
-        if self.folders.is_group(word) and rest and "=" not in rest[0]:
-            return 2, f"write {word}={rest[0]}"
-        groups = (
-            "experiment",
-            *NEEDED,
-            "lr_scheduler",
-            "callbacks",
-            "transforms",
-            "debug",
-            "sweep",
-        )
-        found = [f"{g}={word}" for g in groups if self.folders.find(f"{g}/{word}") is not None]
+            return 1, _as_text(word)
+        spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", " ".join(texts))
+        if spelled and (spelled[2] != " " or self.folders.is_group(word)):
+            ends = range(1, len(texts) + 1)
+            taken = next(end for end in ends if len(" ".join(texts[:end])) >= spelled.end())
+            blanks = ", without blanks around =" if "=" in spelled[2] else ""
+            return taken, f"write {spelled[1]}={spelled[3]}{blanks}"
+        found = [f"{g}={word}" for g in _GROUPS if self.folders.find(f"{g}/{word}") is not None]
         return 1, f"did you mean {' or '.join(found)}?" if found else "write key=value"
 
     def sort(
@@ -227,14 +212,14 @@ def _open_brackets(text: str) -> int:
     return sum((c in "[{") - (c in "]}") for c in text)
 
 
-def _as_text(text: str, parse: Callable[[str], Any]) -> str | None:
+def _as_text(text: str) -> str | None:
     """Return how to write a value that Hydra's grammar takes as text only, such as `run_dir=ü`."""
     key, _, value = text.partition("=")
     if not value or value[0] in "[{'\"":  # the mistake is within a list, a mapping or a text
         return None
     quoted = "{}='{}'".format(key, value.replace("'", r"\'"))
     try:
-        parse(quoted)
+        OverridesParser.create().parse_override(quoted)
     except Exception:
         return None
     plain = re.search(r'["$`\\!]', quoted) is None

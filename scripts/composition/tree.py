@@ -44,42 +44,35 @@ class Tree:
 
     def merge(self, content: Mapping[str, Any], source: Source, primary: bool = False) -> None:
         """Merge what a file holds, or an override sets; lists and values replace what is there."""
-        if source.package in _OPEN:
-            self.declared |= {join(source.package, name) for name in content}
-        elif primary:
-            inside = ((s, content[s]) for s in _OPEN if isinstance(content.get(s), dict))
-            self.declared |= {join(section, name) for section, names in inside for name in names}
         for part in reversed(source.package.split(".") if source.package else ()):
             content = {part: content}
+        for section in _OPEN if primary else _OPEN.keys() & {source.package}:
+            given = content.get(section)
+            self.declared |= {join(section, n) for n in given} if isinstance(given, dict) else set()
         self._merge(self.values, content, "", source)
 
     def _merge(self, old: dict[str, Any], new: Mapping[str, Any], key: str, source: Source) -> None:
         if {"_target_"} <= old.keys() & new.keys() and old["_target_"] != new["_target_"]:
             self._replaced.setdefault(key, set()).add(self.sources[f"{key}._target_"])
         for name, value in new.items():
-            here = join(key, name)
+            here, before = join(key, name), old.get(name)
             if value == "???" and name in old:
                 continue
-            if isinstance(value, dict):
-                if isinstance(items := old.get(name), list):
-                    self._set_items(items, value, here)
-                    self.sources[here] = source
-                    continue
-                if not isinstance(old.get(name), dict):
-                    self._forget(here, old.get(name))
-                    old[name] = {}
-                self._merge(old[name], value, here, source)
-            elif isinstance(value, list) and isinstance(old.get(name), dict):
+            if isinstance(value, dict) and isinstance(before, list):
+                self._set_items(before, value, here)
+            elif isinstance(value, dict) and isinstance(before, dict):
+                self._merge(before, value, here, source)
+            elif isinstance(value, list) and isinstance(before, dict):
                 message = f"expected a section of keys, got {shown(value)}"
                 self.problems.append(Problem(here, message))
             else:
-                self._forget(here, old.get(name))
-                old[name] = copy.deepcopy(value)  # files are read once for all jobs of a sweep
+                if isinstance(before, dict | list):
+                    kept = {k: s for k, s in self.sources.items() if not _is_below(k, here)}
+                    self.sources = kept
+                old[name] = {} if isinstance(value, dict) else copy.deepcopy(value)
+                if isinstance(value, dict):
+                    self._merge(old[name], value, here, source)
             self.sources[here] = source
-
-    def _forget(self, key: str, value: Any) -> None:
-        if isinstance(value, dict | list):
-            self.sources = {k: s for k, s in self.sources.items() if not k.startswith(f"{key}.")}
 
     def _set_items(self, items: list[Any], new: Mapping[str, Any], key: str) -> None:
         for number, value in new.items():
@@ -89,12 +82,17 @@ class Tree:
                 message = f"{key} is a list of {len(items)}, counted from 0"
                 self.problems.append(Problem(join(key, number), message))
 
+    def node(self, key: str) -> Any:
+        """Return what stands at a key; None if it is not there."""
+        found: Any = self.values
+        for part in key.split(".") if key else ():
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
     def delete(self, key: str, value: Any, source: Source) -> str | None:
         """Delete a key; return why that cannot be, if it cannot. `value`: None, or what it has."""
-        *sections, name = key.split(".")
-        node: Any = self.values
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
+        section, _, name = key.rpartition(".")
+        node = self.node(section)
         if not isinstance(node, dict) or name not in node:
             return "cannot be deleted: it does not exist"
         if value is not None and value != node[name]:
@@ -110,9 +108,7 @@ class Tree:
         splits of its data set are dropped.
         """
         for key, earlier in self._replaced.items():
-            node: Any = self.values
-            for part in key.split("."):
-                node = node.get(part) if isinstance(node, dict) else None
+            node = self.node(key)
             if not isinstance(node, dict) or "_target_" not in node:
                 continue
             last = self.sources[f"{key}._target_"]
@@ -121,35 +117,31 @@ class Tree:
                 where = join(key, name)
                 old = all(
                     s in earlier or (s is not last and _is_below(s.package, key))
-                    for s in self._sources_below(where)
+                    for s in self._below(where)
                 )
-                if old and where not in chosen and not _takes(node["_target_"], str(name)):
+                if old and where not in chosen and not takes(node, str(name)):
                     del node[name]
         for split in ("val", "test", "predict") if "data.train" in self._replaced else ():
-            if set(self._sources_below(f"data.{split}")) <= self._replaced["data.train"]:
+            if set(self._below(f"data.{split}")) <= self._replaced["data.train"]:
                 self.values["data"][split] = None
 
-    def _sources_below(self, key: str) -> Iterator[Source]:
-        return (s for k, s in self.sources.items() if k == key or k.startswith(f"{key}."))
+    def _below(self, key: str) -> list[Source]:
+        return [s for k, s in self.sources.items() if _is_below(k, key)]
 
     def unread(self, followed: Interpolations) -> Iterator[Problem]:
         """Yield the keys of open sections that no file of the group has and nothing reads."""
         for section, schema in _OPEN.items():
-            given = self.values.get(section)
-            given = given if isinstance(given, dict) else {}
-            extra = [str(name) for name in given if name not in declared(schema)]
+            given = self.node(section)
+            names = map(str, given) if isinstance(given, dict) else ()
+            extra = [name for name in names if name not in declared(schema)]
             known = [*declared(schema), *(n for n in extra if join(section, n) in self.declared)]
-            for name in (name for name in extra if name not in known):
-                key = join(section, name)
-                if not any(
-                    _is_below(key, other) or _is_below(other, key) for other in followed.read
-                ):
-                    yield unknown(section, name, known)
+            for key in (join(section, name) for name in extra if name not in known):
+                if not any(_is_below(key, at) or _is_below(at, key) for at in followed.read):
+                    yield unknown(section, key.removeprefix(f"{section}."), known)
 
     def of(self, key: str) -> str | None:
         """Return where a key was last set: the command line, or file:line; None if not at all."""
-        typed = [s for s in self._sources_below(key) if s.package is None]
-        if typed:
+        if typed := [source for source in self._below(key) if source.package is None]:
             return typed[-1].shown
         while key and key not in self.sources:
             key = key.rpartition(".")[0]
@@ -158,13 +150,6 @@ class Tree:
 
 def _is_below(key: str | None, other: str) -> bool:
     return key is not None and f"{key}.".startswith(f"{other}.")
-
-
-def _takes(target: Any, name: str) -> bool:
-    try:
-        return takes({"_target_": target}, name)
-    except Exception:  # of a module of the user's: the check of targets tells it
-        return True
 
 
 def shown_path(path: Path) -> str:

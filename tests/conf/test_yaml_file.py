@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from conf.yaml_file import MAX_DEPTH, dump, examine
-from scripts.composition.composition import escape_reserved
+from scripts.composition.compose import escape_reserved
 
 
 def problems(tmp_path: Path, content: str | bytes) -> list[str]:

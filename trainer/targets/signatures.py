@@ -123,7 +123,10 @@ def is_default(node: Any, name: str) -> bool:
 
 def takes(node: Any, name: str) -> bool:
     """Return whether a node's target is given a value under this name; if in doubt, it is."""
-    known = parameters_of(str(node.get("_target_")))
+    try:
+        known = parameters_of(str(node.get("_target_")))
+    except Exception:  # of a module of the user's: the check of targets tells it
+        return True
     if known is None or name in known or name in SPECIAL:
         return True
     return any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
