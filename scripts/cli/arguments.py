@@ -1,11 +1,15 @@
 """The command line: the options of Hydra, and ours."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from conf.errors import ConfigError, Problem
+from conf.fields import declared
+from conf.other_words import our_key
+from conf.schema import Config
 
 PRIMARY = "train"
 MAX_OVERRIDE = 8_000  # characters; Hydra's parser takes a second for a list of this length
@@ -42,7 +46,16 @@ class Arguments:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem("command line", message, hint="see --help"))
+        raise ConfigError(Problem("command line", message, self._hint(message)))
+
+    def _hint(self, message: str) -> str:
+        word = re.match(r"unrecognized arguments: --?([\w.-]+)", message)
+        key = word[1].replace("-", "_") if word and self.prog == PRIMARY else ""
+        if ours := our_key(key):
+            return f"it is called {ours} here, and keys are typed as key=value, without dashes"
+        if "." in key or key in declared(Config):
+            return f"write {key}=..., without dashes"
+        return "see --help"
 
 
 def parser() -> argparse.ArgumentParser:
