@@ -8,6 +8,7 @@ that all mistakes of a command line are reported together. Nothing here imports 
 import argparse
 import itertools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -216,6 +217,11 @@ class Composition:
                 message = f"{text!r} is not an interpolation that can be read"
                 hint = r"close its brace, or write \${ for the text itself"
                 found.append(Problem(key, message, hint))
+            for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
+                if name not in os.environ:
+                    message = f"the environment variable {name} is not set"
+                    hint = f"set it, or give a default: ${{oc.env:{name},VALUE}}"
+                    found.append(Problem(key, message, hint))
         if not found:
             cfg = OmegaConf.create(escape_reserved(raw))
             try:
@@ -276,9 +282,6 @@ def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
         for name in key.split("."):
             node = node[int(name) if OmegaConf.is_list(node) else name]
     except UNRESOLVED as error:
-        if unset := re.search(r"Environment variable '(\w+)' not found", str(error)):
-            way = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
-            return Problem(key, f"the environment variable {unset[1]} is not set", way)
         if "MissingMandatory" not in f"{type(error).__name__} {error}":
             return Problem(key, first_lines(error))
     return None
