@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from conf.errors import ConfigError
-from trainer.metric_names import epoch_metric
+from trainer.state import epoch_metric
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -20,7 +20,6 @@ from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import command_parser, parse_command
 from trainer.files.layout import aligned, columns_of, on_one_line, takes_colour
-from trainer.metric_names import epoch_metric
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
     CHECKPOINTS,
@@ -32,6 +31,7 @@ from trainer.runs.status import (
     read_metrics,
     read_status,
 )
+from trainer.state import epoch_metric
 from trainer.summary.text import natural_width, size, table, to_text
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."

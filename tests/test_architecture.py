@@ -28,8 +28,6 @@ ORDER = (
         "trainer.media",
         "trainer.state",
         "trainer.rng",
-        "trainer.nested",
-        "trainer.metric_names",
     ),
     ("trainer.user_code",),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),

@@ -27,12 +27,15 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None
     `devices` are those of this process, in the order in which `capture` was given its own; they may
     be other devices than those.
     """
-    torch.set_rng_state(state["torch"].cpu())
-    _restore_python(state["python"])
-    _restore_numpy(state["numpy"])
-    here, saved = _cuda(devices), state["cuda"]
-    for device, own in zip(here, saved, strict=False):
-        torch.cuda.set_rng_state(own.cpu(), device)
+    python, numpy, here, saved = state["python"], state["numpy"], _cuda(devices), state["cuda"]
+    rest = (numpy[part] for part in ("position", "has_gauss", "cached_gaussian"))
+    states = (
+        state["torch"].cpu(),
+        (python["version"], tuple(python["internal"].tolist()), python["gauss_next"]),
+        (numpy["name"], numpy["keys"].numpy().astype(np.uint32), *rest),
+        [own.cpu() for own in saved],
+    )
+    _put_back(states, here)
     lost = len(saved) - len(here)
     return [f"the random state of {lost} GPUs (this process has {len(here)})"] if lost > 0 else []
 
@@ -114,7 +117,7 @@ def _put_back(states: _States, devices: Sequence[torch.device]) -> None:
     torch.set_rng_state(ours)
     random.setstate(python)
     np.random.set_state(numpy)
-    for device, state in zip(_cuda(devices), cuda, strict=True):
+    for device, state in zip(_cuda(devices), cuda, strict=False):
         torch.cuda.set_rng_state(state, device)
 
 
@@ -155,19 +158,6 @@ def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
     return [torch.device("cuda", torch.cuda.current_device())] if used else []
 
 
-def _restore_python(state: dict[str, Any]) -> None:
-    random.setstate((state["version"], tuple(state["internal"].tolist()), state["gauss_next"]))
-
-
-def _restore_numpy(state: dict[str, Any]) -> None:
-    keys = state["keys"].numpy().astype(np.uint32)
-    rest = (state[part] for part in ("position", "has_gauss", "cached_gaussian"))
-    np.random.set_state((state["name"], keys, *rest))
-
-
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-
-
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed `random`, numpy and torch (every device) from one non-negative integer.
 
@@ -188,22 +178,17 @@ def set_switches(*, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> d
     once.
     """
     if deterministic:
-        os.environ.setdefault(_CUBLAS, ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     benchmark = cudnn_benchmark and not deterministic
     if deterministic or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # imports torch's compiler: seconds
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark
-    _set_tf32(tf32)
-    return {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
-
-
-def _set_tf32(enabled: bool) -> None:
     # The older flags set the newer ones (`fp32_precision`) as well. After setting the newer ones
     # torch raises where the older are read, as `torch.backends.cudnn.flags()` does. Only CUDA's
     # flags are set: the global one would change matrix products on some CPUs as well.
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    torch.backends.cudnn.allow_tf32 = enabled
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    return {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
 
 
 def tf32_remark(precision: str, tf32: bool, device: torch.device) -> str | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from data.batch import inputs_of
+from data.batch import inputs_of, matching
 from trainer.errors import UserCodeError
-from trainer.nested import in_format
 from trainer.user_code import called, spelled
 
 
@@ -194,6 +193,27 @@ class Task:
     def interpret(self, output: Any) -> Any:
         """Convert the result of `prediction_step` to the values that `output_kind` describes."""
         return output
+
+
+def first_tensor(batch: Any) -> Tensor | None:
+    """Return the first tensor of a nested batch."""
+    return next(tensors_of(batch), None)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for child in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(child)
+
+
+def in_format(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Store a module's floating-point tensors in `dtype`, complex ones in its `matching`."""
+    # `Module.to(torch.float64)` would discard imaginary parts.
+    converted: nn.Module = module._apply(lambda t: t.to(matching(t, dtype)))  # type: ignore[no-untyped-call]
+    return converted
 
 
 def missing_step(kind: type, step: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,9 +22,6 @@ MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # another process, or hide where they come from.
 _LIBRARIES = {"torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra"}
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
-# Our functions that hold the batch that the user's code was called for.
-_HOLDS_BATCH = ("trainer.update", "trainer.evaluation", "trainer.inference")
-_NEAR = 100  # frames that are searched for the layer that failed
 # What an error says, and the smallest change that helps. `{}` takes the groups.
 _CHANGES = {
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
@@ -38,20 +35,17 @@ _CHANGES = {
         "output for label {0} (model.num_classes), or number the labels from 0"
     ),
     r"values to unpack": "write as many names as there are parts",
-    r"missing \d+ required (?:positional|keyword-only) argument|positional arguments? but|"
-    r"unexpected keyword argument": (
+    r"required (?:positional|keyword-only) argument|positional arguments? but|unexpected keyword": (
         "let its parameters agree with the call, or give the further ones defaults"
     ),
-    r"same dtype|expected scalar type|to be the same|must have the same dtype": (
+    r"same dtype|expected scalar type|to be the same": (
         "convert one of them, with .float() or .long()"
     ),
     r"does not require grad": (
         "the loss must be computed from the model's output without .detach(), .item(), numpy or "
         "torch.no_grad()"
     ),
-    r"[Tt]he size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)": (
-        "bring both to one shape, with .squeeze(), .view() or .flatten(1)"
-    ),
+    r"[Tt]he size of tensor a": "bring both to one shape, with .squeeze(), .view() or .flatten(1)",
     r"indices must be integers|'(?:tuple|list)' object has no attribute": (
         "take the parts of the batch as its data set returns them"
     ),
@@ -105,26 +99,14 @@ def account(error: BaseException) -> str | None:
     if not theirs:
         return None
     frame, line = frames[theirs[-1]]
-    outer, inner = frames[: theirs[-1]], [later for later, _ in frames[theirs[-1] + 1 :]]
     module, name = frame.f_globals.get("__name__", "?"), frame.f_code.co_qualname
     place = f"module {module}" if name == "<module>" else f"{module}.{name}"
     given = [f"{name}={spelled(value)}" for name, value in _arguments(frame)[:6]]
     shown = f" with {', '.join(given)}" if given else ""
     reason = f"{type(error).__name__}: {_brief(str(error))}".rstrip(": ")
     parts = [f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"]
-    if failed := _layer(frame, inner):
-        parts.append(f"self.{failed}")
-    batch = next(
-        (
-            f.f_locals["batch"]
-            for f, _ in outer
-            if str(f.f_globals.get("__name__")).startswith(_HOLDS_BATCH)
-            and f.f_locals.get("batch") is not None
-        ),
-        None,
-    )
-    if batch is not None and spelled(batch) not in parts[0]:
-        parts.append(f"the batch is {spelled(batch)}")
+    if _is_module(frame) and (layer := _layer(frames[theirs[-1] :])):
+        parts.append(f"self.{layer}")
     if change := _change_for(str(error)):
         parts.append(change)
     return "; ".join(parts) + target
@@ -150,12 +132,12 @@ def misfit(
         return ModelError(f"{text}: {reason} {given}")
     if updates:
         return SampleError(f"{later}: {reason} {given}")
-    failed = (_layer(f, [inner for inner, _ in frames[i:]]) for i, (f, _) in enumerate(frames))
-    layer = next((f"; {name}" for name in failed if name), "")
+    layer = _layer(frames)
     change = _change_for(reason) or (
         "do model, data (channels, image size, classes), transforms and task agree?"
     )
-    return ModelError(f"model and data do not fit: {reason} {given}{layer}; {change}")
+    at = f"; {layer}" if layer else ""
+    return ModelError(f"model and data do not fit: {reason} {given}{at}; {change}")
 
 
 def is_misfit(error: Exception) -> bool:
@@ -176,17 +158,20 @@ def _change_for(message: str) -> str | None:
     return None
 
 
-def _layer(frame: FrameType, inner: list[FrameType]) -> str | None:
-    """Name the innermost layer of a module's frame that was at work within it, and its input."""
-    module = _self(frame)
-    if not hasattr(module, "named_modules"):
-        return None
-    names = {id(child): name for name, child in module.named_modules() if name}
-    for other in reversed(inner[:_NEAR]):
-        if other.f_code.co_name == "forward" and (name := names.get(id(_self(other)))):
-            given = ", ".join(spelled(value) for _, value in _arguments(other))
-            text = " ".join(repr(_self(other)).split())
-            kind = text if len(text) <= 100 else type(_self(other)).__name__
+def _is_module(frame: FrameType) -> bool:
+    return hasattr(frame.f_locals.get("self"), "named_modules")
+
+
+def _layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
+    # The innermost layer that was at work within the first module, and its input.
+    modules = [frame for frame, _ in frames if _is_module(frame)]
+    for frame in reversed(modules):
+        layer, whole = frame.f_locals["self"], modules[0].f_locals["self"]
+        name = next((name for name, child in whole.named_modules() if child is layer), "")
+        if name and frame.f_code.co_name == "forward":
+            given = ", ".join(spelled(value) for _, value in _arguments(frame))
+            text = " ".join(repr(layer).split())
+            kind = text if len(text) <= 100 else type(layer).__name__
             return f"{name}, {kind}, was given {given}"
     return None
 
@@ -197,11 +182,6 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
         frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     return frames
-
-
-def _self(frame: FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def _arguments(frame: FrameType) -> list[tuple[str, Any]]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import saver_of
 from trainer.files.layout import WIDTH, folded_command, packed
-from trainer.metric_names import epoch_metric
 from trainer.runs.status import TENSORBOARD, command
-from trainer.state import MAX_TIME, Kind
+from trainer.state import MAX_TIME, Kind, epoch_metric
 
 if TYPE_CHECKING:
     from scripts.cli.request import Request

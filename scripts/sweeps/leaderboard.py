@@ -14,8 +14,8 @@ from typing import Any
 from callbacks.support import AUTO, Monitor
 from trainer.files.atomic import write_text
 from trainer.files.layout import aligned, on_one_line
-from trainer.metric_names import epoch_metric
 from trainer.runs.status import ENDED_WELL, RunDirectoryError, read_status
+from trainer.state import epoch_metric
 
 FILE = "leaderboard.csv"
 NOT_STARTED = "not started"

@@ -109,7 +109,7 @@ def test_the_older_tf32_switches_can_be_read_as_well(tf32: bool) -> None:
     before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     try:
         for value in (not tf32, tf32):
-            seed._set_tf32(value)
+            seed.set_switches(deterministic=False, cudnn_benchmark=False, tf32=value)
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")

@@ -25,10 +25,10 @@ from trainer.assembly.data import build_transforms, cache_problems, fold_problem
 from trainer.assembly.loaders import OFFERED
 from trainer.assembly.parts import Assembly, Known, optimizer_nodes, with_classes, wrong_class
 from trainer.lr_schedulers.build import target_nodes as schedule_nodes
-from trainer.metric_names import epoch_metric
 from trainer.optimizers.optimizers import UNSHARDED, sections
 from trainer.optimizers.steps import takes_closure
 from trainer.options import horizon
+from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate

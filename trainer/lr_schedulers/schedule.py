@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from conf.errors import ConfigError, Problem
 from trainer.checkpoints.archive import plain_part
 from trainer.errors import CheckpointError
-from trainer.metric_names import epoch_metric
 from trainer.optimizers.optimizers import Optimizers
 from trainer.optimizers.state import type_name
+from trainer.state import epoch_metric
 
 Interval = Literal["step", "epoch"]
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from data.batch import map_tensors
-from trainer.nested import first_tensor, tensors_of
 from trainer.optimizers.steps import take_step
 from trainer.rng import preserved
 from trainer.summary.text import count, natural_width, size, table, to_text
+from trainer.task import first_tensor, tensors_of
 
 if TYPE_CHECKING:
     from rich.table import Table

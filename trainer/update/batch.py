@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 from torch.utils.data import DistributedSampler
 
 from data.batch import MicroBatch, Piece, map_tensors
-from trainer.nested import first_tensor
 from trainer.state import TrainState
+from trainer.task import first_tensor
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch
-from trainer.nested import first_tensor
 from trainer.optimizers.optimizers import Optimizers
 from trainer.optimizers.steps import can_leave_out, take_step
 from trainer.options import TrainerOptions
 from trainer.rng import derived
 from trainer.state import TrainState
+from trainer.task import first_tensor
 from trainer.update import sums
 
 if TYPE_CHECKING:

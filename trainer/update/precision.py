@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from conf.errors import Problem
 from trainer.errors import ModelError
-from trainer.nested import in_format
+from trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}

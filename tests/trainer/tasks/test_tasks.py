@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import toys
 from toys import SAMPLES, Samples, assert_equal, distance, loader
 from trainer.errors import ModelError, SampleError
-from trainer.metric_names import epoch_metric
+from trainer.state import epoch_metric
 from trainer.tasks.language_model import LanguageModel
 from trainer.tasks.losses import Losses, Term
 from trainer.tasks.multilabel import MultiLabel
