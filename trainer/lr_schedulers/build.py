@@ -31,7 +31,7 @@ from trainer.lr_schedulers.schedule import (
     takes_metric,
 )
 from trainer.optimizers.optimizers import Optimizers, construct
-from trainer.targets.instantiate import locate
+from trainer.targets.allow_list import locate
 
 logger = logging.getLogger("regimen")
 

@@ -16,7 +16,8 @@ from typing import Any
 from conf.errors import did_you_mean, problems_at
 from trainer.lr_schedulers.schedule import refuse
 from trainer.optimizers.param_groups import DEFAULT
-from trainer.targets.instantiate import instantiate, locate
+from trainer.targets.allow_list import locate
+from trainer.targets.instantiate import instantiate
 
 Function = Callable[[int], float]
 Values = Callable[[int], Mapping[str, float]]  # the variables of an expression at a step

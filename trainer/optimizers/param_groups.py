@@ -11,7 +11,7 @@ from torch import nn
 
 from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_problems
 from trainer.internals import CONVOLUTIONS, NORMS
-from trainer.targets.instantiate import locate
+from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
 SELECTORS = ("match", "module", "kind", "except")

@@ -4,32 +4,18 @@ All targets of a node are checked (`trainer.targets.allow_list`) before any is c
 """
 
 import functools
-import inspect
 from typing import Any
 
 import hydra.utils
 from hydra.errors import InstantiationException
 
 from conf.errors import Problem, problems_at, raise_problems
-from trainer.targets.allow_list import TargetError, allow, allowed_extra, locate, refusal
+from trainer.targets.allow_list import TargetError, locate, refusal
 from trainer.targets.nameable import split
-from trainer.targets.signatures import SPECIAL, bind_problems, join, nodes_in, refused_arguments
-
-__all__ = [
-    "TargetError",
-    "allow",
-    "allowed_extra",
-    "bind_problems",
-    "instantiate",
-    "locate",
-    "refused_targets",
-]
+from trainer.targets.signatures import SPECIAL, join, nodes_in, refused_arguments
 
 # Exceptions by which a constructor rejects a value.
 _REFUSALS = (TypeError, ValueError, ArithmeticError, AssertionError, NotImplementedError)
-# Hydra 1.4 wants the list of allowed targets from the caller; 1.3 has no such parameter.
-_WHITELIST = "_execution_whitelist_"
-_TAKES_WHITELIST = _WHITELIST in inspect.signature(hydra.utils.instantiate).parameters
 
 
 def refused_targets(node: Any, key: str = "") -> list[Problem]:
@@ -63,9 +49,8 @@ def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], k
     if node.get("_partial_"):
         return functools.partial(locate(target), *args, **{**own, **given})
     # Hydra gets the target without arguments: it would resolve `${` in them a second time.
-    extra = {_WHITELIST: [target]} if _TAKES_WHITELIST else {}
     try:
-        call = hydra.utils.instantiate({"_target_": target, "_partial_": True}, **extra)
+        call = hydra.utils.instantiate({"_target_": target, "_partial_": True})
         with problems_at(key):
             return call(*args, **{**own, **given})
     except (InstantiationException, *_REFUSALS) as error:

@@ -34,21 +34,12 @@ class Offer:
     compiled: tuple[str, ...] = ()  # `__module__` of its compiled functions
 
 
-def _metrics(names: str = "") -> Offer:
-    return Offer("torchmetrics", only=names.split())
-
-
-def _networks(package: str) -> Offer:
-    # `Weights` would accept any URL; the builders accept only known names.
-    without = ("*Weights*", "get_model_*", "get_weight", "list_models")
-    return Offer(package, functions=True, without=without)
-
-
 _SAMPLERS = (
     "BatchSampler DistributedSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler"
     " WeightedRandomSampler default_collate default_convert"
 )
 _DATASETS = "ChainDataset ConcatDataset StackDataset Subset TensorDataset"
+_METRICS = "classification clustering nominal regression retrieval segmentation wrappers"
 # Of these three modules what downloads no network; some of those are pickled.
 _AUDIO = (
     "ComplexScaleInvariantSignalNoiseRatio PermutationInvariantTraining"
@@ -66,47 +57,40 @@ _TEXT = (
     "BLEUScore CHRFScore CharErrorRate EditDistance ExtendedEditDistance MatchErrorRate Perplexity"
     " SQuAD TranslationEditRate WordErrorRate WordInfoLost WordInfoPreserved"
 )
+# `Weights` would accept any URL; the builders accept only known names.
+_NO_BUILDERS = ("*Weights*", "get_model_*", "get_weight", "list_models")
+_MODELS = [f"torchvision.models{part}" for part in ("", ".detection", ".segmentation", ".video")]
 # Class methods that may be named, where others could be called on any object.
 CONSTRUCTORS = ("torch.nn.Embedding.from_pretrained", "torch.nn.EmbeddingBag.from_pretrained")
-LIBRARIES: Mapping[str, Offer] = {
-    "torch.nn": Offer("torch.nn"),
-    "torch.nn.functional": Offer(
+_OFFERS = (
+    Offer("torch.nn"),
+    Offer(
         "torch.nn.functional",
         classes=False,
         functions=True,
         without=("upsample*",),  # deprecated
         compiled=("torch", "torch._C._nn"),
     ),
-    "torch.nn.utils.parametrizations": Offer(
-        "torch.nn.utils.parametrizations", classes=False, functions=True
-    ),
-    "torch.optim": Offer("torch.optim"),
-    "torch.optim.lr_scheduler": Offer("torch.optim.lr_scheduler"),
-    "torch.optim.swa_utils": Offer("torch.optim.swa_utils", only=("SWALR",)),
-    "torch.utils.data": Offer(
-        "torch.utils.data", functions=True, only=f"{_SAMPLERS} {_DATASETS}".split()
-    ),
-    "torchvision.transforms": Offer("torchvision.transforms"),
-    "torchvision.transforms.v2": Offer("torchvision.transforms"),
-    "torchvision.models": _networks("torchvision.models"),
-    "torchvision.models.detection": _networks("torchvision.models.detection"),
-    "torchvision.models.segmentation": _networks("torchvision.models.segmentation"),
-    "torchvision.models.video": _networks("torchvision.models.video"),
-    "torchvision.ops": Offer("torchvision.ops", functions=True),
+    Offer("torch.nn.utils.parametrizations", classes=False, functions=True),
+    Offer("torch.optim"),
+    Offer("torch.optim.lr_scheduler"),
+    Offer("torch.optim.swa_utils", only=("SWALR",)),
+    Offer("torch.utils.data", functions=True, only=f"{_SAMPLERS} {_DATASETS}".split()),
+    Offer("torchvision.transforms"),
+    *(Offer(module, functions=True, without=_NO_BUILDERS) for module in _MODELS),
+    Offer("torchvision.ops", functions=True),
     # LSUN unpickles a file beside the data; the other two fetch URLs listed in a file.
-    "torchvision.datasets": Offer("torchvision.datasets", without=("Kinetics", "LSUN*", "SBU")),
-    "torchmetrics": _metrics(),
-    "torchmetrics.classification": _metrics(),
-    "torchmetrics.clustering": _metrics(),
-    "torchmetrics.nominal": _metrics(),
-    "torchmetrics.regression": _metrics(),
-    "torchmetrics.retrieval": _metrics(),
-    "torchmetrics.segmentation": _metrics(),
-    "torchmetrics.wrappers": _metrics(),
-    "torchmetrics.audio": _metrics(_AUDIO),
-    "torchmetrics.image": _metrics(_IMAGE),
-    "torchmetrics.text": _metrics(_TEXT),
-    "timm": Offer("timm", classes=False, functions=("create_model",)),
+    Offer("torchvision.datasets", without=("Kinetics", "LSUN*", "SBU")),
+    Offer("torchmetrics"),
+    Offer("timm", classes=False, functions=("create_model",)),
+)
+LIBRARIES: Mapping[str, Offer] = {
+    **{offer.inside: offer for offer in _OFFERS},
+    "torchvision.transforms.v2": Offer("torchvision.transforms"),
+    **{f"torchmetrics.{part}": Offer("torchmetrics") for part in _METRICS.split()},
+    "torchmetrics.audio": Offer("torchmetrics", only=_AUDIO.split()),
+    "torchmetrics.image": Offer("torchmetrics", only=_IMAGE.split()),
+    "torchmetrics.text": Offer("torchmetrics", only=_TEXT.split()),
 }
 
 
@@ -119,14 +103,10 @@ def offers() -> Mapping[str, Offer]:
             module, _, name = path.rpartition(".")
             if module.partition(".")[0] in _OURS:
                 named.setdefault(module, set()).add(name)
-    ours = {
-        module: Offer(
-            module,
-            classes=any(map(_is_class, names)),
-            functions=[name for name in names if not _is_class(name)],
-        )
-        for module, names in named.items()
-    }
+    ours = {}
+    for module, names in named.items():
+        functions = [name for name in names if not _is_class(name)]
+        ours[module] = Offer(module, len(functions) < len(names), functions)
     return {**LIBRARIES, **ours}
 
 

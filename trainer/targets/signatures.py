@@ -5,6 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import Parameter
 from typing import Any, Literal, Union
 
@@ -13,6 +14,7 @@ from trainer.targets.allow_list import TargetError, locate, under
 
 # Hydra's own keys; every other key of a node is an argument.
 SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+_HELD: Mapping[str, type] = {"_args_": list, "_partial_": bool, "_recursive_": bool}
 # Arguments by which builders of networks unpickle files: timm loads them with weights_only=False,
 # and transformers can wrap timm. The name of a model must be no address such as `hf-hub:...`.
 _BUILDERS = ("timm", "models")
@@ -45,16 +47,12 @@ def nodes_in(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def parameters_of(target: Any) -> Mapping[str, Parameter] | None:
     """Return the parameters of a class or function, or of what a path names; None if unknown."""
-    try:
+    with suppress(TargetError):
         target = locate(target) if isinstance(target, str) else target
-    except TargetError:
-        return None
-    # Annotations may be strings (PEP 563); those that cannot be evaluated stay strings.
-    for spelled_out in (True, False):
-        try:
-            return inspect.signature(target, eval_str=spelled_out).parameters
-        except Exception:  # none for compiled functions; evaluation may raise any type
-            continue
+        # Annotations may be strings (PEP 563); those that cannot be evaluated stay strings.
+        for spelled_out in (True, False):
+            with suppress(Exception):  # none for compiled functions; evaluation may raise any type
+                return inspect.signature(target, eval_str=spelled_out).parameters
     return None
 
 
@@ -76,10 +74,9 @@ def bind_problems(
         for name, value in inner.items():
             if not isinstance(name, str) or not name.isidentifier():
                 found.append(Problem(f"{where}.{name}", "cannot be the name of an argument"))
-            elif name in ("_partial_", "_recursive_") and not isinstance(value, bool):
-                found.append(Problem(f"{where}.{name}", f"expected true or false, got {value!r}"))
-            elif name == "_args_" and not isinstance(value, list):
-                found.append(Problem(f"{where}._args_", f"expected a list, got {value!r}"))
+            elif not isinstance(value, _HELD.get(name, object)):
+                wanted = "a list" if name == "_args_" else "true or false"
+                found.append(Problem(f"{where}.{name}", f"expected {wanted}, got {value!r}"))
         with noted(found), problems_at(f"{where}._target_"):
             target = locate(inner["_target_"])
             found += refused_arguments(inner, where)
@@ -95,7 +92,7 @@ def refused_arguments(node: dict[str, Any], key: str) -> Iterator[Problem]:
         return
     by_place = _by_place(parameters_of(node["_target_"]) or {})
     given = {**node, **dict(zip(by_place, _positional(node), strict=False))}
-    for where in _keys_of(_UNPICKLED, given, key):
+    for where in _unpickled(given, key):
         yield Problem(where, "not allowed here: it would unpickle a file")
     for name in _NAMES:
         model = given.get(name)
@@ -104,12 +101,11 @@ def refused_arguments(node: dict[str, Any], key: str) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", message)
 
 
-def _keys_of(names: Sequence[str], value: Any, key: str) -> Iterator[str]:
-    """Yield the keys at which something, at any depth, has one of `names` and is not empty."""
+def _unpickled(value: Any, key: str) -> Iterator[str]:
     for where, name, child in children(value, key):
-        if name in names and child:
+        if name in _UNPICKLED and child:
             yield where
-        yield from _keys_of(names, child, where)
+        yield from _unpickled(child, where)
 
 
 def is_default(node: Any, name: str) -> bool:
@@ -171,7 +167,7 @@ def _argument_problems(
 
 
 def _positional(node: Mapping[str, Any]) -> list[Any]:
-    args = node.get("_args_", [])
+    args = node.get("_args_")
     return args if isinstance(args, list) else []
 
 

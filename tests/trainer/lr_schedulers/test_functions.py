@@ -27,7 +27,7 @@ from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.functions import MAX_LENGTH, expression
 from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError, curve
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.targets.instantiate import TargetError
+from trainer.targets.allow_list import TargetError
 
 VALUES = {"step": 7.0, "epoch": 2.0, "total_steps": 10.0}
 

@@ -28,7 +28,7 @@ from trainer.errors import CheckpointError
 from trainer.lr_schedulers.build import build_lr_schedule, target_nodes, warn_of_long_warmups
 from trainer.lr_schedulers.schedule import LRSchedule, curve
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.targets.instantiate import bind_problems
+from trainer.targets.signatures import bind_problems
 
 
 def test_every_file_is_written_out_by_hand_here() -> None:

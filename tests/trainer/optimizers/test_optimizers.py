@@ -17,7 +17,8 @@ from trainer.assembly.parts import optimizer_nodes
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.steps import needs_closure
-from trainer.targets.instantiate import TargetError, bind_problems
+from trainer.targets.allow_list import TargetError
+from trainer.targets.signatures import bind_problems
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
