@@ -32,7 +32,6 @@ prompt or numbers, and the answer stands beside it. The page names its own JSON 
   device         auto (default), cpu, cuda, mps
 """
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_MOST = "20mb"  # of an upload
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -60,30 +59,11 @@ def demo(argv: Sequence[str]) -> int:
 
     for name in ("httpx", "httpx2"):  # a line for each request of gradio to itself
         logging.getLogger(name).setLevel(logging.WARNING)
-
+    host, port = values.get("host", "127.0.0.1"), values.get("port", 8000)
     run = load_run(values["run"], values.get("device", "auto"), arguments.allow_targets)
     page = page_of(run, values.get("checkpoint", "best"), values.get("top_k", 5))
-    host = values.get("host", "127.0.0.1")
-    port = _free_port(host, values.get("port", 8000))
-    names = [*_LOCAL, host] if host in _LOCAL else ["*"]
-    login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
-    starlette: Any = importlib.import_module("starlette.middleware")
-    hosts = importlib.import_module("starlette.middleware.trustedhost").TrustedHostMiddleware
-    page.launch(
-        server_name=host,
-        server_port=port,
-        auth=login,
-        share=False,
-        ssr_mode=False,
-        max_file_size=_MOST,
-        # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
-        app_kwargs={"middleware": [starlette.Middleware(hosts, allowed_hosts=names)]},
-        prevent_thread_lock=True,
-        quiet=True,
-    )
-    print(f"http://{host}:{port}/" + (f" (name {login[0]}, password {login[1]})" if login else ""))
-    print("Ctrl-C ends it", flush=True)
     try:
+        serve(page, host, port)
         threading.Event().wait()
     except (StoppedEarlyError, KeyboardInterrupt) as error:
         return exit_code(error)
@@ -92,25 +72,41 @@ def demo(argv: Sequence[str]) -> int:
     return 0
 
 
-def _free_port(host: str, port: int) -> int:
-    """Return the port, or one that is free for 0. Raises ConfigError where it is in use."""
+def serve(page: Any, host: str, port: int) -> None:
+    """Serve a page and print its address. Raises ConfigError where the port is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as listener:
-            return int(listener.getsockname()[1])
+        with socket.create_server((host, port), family=family) as listener:
+            port = int(listener.getsockname()[1])
     except OSError as error:
         key = "host" if isinstance(error, socket.gaierror) else "port"
-        hint = "port=0 takes one that is free"
         message = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(Problem(key, message, hint)) from error
+        raise ConfigError(Problem(key, message, "port=0 takes one that is free")) from error
+    login = None if host in _LOCAL else ("demo", secrets.token_urlsafe(16))
+    starlette: Any = importlib.import_module("starlette.middleware")
+    hosts = importlib.import_module("starlette.middleware.trustedhost").TrustedHostMiddleware
+    # A foreign page's requests to 127.0.0.1 carry its name in Host (DNS rebinding).
+    only = starlette.Middleware(hosts, allowed_hosts=["*"] if login else [*_LOCAL, host])
+    page.launch(
+        server_name=host,
+        server_port=port,
+        auth=login,
+        share=False,
+        ssr_mode=False,
+        max_file_size="20mb",
+        app_kwargs={"middleware": [only]},
+        prevent_thread_lock=True,
+        quiet=True,
+    )
+    print(f"http://{host}:{port}/" + (f" (name {login[0]}, password {login[1]})" if login else ""))
+    print("Ctrl-C ends it", flush=True)
 
 
 def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     """Return gradio's page for a run: what it is asked, its answer, and what it is."""
     gradio: Any = importlib.import_module("gradio")
 
-    from trainer.export.artefact import provenance
+    from trainer.export.card import provenance
 
     facts, origin = run.facts, provenance(run, checkpoint)
 
@@ -128,16 +124,12 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
         f"data: {(run.config.data.train or {}).get('_target_', 'not named')}",
         f"classes: {', '.join(facts.classes or ()) or 'not named'}",
     ]
-    kinds = {
-        "classes": gradio.Label,
-        "labels": gradio.Label,
-        "mask": gradio.Image,
-        "text": gradio.Textbox,
-    }
+    shown = {"classes": "Label", "labels": "Label", "mask": "Image", "text": "Textbox"}
+    kind = facts.outputs["kind"]
     return gradio.Interface(
         answer,
-        _inputs(facts.inputs, facts.outputs["kind"]),
-        kinds.get(facts.outputs["kind"], gradio.JSON)(label="answer"),
+        _inputs(facts.inputs, kind, gradio),
+        getattr(gradio, shown.get(kind, "JSON"))(label="answer"),
         title=origin["name"],
         article="\n\n".join(about),
         api_name="predict",
@@ -145,10 +137,8 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     )
 
 
-def _inputs(form: Any, answered: str) -> list[Any]:
+def _inputs(form: Any, answered: str, gradio: Any) -> list[Any]:
     """Return what a page asks for."""
-    gradio: Any = importlib.import_module("gradio")
-
     if answered == "text":
         tokens = gradio.Slider(1, 1000, 200, step=1, label="max_new_tokens")
         return [gradio.Textbox(label="prompt"), tokens]
@@ -194,6 +184,6 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
     if answered == "labels":
         return dict(zip(row["prediction"], row["probability"], strict=True))
     if answered == "classes":
-        names = [value for key, value in row.items() if "probability" not in key]
-        return dict(zip(names, (row[key] for key in row if "probability" in key), strict=True))
+        told = list(row.values())  # a name, its probability, the next name, ...
+        return dict(zip(told[::2], told[1::2], strict=True))
     return row

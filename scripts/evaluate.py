@@ -33,9 +33,9 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
+    from scripts.cli import keys
     from scripts.cli.arguments import parse_or_help
     from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.keys import of_run
     from scripts.cli.output import asked_device, greet
 
     if (arguments := parse_or_help(argv, _HELP)) is None:
@@ -47,15 +47,15 @@ def evaluate(argv: Sequence[str]) -> int:
 
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments.overrides)
-    run_dir = Path(own["run"])
-    composed = compose(of_run(arguments, own["run"], overrides))
+    run_dir, split = Path(own["run"]), own.get("split")
+    composed = compose(keys.of_run(arguments, own["run"], overrides))
     with importing():
         from trainer.assembly.check import check_targets
         from trainer.files.atomic import write_text
         from trainer.targets.allow_list import allow
 
         if "artefact" in own:
-            from trainer.export.evaluation import evaluate_artefact
+            from trainer.export.artefact import evaluate_artefact
         else:
             from trainer.inference.run import evaluate_run
 
@@ -63,15 +63,15 @@ def evaluate(argv: Sequence[str]) -> int:
         allow(arguments.allow_targets)
         config = parse(composed.config)
         check_targets(config)
-        split, allowed = own.get("split"), own.get("allow_code", False)
         if "artefact" in own:
-            split, metrics = evaluate_artefact(config, Path(own["artefact"]), split, allowed)
+            file, trusted = Path(own["artefact"]), own.get("allow_code", False)
+            split, metrics = evaluate_artefact(config, file, split, trusted)
         else:
             split, metrics = evaluate_run(config, run_dir, own["checkpoint"], split)
-    tested = "artefact" if "artefact" in own else "checkpoint"
-    result: dict[str, Any] = {tested: own[tested], "split": split, **metrics}
     for name, value in metrics.items():  # first: the directory may be another's, read-only
         print(f"{one_line(name):<20} {value:.4f}")
+    tested = "artefact" if "artefact" in own else "checkpoint"
+    result = {tested: own[tested], "split": split, **metrics}
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
     return 0
@@ -79,27 +79,18 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     from conf.errors import Problem, raise_problems
-    from scripts.cli.keys import (
-        Take,
-        misspelt,
-        one_of,
-        own_keys,
-        run_problems,
-        taken,
-        true_or_false,
-    )
+    from scripts.cli import keys
 
-    keys: dict[str, Take] = {
+    known: dict[str, keys.Take] = {
         "run": str,
         "checkpoint": str,
-        "split": one_of("test", "val"),
+        "split": keys.one_of("test", "val"),
         "artefact": str,
-        "allow_code": true_or_false,
+        "allow_code": keys.true_or_false,
     }
-    given, others = own_keys(overrides, keys)
-    own, problems = taken(given, keys)
-    problems += misspelt(others, keys)
-    problems += run_problems(given.get("run"))
+    given, others = keys.own_keys(overrides, known)
+    own, problems = keys.taken(given, known)
+    problems += [*keys.misspelt(others, known), *keys.run_problems(given.get("run"))]
     if not given.get("run"):
         problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))
     if "artefact" in given and "checkpoint" in given:

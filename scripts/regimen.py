@@ -13,7 +13,7 @@ COMMANDS = {
     "evaluate": ("evaluate:evaluate", "test a run's checkpoint again"),
     "predict": ("predict:predict", "a trained run's answers for files, as a table"),
     "export": ("export:export", "a trained model as a file for other programs"),
-    "quantize": ("quantize:quantize", "a trained model with 8-bit integers: smaller, faster"),
+    "quantize": ("export:quantize", "a trained model with 8-bit integers: smaller, faster"),
     "demo": ("demo:demo", "a page that shows what a trained model answers"),
     "ls": ("catalog:ls", "the groups of configs, their choices, what each is for"),
     "cp": ("catalog:cp", "copy a config, to change the copy"),

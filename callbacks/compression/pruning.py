@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from callbacks.support import CallbackError
 from conf.errors import Problem, did_you_mean, problems_at, raise_problems
@@ -24,33 +23,40 @@ from trainer.optimizers.param_groups import (
     unused,
 )
 from trainer.rng import derived
-from trainer.summary.text import table, to_text
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-_METHODS = ("l1", "random", "ln_structured")
-_SCOPES = ("global", "layer")
+_CHOICES = {"method": ("l1", "random", "ln_structured"), "scope": ("global", "layer")}
+
+
+def step_of(key: str, value: float, total: int | None) -> int:
+    """Return the step that a number of updates or a share of `total` stands for.
+
+    Raises CallbackError for what is neither, and for a share of an unknown total.
+    """
+    if value < 0 or (value > 1 and value != int(value)):
+        raise CallbackError(
+            f"{key}={value}: choose a number of updates, or a share of the run up to 1.0"
+        )
+    if not isinstance(value, float) or value > 1:
+        return int(value)
+    if total is None:
+        raise CallbackError(
+            f"{key}={value} is a share of the run, whose number of updates is not known; give a "
+            "number of updates"
+        )
+    return math.floor(value * total)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps at which something is done: `count` intervals of `every` updates from `start`."""
+    """The steps at which something is pruned: `count` intervals of `every` from `start` on."""
 
     start: int
     every: int
     count: int  # 0: all at once, at `start`
-
-    @classmethod
-    def between(cls, start: float, end: float | None, every: int, total: int | None) -> Schedule:
-        """Plan from `start` to at most `end`; floats up to 1 are shares of `total` updates.
-
-        Raises ConfigError for a share of an unknown total.
-        """
-        first = _step(start, total, "start_step")
-        last = first if end is None else _step(end, total, "end_step")
-        return cls(first, every, max(0, last - first) // every)
 
     @property
     def end(self) -> int:
@@ -64,23 +70,6 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the share of the schedule that is done after the last of them up to `step`."""
         return min((step - self.start) // self.every, self.count) / self.count if self.count else 1
-
-
-def check_step(key: str, step: float | None) -> None:
-    """Raise CallbackError for what is neither a number of updates nor a share of the run."""
-    if step is not None and (step < 0 or (step > 1 and step != int(step))):
-        raise CallbackError(
-            f"{key}={step}: choose a number of updates, or a share of the run up to 1.0"
-        )
-
-
-def _step(value: float, total: int | None, key: str) -> int:
-    if not isinstance(value, float) or value > 1:
-        return int(value)
-    if total is None:
-        message = f"{key}: {value} is a share of the run, whose number of updates is not known"
-        raise_problems([Problem("", f"{message}; give a number of updates")])
-    return math.floor(value * (total or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +89,25 @@ class PruningSettings:
 
     def problems(self) -> Iterator[Problem]:
         """Yield what is out of range."""
-        shares = {key: getattr(self, key) for key in ("initial_sparsity", "sparsity")}
-        for key, value in shares.items():
-            if not _is_number(value) or not 0 <= value < 1:
-                yield Problem(key, f"must be at least 0 and less than 1, not {value!r}")
-                return
-        if self.initial_sparsity > self.sparsity:
-            message = f"{self.initial_sparsity} is more than sparsity={self.sparsity}"
+        first, last, norm, dim = self.initial_sparsity, self.sparsity, self.norm, self.dim
+        if not all(isinstance(value, int | float) for value in (first, last, norm)):
+            yield Problem("sparsity", f"{first!r}, {last!r} and norm {norm!r} must be numbers")
+        elif not 0 <= last < 1:
+            yield Problem("sparsity", f"must be at least 0 and less than 1, not {last}")
+        elif not 0 <= first <= last:
+            message = f"{first} is not between 0 and sparsity={last}"
             yield Problem("initial_sparsity", message, "a pruned weight stays pruned")
-        for key, known in (("method", _METHODS), ("scope", _SCOPES)):
+        elif norm <= 0:
+            yield Problem("norm", f"must be more than 0, not {norm}")
+        if not isinstance(dim, int):
+            yield Problem("dim", f"must be a whole number, not {dim!r}")
+        for key, known in _CHOICES.items():
             if (value := getattr(self, key)) not in known:
                 yield Problem(key, f"{value!r} is none of {', '.join(known)}")
-        if not _is_number(self.norm) or self.norm <= 0:
-            yield Problem("norm", f"must be more than 0, not {self.norm!r}")
-        if not isinstance(self.dim, int):
-            yield Problem("dim", f"must be a whole number, not {self.dim!r}")
 
 
 _OPTIONS = tuple(field.name for field in fields(PruningSettings))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+Rules = Sequence[tuple[GroupRule, PruningSettings]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,67 +119,58 @@ class Pool:
     members: Mapping[str, nn.Parameter]
 
 
-class Rules:
-    """The rules of a configuration, in the form of parameter groups: the first that accepts wins.
+def rules_of(node: Any, settings: PruningSettings) -> Rules:
+    """Parse rules in the form of parameter groups; each may replace some of `settings`.
 
-    A rule may replace any of `settings`. Raises ConfigError.
+    Raises ConfigError.
     """
+    problems = list(settings.problems())
+    parsed = parse_rules(node, "rules", problems)
+    if not parsed and not problems:
+        problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
+    rules = []
+    for rule in parsed:
+        known = {key: value for key, value in rule.overrides.items() if key in _OPTIONS}
+        unknown = [key for key in rule.overrides if key not in _OPTIONS]
+        unknown += [k for k in ("frozen", "layer_decay", "layers") if getattr(rule, k)]
+        for key in unknown:
+            hint = did_you_mean(key, (*SELECTORS, *_OPTIONS))
+            problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
+        own = replace(settings, **known)
+        problems += [replace(p, key=f"{rule.key}.{p.key}") for p in own.problems() if known]
+        rules.append((rule, own))
+    _refuse(problems)
+    return rules
 
-    def __init__(self, node: Any, settings: PruningSettings) -> None:
-        problems = list(settings.problems())
-        self._rules = parse_rules(node, "rules", problems)
-        if not self._rules and not problems:
-            problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
-        self._settings: dict[str, PruningSettings] = {}
-        for rule in self._rules:
-            problems += _unknown_keys(rule)
-            known = {k: v for k, v in rule.overrides.items() if k in _OPTIONS}
-            self._settings[rule.key] = own = replace(settings, **known)
-            problems += [replace(p, key=f"{rule.key}.{p.key}") for p in own.problems() if known]
-        # The caller adds the callback's key in front.
-        raise_problems(Problem("", str(problem)) for problem in problems)
 
-    def pools(self, model: nn.Module) -> list[Pool]:
-        """Divide the parameters of a model. ConfigError where a rule takes none, or a wrong one."""
-        members: dict[str, dict[str, nn.Parameter]] = {r.key: {} for r in self._rules}
-        found = candidates(model)
-        for candidate in found:
-            if (rule := first_rule(self._rules, candidate)) is not None:
-                members[rule.key][candidate.name] = candidate.tensor
-        used = {key for key, taken in members.items() if taken}
-        problems = list(unused(self._rules, used, found))
-        pools = []
-        for key, taken in members.items():
-            settings = self._settings[key]
-            problems += _misfits(key, taken, settings)
-            if not settings.sparsity:
-                continue
+def pools_of(rules: Rules, model: nn.Module) -> list[Pool]:
+    """Divide the parameters of a model: the first rule that accepts one takes it.
+
+    Raises ConfigError where a rule takes none, or one that its method cannot prune.
+    """
+    every, found = [rule for rule, _ in rules], candidates(model)
+    members: dict[str, dict[str, nn.Parameter]] = {rule.key: {} for rule in every}
+    for candidate in found:
+        if (rule := first_rule(every, candidate)) is not None:
+            members[rule.key][candidate.name] = candidate.tensor
+    problems = list(unused(every, {key for key, taken in members.items() if taken}, found))
+    pools = []
+    for rule, settings in rules:
+        taken, dim = members[rule.key], settings.dim
+        for name, weight in taken.items() if settings.method == "ln_structured" else ():
+            if weight.ndim < 2 or not -weight.ndim <= dim < weight.ndim:
+                hint = "ln_structured takes matrices and kernels: add kind: [matrix, kernel]"
+                message = f"{name} {list(weight.shape)} has no slices along {dim}"
+                problems.append(Problem(rule.key, message, hint))
+        if settings.sparsity:
             parts = [taken] if settings.scope == "global" else [{n: p} for n, p in taken.items()]
-            pools += [Pool(key, settings, part) for part in parts]
-        raise_problems(Problem("", str(problem)) for problem in problems)
-        return pools
+            pools += [Pool(rule.key, settings, part) for part in parts]
+    _refuse(problems)
+    return pools
 
 
-def _misfits(
-    key: str, taken: Mapping[str, nn.Parameter], settings: PruningSettings
-) -> Iterator[Problem]:
-    for name, parameter in taken.items():
-        shape = list(parameter.shape)
-        if not parameter.is_floating_point() and not parameter.is_complex():
-            yield Problem(key, f"{name} is of type {parameter.dtype}")
-        elif settings.method == "ln_structured" and not (
-            len(shape) > 1 and -len(shape) <= settings.dim < len(shape)
-        ):
-            hint = "ln_structured takes matrices and kernels: add kind: [matrix, kernel]"
-            yield Problem(key, f"{name} {shape} has no slices along {settings.dim}", hint)
-
-
-def _unknown_keys(rule: GroupRule) -> Iterator[Problem]:
-    ours = [key for key in rule.overrides if key not in _OPTIONS]
-    groups = {"frozen": rule.frozen, "layer_decay": rule.layer_decay, "layers": rule.layers}
-    for key in (*ours, *(key for key, value in groups.items() if value)):
-        hint = did_you_mean(key, (*SELECTORS, *_OPTIONS))
-        yield Problem(f"{rule.key}.{key}", "unknown key", hint)
+def _refuse(problems: Iterable[Problem]) -> None:
+    raise_problems(Problem("", str(problem)) for problem in problems)  # the caller adds its key
 
 
 @torch.no_grad()
@@ -265,41 +242,39 @@ class Pruning(Callback):
         end_step: float | None = None,
         every_n_steps: int = 1,
     ) -> None:
-        self._rules = Rules(
-            rules, PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
-        )
+        settings = PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
+        self._rules = rules_of(rules, settings)
         if every_n_steps < 1:
             raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
-        check_step("start_step", start_step)
-        check_step("end_step", end_step)
+        self._steps = (start_step, start_step if end_step is None else end_step, every_n_steps)
         alike = isinstance(start_step, float) == isinstance(end_step, float)
-        if end_step is not None and end_step < start_step and alike:
+        if alike and self._steps[1] < start_step:
             raise CallbackError(f"end_step={end_step}: choose at least start_step={start_step}")
-        self._steps = (start_step, end_step, every_n_steps)
-        self._schedule = Schedule(0, 1, 0)
-        self._pools: list[Pool] = []
+        self.schedule(1)
+        self.pools: list[Pool] = []
         self._pruned: dict[str, Tensor] = {}  # by name of the parameter, True where it is zero
         self._weights: dict[str, nn.Parameter] = {}
         self._averages: list[Average] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
+
+    def schedule(self, total: int | None) -> Schedule:
+        """Return when to prune in a run of `total` updates. Raises CallbackError."""
+        start, end, every = self._steps
+        first, last = step_of("start_step", start, total), step_of("end_step", end, total)
+        return Schedule(first, every, max(0, last - first) // every)
 
     def check(self, model: nn.Module) -> None:
         """Divide the parameters of the model by the rules."""
-        self._pools = self._rules.pools(model)
+        self.pools = pools_of(self._rules, model)
 
     def setup(self, trainer: Trainer) -> None:
         """Find the weights, their averages, and the steps."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
-            self._schedule = Schedule.between(*self._steps, trainer.total_steps)
+            self._schedule = self.schedule(trainer.total_steps)
             self._averages = list(self._averages_of(trainer))
-        self._weights = {n: p for pool in self._pools for n, p in pool.members.items()}
+        self._weights = {n: p for pool in self.pools for n, p in pool.members.items()}
         for name, weight in self._weights.items():
-            if hasattr(weight, "device_mesh"):
-                raise CallbackError(
-                    f"callbacks.{self.name} needs whole parameters, and {name} is in shards: use "
-                    "strategy=ddp"
-                )
             self._pruned[name] = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
             if weight.requires_grad:
                 hook = _masked_by(self._pruned[name])
@@ -337,7 +312,7 @@ class Pruning(Callback):
 
     def _prune(self, trainer: Trainer) -> None:
         progress = self._schedule.progress(trainer.state.global_step)
-        for pool in self._pools:
+        for pool in self.pools:
             extend(pool, self._pruned, pool.settings.level(progress), trainer.options.seed)
         self._apply(self._weights)
         # An average of zero weights stays zero: only new masks apply to it.
@@ -352,20 +327,20 @@ class Pruning(Callback):
 
     def scalars(self, trainer: Trainer) -> Mapping[str, float]:
         """Log the share of pruned weights among those that the rules take."""
-        zeros, total = map(sum, zip(*self._counts().values(), strict=True))
-        return {"pruning/sparsity": zeros / total}
-
-    def _counts(self) -> dict[str, tuple[int, int]]:
-        """Return how many weights of each parameter are pruned, and how many there are."""
-        return {name: (int(p.sum().item()), p.numel()) for name, p in self._pruned.items()}
+        masks = self._pruned.values()
+        return {
+            "pruning/sparsity": sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)
+        }
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Log the sparsity of each layer."""
-        rows = [(n, f"{k:,}", f"{k / total:.1%}") for n, (k, total) in self._counts().items()]
-        columns = ("parameter", "pruned", "sparsity")
-        text = to_text(table(columns, rows, right=columns[1:])).rstrip()
         share = self.scalars(trainer)["pruning/sparsity"]
-        _log.info("callbacks.%s: %.1f%% of the weights are zero\n%s", self.name, 100 * share, text)
+        lines = [f"callbacks.{self.name}: {share:.1%} of the weights are zero"]
+        for name, mask in self._pruned.items():
+            lines.append(
+                f"  {name}: {int(mask.sum()):,} of {mask.numel():,}, {mask.double().mean():.1%}"
+            )
+        _log.info("%s", "\n".join(lines))
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the hooks of the gradients."""
@@ -374,19 +349,13 @@ class Pruning(Callback):
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be pruned, when, and to which sparsity."""
-        plan = Schedule.between(*self._steps, trainer.total_steps)
-        when = f"at step {plan.start}"
-        if plan.count:
-            when = f"from step {plan.start} to {plan.end}, every {plan.every}"
-        yield f"callbacks.{self.name} prunes {when}:"
-        for pool in self._rules.pools(trainer.model):
-            known = pool.settings.scope == "layer" or len(pool.members) == 1
+        plan, when = self.schedule(trainer.total_steps), ""
+        when = f"from step {plan.start} to {plan.end}, every {plan.every}"
+        yield f"callbacks.{self.name} prunes {when if plan.count else f'at step {plan.start}'}:"
+        for pool in pools_of(self._rules, trainer.model):
+            how = f"{pool.settings.sparsity:.1%} ({pool.rule}, {pool.settings.method}"
             for name, weight in pool.members.items():
-                share = f"{pool.settings.sparsity:.1%}" + (
-                    "" if known else " of the rule's weights"
-                )
-                kind = f"{pool.rule}, {pool.settings.method}, {pool.settings.scope}"
-                yield f"  {name}: {weight.numel():,} weights, {share} ({kind})"
+                yield f"  {name}: {weight.numel():,} weights, {how}, {pool.settings.scope})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, True where a weight is pruned."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ strategy.name=ddp strategy.devices=2. Answers are the same for the same batch si
 """
 FORMATS = (".csv", ".jsonl", ".parquet")
 ARRAYS = (".npy", ".safetensors")
-_DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+_DEVICE = r"(cpu|mps|cuda)(:\d+)?"
 _SAVED = r"logits|probabilities|embeddings:\S+"
 _ABOVE_ZERO = r"(?=.*[1-9])\d{1,6}(\.\d{1,9})?"
 
@@ -78,9 +77,8 @@ class Options:
     @property
     def array(self) -> Path | None:
         """The file of what is saved of each sample; None if nothing is."""
-        if self.save is None or self.save_to is not None:
-            return None if self.save is None else Path(str(self.save_to))
-        return self.table.with_name(f"{self.table.stem}.{self.saved}.npy")
+        beside = self.table.with_name(f"{self.table.stem}.{self.saved}.npy")
+        return None if self.save is None else Path(self.save_to or beside)
 
 
 def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
@@ -94,7 +92,7 @@ def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
         "checkpoint": str,
         "out": str,
         "top_k": keys.whole(),
-        "device": keys.or_null(keys.matching(_DEVICE.pattern, "cpu, cuda, cuda:NUMBER or mps")),
+        "device": keys.or_null(keys.matching(_DEVICE, "cpu, cuda, cuda:NUMBER or mps")),
         "save": keys.or_null(keys.matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
         "save_to": str,
         "on_error": keys.one_of("raise", "skip"),
@@ -114,35 +112,34 @@ def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
         hint = "a folder, a file, a glob, - (file names on standard input), val or test"
         problems.append(Problem("source", "missing: what to predict", hint))
     options = Options(**{"run": "", "source": "", **values})
-    raise_problems([*problems, *_unfit(options), *_unfit_strategy(others)])
+    raise_problems([*problems, *_unfit(options, others)])
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more
     # says so. The kind of its device stays.
-    defaults: dict[str, Any] = asdict(StrategyConfig())
-    del defaults["accelerator"]
+    defaults = {k: v for k, v in asdict(StrategyConfig()).items() if k != "accelerator"}
     spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in defaults.items()}
     return options, [*(f"strategy.{key}={value}" for key, value in spelled.items()), *others]
 
 
 def place_of(device: str | None) -> Mapping[str, Any]:
     """Return the keys of `strategy` that `device` stands for."""
-    if device is None:
-        return {}
-    kind, number = _DEVICE.fullmatch(device).groups()  # type: ignore[union-attr]
-    return {"accelerator": kind, "devices": [int(number)] if number else "auto"}
+    kind, _, number = (device or "").partition(":")
+    devices: Any = [int(number)] if number else "auto"
+    return {"accelerator": kind, "devices": devices} if kind else {}
 
 
-def _unfit(options: Options) -> Iterator[Problem]:
-    """Yield what is wrong with the files to write, and with keys that need another."""
+def _unfit(options: Options, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield what is wrong with keys that need another, with files to write, and with processes."""
     if options.temperature is not None and options.sampling != "random":
-        hint = "add sampling=random"
-        yield Problem("temperature", "has no effect on the likeliest token", hint)
+        yield Problem("temperature", "has no effect on the likeliest token", "add sampling=random")
     if options.save_to is not None and options.save is None:
         hint = "add save=logits, probabilities or embeddings:MODULE"
         yield Problem("save_to", "there is nothing to save", hint)
-    files: list[tuple[str, Path, tuple[str, ...]]] = [("out", options.table, FORMATS)]
-    if options.array is not None:
-        files.append(("save_to", options.array, ARRAYS))
-    for key, path, suffixes in files:
+    for key, path, suffixes in (
+        ("out", options.table, FORMATS),
+        ("save_to", options.array, ARRAYS),
+    ):
+        if path is None:
+            continue
         if path.suffix not in suffixes:
             yield Problem(key, f"{path} ends with none of {', '.join(suffixes)}")
         elif not path.parent.is_dir():
@@ -152,12 +149,7 @@ def _unfit(options: Options) -> Iterator[Problem]:
     if options.table.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         hint = "install the extra: pip install -e '.[parquet]', or write .csv or .jsonl"
         yield Problem("out", "a .parquet table needs pyarrow", hint)
-
-
-def _unfit_strategy(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Yield what would compute otherwise than on whole models."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
+    for key, _, value in (override.lstrip("+").partition("=") for override in overrides):
         if key in ("strategy", "strategy.name") and value not in ("single", "ddp"):
             problem = (
                 f"{value!r}: predict needs the whole model on each device (single, ddp); the "

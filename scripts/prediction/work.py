@@ -20,29 +20,29 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.errors import DataError
+from data.formats.table import rows_to_predict
 from data.loading.fetch import path_of
 from data.pictures import find_pictures
 from data.text import Prompts, find_prompts
 from scripts.cli.request import Request
 from scripts.prediction.options import Options
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_data
+from trainer.assembly.data import build_data, build_pipeline
 from trainer.assembly.loaders import eval_loader
 from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.archive import digest, write_safetensors
+from trainer.checkpoints.archive import write_safetensors
 from trainer.files.atomic import replacing, storage_error, write_json
 from trainer.files.layout import on_one_line
 from trainer.inference.facts import InferenceFacts, read_facts
-from trainer.inference.generation import Generation, prompts_for
-from trainer.inference.predictor import OUTPUT, Predictor, Row, Rows
+from trainer.inference.predictor import OUTPUT, Generation, Predictor, Row, Rows
 from trainer.inference.run import (
     as_trained,
     find_checkpoint,
     load_trainer,
+    origin_of,
     pictures_for,
-    table_for,
+    prompts_for,
 )
-from trainer.runs import manifest
 from trainer.targets.allow_list import allow
 
 _SPLITS = ("val", "test", "predict")
@@ -59,43 +59,30 @@ def answer(request: Request) -> int:
     check_targets(config)
     run_dir = Path(options.run)
     facts = read_facts(run_dir)
-    if facts.outputs["kind"] == "text" and options.source in _SPLITS and options.save is None:
-        hint = "save=logits writes its answers into a file"
-        raise ConfigError(Problem("source", "these samples are no prompts", hint))
-    if options.source in _SPLITS:
-        config = as_trained(config, find_checkpoint(run_dir, options.checkpoint))
     dataset = _dataset(options, config, facts, request.files)
     generation = _generation(options, config, dataset)
     strategy = build_strategy(config)
     strategy.setup()
     try:
         with strategy.group.failing_together():
-            checkpoint = find_checkpoint(run_dir, options.checkpoint)
-            trainer = load_trainer(run_dir, config, facts.num_classes, strategy, str(checkpoint))
+            trainer = load_trainer(run_dir, config, facts.num_classes, strategy, options.checkpoint)
             loader = eval_loader(config, dataset, strategy)
-            average = trainer.average
-            origin = {
-                "run": str(run_dir.absolute()),
-                "checkpoint": str(checkpoint),
-                "sha256": digest(checkpoint),
-                "step": trainer.state.global_step,
-                "average": None if average is None else average.name,
-                "samples": len(dataset),
-                "batch_size": loader.sampler.batch_size,
-                "generation": None if generation is None else asdict(generation),
-                "classes": facts.classes,
-                "outputs": facts.outputs,
-                "transforms": facts.transforms,
-                "versions": manifest.versions(),
-            }
-            kept = ("source", "top_k", "save", "on_error")
-            origin |= {key: getattr(options, key) for key in kept}
             found = Findings(options, facts, dataset)
             for answers in Predictor(trainer, options.save, generation)(loader):
                 if trainer.is_main:
                     found.add(answers)
             if trainer.is_main:
-                found.write(origin)
+                origin = origin_of(run_dir, trainer, options.checkpoint)
+                origin |= {
+                    "samples": len(dataset),
+                    "batch_size": loader.sampler.batch_size,
+                    "generation": None if generation is None else asdict(generation),
+                    "classes": facts.classes,
+                    "outputs": facts.outputs,
+                    "transforms": facts.transforms,
+                }
+                kept = ("source", "top_k", "save", "on_error")
+                found.write(origin | {key: getattr(options, key) for key in kept})
                 print(found.told())
             loader.close()
     finally:
@@ -104,16 +91,22 @@ def answer(request: Request) -> int:
 
 
 def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: list[str]) -> Any:
-    if options.source not in _SPLITS:
-        if "text" in (facts.inputs["kind"], facts.outputs["kind"]):
-            return prompts_for(facts, config, *find_prompts(options.source, lines))
-        if facts.inputs["kind"] == "table":
-            return table_for(facts, config, options.source)
-        return pictures_for(facts, config, find_pictures(options.source, lines))
-    if getattr(config.data, options.source) is None:
+    source, form = options.source, facts.inputs
+    if source not in _SPLITS:
+        if "text" in (form["kind"], facts.outputs["kind"]):
+            return prompts_for(facts, config, *find_prompts(source, lines))
+        if form["kind"] == "table":
+            pipeline = build_pipeline(config, "eval")
+            return rows_to_predict(source, form["features"], form["missing"], pipeline)
+        return pictures_for(facts, config, find_pictures(source, lines))
+    if facts.outputs["kind"] == "text" and options.save is None:
+        hint = "save=logits writes its answers into a file"
+        raise ConfigError(Problem("source", "these samples are no prompts", hint))
+    if getattr(config.data, source) is None:
         hint = "data.predict names samples without labels; source=DIR reads pictures"
-        raise ConfigError([Problem(f"data.{options.source}", "is null: no samples", hint=hint)])
-    return build_data(config, (options.source,)).sets[options.source]
+        raise ConfigError(Problem(f"data.{source}", "is null: no samples", hint))
+    config = as_trained(config, find_checkpoint(Path(options.run), options.checkpoint))
+    return build_data(config, (source,)).sets[source]
 
 
 def _generation(options: Options, config: Config, dataset: Any) -> Generation | None:
@@ -144,18 +137,16 @@ class Findings:
         self._options = options
         self._samples = len(dataset)
         self._masks = options.table.with_name(f"{options.table.stem}_masks")
-        if facts.outputs["kind"] == "mask":
-            self._masks.mkdir(exist_ok=True)
-        prompt_of = dataset.texts.__getitem__ if isinstance(dataset, Prompts) else None
+        prompts = dataset.texts if isinstance(dataset, Prompts) else None
         name_of = lambda index: path_of(dataset, index) or str(index)  # noqa: E731
-        self._rows_of = Rows(facts, options.top_k or 1, name_of, self._mask, prompt_of)
+        self._rows_of = Rows(facts, options.top_k or 1, name_of, self._mask, prompts)
         self.rows: list[Row] = []
         self._arrays: dict[str, Any] = {}  # by the name of an output, a row for each sample
 
     def add(self, answers: Any) -> None:
         """Take the answers for a batch."""
         self.rows += self._rows_of(answers)
-        for name, values in (answers.kept or {}).items() if answers.indices else ():
+        for name, values in answers.kept.items() if answers.indices else ():
             tensor = values.float() if values.dtype == torch.bfloat16 else values
             rows = tensor.numpy()
             if name not in self._arrays:  # a sample that cannot be read stays NaN, or 0
@@ -165,15 +156,13 @@ class Findings:
 
     def write(self, origin: Mapping[str, Any]) -> None:
         """Write the arrays, then the table, and beside it where both come from (I7)."""
-        path, array = self._options.table, self._options.array
-        if array is not None:
-            self._write_arrays(array, origin)
+        path = self._options.table
+        self._write_arrays(self._options.array, origin)
         columns = dict.fromkeys(name for row in self.rows for name in row)
         if "error" in columns:  # comes last
             columns["error"] = columns.pop("error")
-        writers = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
         with replacing(path) as file:
-            writers[path.suffix](file, list(columns), self.rows)
+            _WRITERS[path.suffix](file, list(columns), self.rows)
         write_json(path.with_name(f"{path.name}.meta.json"), origin)
 
     def told(self) -> str:
@@ -184,21 +173,23 @@ class Findings:
         of_them = f", {broken} of them broken" if broken else ""
         return f"{len(self.rows)} samples{of_them}, written to {where}"
 
-    def _write_arrays(self, path: Path, origin: Mapping[str, Any]) -> None:
-        saved = self._options.saved
-        if path.suffix == ".safetensors":
-            named = {saved if name == OUTPUT else name: v for name, v in self._arrays.items()}
-            tensors = {name: torch.from_numpy(v) for name, v in named.items()}
+    def _write_arrays(self, path: Path | None, origin: Mapping[str, Any]) -> None:
+        if path is not None and path.suffix == ".safetensors":
+            one = self._arrays.pop(OUTPUT, None)
+            named = self._arrays if one is None else {self._options.saved: one, **self._arrays}
+            tensors = {name: torch.from_numpy(values) for name, values in named.items()}
             write_safetensors(path, tensors, {"regimen": json.dumps(origin)})
-            return
-        for name, values in self._arrays.items():
-            own = path if name == OUTPUT else path.with_suffix(f".{name}.npy")
-            with replacing(own) as file:
-                np.save(file, values)
+        elif path is not None:
+            for name, values in self._arrays.items():
+                with replacing(
+                    path if name == OUTPUT else path.with_suffix(f".{name}.npy")
+                ) as file:
+                    np.save(file, values)
 
     def _mask(self, index: int, mask: Tensor) -> str:
         path = self._masks / f"{index:06d}.png"
         try:
+            path.parent.mkdir(exist_ok=True)
             mask_picture(mask).save(path)
         except OSError as error:
             raise storage_error(path, error) from error
@@ -210,11 +201,12 @@ def mask_picture(mask: Tensor) -> Image.Image:
 
     They differ well: the bits of a number, spread over red, green and blue.
     """
-    colours = []
-    for number in range(256):
-        for shift in range(3):
-            bits = [(number >> (3 * place + shift)) & 1 for place in range(3)]
-            colours.append(sum(bit << (7 - place) for place, bit in enumerate(bits)))
+    bits = [
+        [(number >> (3 * place + shift)) & 1 for place in range(3)]
+        for number in range(256)
+        for shift in range(3)
+    ]
+    colours = [sum(bit << (7 - place) for place, bit in enumerate(three)) for three in bits]
     picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
     picture.putpalette(colours)
     return picture
@@ -236,13 +228,14 @@ def _cell(value: Any) -> Any:
 
 
 def _write_jsonl(file: IO[bytes], columns: Sequence[str], rows: Sequence[Row]) -> None:
-    for row in rows:
-        file.write(json.dumps(row).encode() + b"\n")
+    file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def _write_parquet(file: IO[bytes], columns: Sequence[str], rows: Sequence[Row]) -> None:
     arrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
-    parquet.write_table(
-        arrow.table({name: [row.get(name) for row in rows] for name in columns}), file
-    )
+    table = arrow.table({name: [row.get(name) for row in rows] for name in columns})
+    parquet.write_table(table, file)
+
+
+_WRITERS = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}

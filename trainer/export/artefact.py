@@ -1,4 +1,4 @@
-"""Write a run's model in another format: verified, and complete or absent (I7)."""
+"""A run's model in another format: written verified, and complete or absent (I7); and tested."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,22 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.schema import Config
 from data.batch import inputs_of
 from data.errors import DataError
+from models.pretrained import no_initial_weights
 from trainer.assembly.data import build_data, build_pipeline
+from trainer.assembly.experiment import build_evaluator
 from trainer.assembly.loaders import eval_loader
-from trainer.checkpoints.archive import digest, write_safetensors
+from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from trainer.errors import ModelError
-from trainer.export.card import how_to_load, model_card
+from trainer.export.card import WEIGHTS, model_card, provenance
 from trainer.export.formats import (
-    FORMATS,
-    WEIGHTS,
+    GRAPHS,
     Answer,
+    Exportable,
     Network,
     Preprocessing,
     build_network,
     check_libraries,
-    load_weights,
+    one_line,
 )
 from trainer.files.atomic import (
     TEMPORARY,
@@ -45,37 +47,17 @@ from trainer.files.atomic import (
     write_text,
 )
 from trainer.inference.predictor import named_tensors
-from trainer.inference.run import Run, find_checkpoint
-from trainer.runs import manifest
-from trainer.runs.status import MANIFEST, read_json
+from trainer.inference.run import Run, open_split
 from trainer.strategies.strategy import Strategy
+from trainer.targets.instantiate import instantiate
+from trainer.tasks.supervised import Supervised
 
 logger = logging.getLogger("regimen")
 
 FACTS = "export.json"
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
-_TOLERANCE = 1e-4  # of the largest answer, at least of 1
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The written files, the largest difference of their outputs to the model's, how to load."""
-
-    folder: Path
-    file: Path
-    difference: float
-    remark: str
-    lines: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Exportable:
-    """What is written as a graph: the network, samples of its inputs, and the facts about both."""
-
-    network: Network
-    samples: Tensor
-    facts: dict[str, Any]
+_EVALUATED = ("logits", "classes", "labels", "values", "mask")  # outputs that a task can measure
 
 
 def export_run(
@@ -85,157 +67,130 @@ def export_run(
     preprocessing: Preprocessing = "outside",
     checkpoint: str = "best",
     overwrite: bool = False,
-) -> Exported:
+    write: Callable[[Exportable, Path], None] | None = None,
+) -> tuple[Path, dict[str, Any]]:
     """Write a run's model as `name` into the folder `out` (default: RUN/exports/NAME).
 
-    Raises ModelError for a model that cannot be exported or whose file has other outputs,
-    CheckpointError, StorageError. Nothing incomplete is left.
+    write: replaces the format's own way, and verifies what it has written. Returns the file, and
+    the facts that stand beside it. Raises ModelError for a model that cannot be exported or whose
+    file has other outputs, CheckpointError, StorageError. Nothing incomplete is left.
     """
-    check_libraries(name)
-    form = FORMATS[name]
-    remark = form.remark
-    with export_folder(run, out, name, overwrite) as (made, folder):
-        file = made / form.file
+    if name != WEIGHTS:
+        check_libraries(name)
+    with _new_folder(run, out, name if write is None else "quantized", overwrite) as (made, folder):
+        facts = _facts(run, name, checkpoint)
+        path = made / facts["file"]
         if name == WEIGHTS:
-            facts = _write_weights(run, file, checkpoint)
+            _write_weights(run.model(checkpoint), path, facts)
+            write_text(made / "config.yaml", facts["provenance"]["config"])
         else:
-            graph = graph_of(run, name, preprocessing, checkpoint)
-            facts = graph.facts
-            form.write(graph.network, graph.samples[:2].clone(), file, facts)
-            answer = form.load(file, facts)
-            difference = largest_difference(graph, file, answer, _TOLERANCE, 1.0)
-            facts["verified"] |= {"largest_difference": difference}
-            if form.compiles:
-                facts["speed"] = speed = {}
-                for size in (1, _SAMPLES):
-                    batch = graph.samples[:size].clone()
-                    speed[f"ms_of_{size}"] = milliseconds(answer, batch)
-                    speed[f"eager_ms_of_{size}"] = milliseconds(graph.network, batch)
-                remark += "".join(f"; {key} {value:.3g}" for key, value in speed.items())
-        complete(run, made, folder, facts)
-    lines = how_to_load(facts, folder)
-    difference = facts["verified"]["largest_difference"]
-    return Exported(folder, folder / form.file, difference, remark, lines)
+            (write or _write_graph)(graph_of(run, facts, preprocessing, checkpoint), path)
+        facts["sha256"] = digest(path)
+        write_json(made / FACTS, facts)
+        write_text(made / "card.md", model_card(run, facts, folder))
+    return folder / path.name, facts
 
 
-def graph_of(run: Run, name: str, preprocessing: Preprocessing, checkpoint: str) -> Exportable:
-    """Return the graph of a run's model. Raises ModelError."""
+def _facts(run: Run, name: str, checkpoint: str) -> dict[str, Any]:
+    """Return what is known of a run's model before it is written."""
+    known = run.facts
+    return {
+        "format": name,
+        "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
+        "model": known.model,
+        "transforms_of_the_caller": known.transforms,
+        "input": known.model_inputs,
+        "output": "logits",
+        "outputs": known.outputs,
+        "inputs": known.inputs,
+        "classes": known.classes,
+        "num_classes": known.num_classes,
+        "provenance": provenance(run, checkpoint),
+    }
+
+
+def graph_of(
+    run: Run, facts: dict[str, Any], preprocessing: Preprocessing, checkpoint: str
+) -> Exportable:
+    """Return the graph of a run's model; `facts` grow by those about it. Raises ModelError."""
     model, task = run.model(checkpoint), run.trainer(checkpoint).task
     pipeline = build_pipeline(run.config, "eval")
     network, outside = build_network(model, task, pipeline, preprocessing)
     samples, real = samples_of(run, outside)
-    verified: dict[str, Any] = {
-        "samples": "of the run" if real else "random",
-        "batch_sizes": list(_BATCHES),
-    }
-    if preprocessing == "inside" and real:
-        plain = Network(model, task, nn.Sequential(), interprets=True).eval()
-        with torch.inference_mode():
-            trained = named_tensors(plain(samples_of(run, list(pipeline.steps))[0]))
-            found = named_tensors(network(samples))
-        moved = max(float(_off(found.get(n), value)[0].max()) for n, value in trained.items())
-        verified["difference_of_preprocessing"] = moved
-    kind = run.facts.outputs["kind"]
-    facts = {
-        "format": name,
-        "file": FORMATS[name].file,
+    dtype = str(samples.dtype).removeprefix("torch.")
+    facts |= {
         "preprocessing": preprocessing,
         "transforms_of_the_caller": {n: run.facts.transforms[n] for n in outside},
-        "input": {"shape": ["batch", *samples.shape[1:]], "dtype": _dtype(samples)},
-        "output": kind if preprocessing == "inside" else "logits",
-        "outputs": run.facts.outputs,
-        "inputs": run.facts.inputs,
-        "classes": run.facts.classes,
-        "num_classes": run.facts.num_classes,
-        "provenance": provenance(run, checkpoint),
-        "verified": verified,
+        "input": {"shape": ["batch", *samples.shape[1:]], "dtype": dtype},
+        "output": run.facts.outputs["kind"] if preprocessing == "inside" else "logits",
+        "verified": {"samples": "of the run" if real else "random", "batch_sizes": list(_BATCHES)},
     }
+    if preprocessing == "inside" and real:
+        plain, inputs = Network(model, task, nn.Sequential()), samples_of(run, list(pipeline.steps))
+        moved = (off.max() for off, _ in _differences(plain, inputs[0], network, samples))
+        facts["verified"]["difference_of_preprocessing"] = float(max(moved))
     return Exportable(network, samples, facts)
 
 
-def largest_difference(
-    graph: Exportable,
-    path: Path,
-    answer: Answer,
-    tolerance: float,
-    least: float,
-    squared: bool = False,
-) -> float:
+def _write_graph(graph: Exportable, path: Path) -> None:
+    form, facts = GRAPHS[graph.facts["format"]], graph.facts
+    form.write(graph, path)
+    answer = form.load(path)
+    facts["verified"]["largest_difference"] = largest_difference(graph, answer)
+    facts["notes"] = [form.remark] if form.remark else []
+    if form.compiles:
+        ways: dict[str, Answer] = {"": answer, "eager_": graph.network}
+        facts["speed"] = {
+            f"{kind}ms_of_{size}": milliseconds(way, graph.samples[:size].clone())
+            for size in (1, _SAMPLES)
+            for kind, way in ways.items()
+        }
+        facts["notes"].append(", ".join(f"{k} {v:.3g}" for k, v in facts["speed"].items()))
+
+
+def largest_difference(graph: Exportable, answer: Answer, quantized: bool = False) -> float:
     """Return the largest difference of a file's outputs to its network's, over several batch sizes.
 
-    Raises ModelError for one above `tolerance` of the largest output (which counts as at least
-    `least`); squared: for a root mean square above it, as rounding leaves. Of class numbers the
-    difference is 1 or 0.
+    Of class numbers it is 1 or 0. Raises ModelError for one above 1e-4 of the largest output, which
+    counts as at least 1; quantized: for a root mean square above a tenth of it, as rounding leaves.
     """
     largest = 0.0
+    tolerance, least = (0.1, 1e-6) if quantized else (1e-4, 1.0)
     for size in _BATCHES:
         batch = graph.samples[:size].clone()
-        with torch.inference_mode():
-            wanted, found = named_tensors(graph.network(batch)), named_tensors(answer(batch))
-        for name, value in wanted.items():
-            off, scale = _off(found.get(name), value)
-            said = float(off.square().mean().sqrt() if squared else off.max())
+        for off, scale in _differences(graph.network, batch, answer, batch):
             largest = max(largest, float(off.max()))
-            if not said <= tolerance * max(scale, least):
+            told = float(off.square().mean().sqrt() if quantized else off.max())
+            if not told <= tolerance * max(scale, least):
+                reason = "does its forward branch on its data, or draw random numbers?"
+                if quantized:
+                    reason = "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
                 raise ModelError(
-                    f"the outputs of {path.name} differ from the model's (by {said:.2g} of "
-                    f"{scale:.2g}, batch of {size}): "
-                    + (
-                        "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
-                        if squared
-                        else "does its forward branch on its data, or draw random numbers?"
-                    )
+                    f"the outputs of the {graph.facts['format']} file differ from the model's "
+                    f"(by {told:.2g} of {scale:.2g}, batch of {size}): {reason}"
                 )
     return largest
 
 
-def _off(found: Tensor | None, wanted: Tensor) -> tuple[Tensor, float]:
-    """Return the differences of an output, and the largest value of the one that is wanted."""
-    if found is None or found.shape != wanted.shape:
-        return torch.tensor([torch.inf]), 0.0
-    if not wanted.is_floating_point():  # class numbers of pixels
-        return (found != wanted).float(), 1.0
-    return (found.to(wanted) - wanted).abs(), float(wanted.abs().max())
-
-
-def complete(run: Run, made: Path, folder: Path, facts: dict[str, Any]) -> None:
-    """Write the facts and the card beside a model."""
-    facts["sha256"] = digest(made / facts["file"])
-    write_json(made / FACTS, facts)
-    write_text(made / "card.md", model_card(run, facts, folder))
-
-
-def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
-    """Return the provenance of a model: run, checkpoint and its results, data, versions."""
-    path = find_checkpoint(run.path, checkpoint)
-    trainer = run.trainer(checkpoint)
-    average, step = trainer.average, trainer.state.global_step
-    return {
-        "run": str(run.path.absolute()),
-        "name": run.config.name,
-        "checkpoint": path.name,
-        "sha256": digest(path),
-        "step": step,
-        "average": None if average is None else average.name,
-        "results": {  # what was measured at its step is of this checkpoint
-            key: value
-            for line in run.metrics
-            if line["step"] == step
-            for key, value in line.items()
-            if key.startswith(("val/", "test/")) and value is not None
-        },
-        "data": read_json(run.path / MANIFEST).get("data") or [],
-        "config": (run.path / "config.yaml").read_text(encoding="utf-8"),
-        "versions": manifest.versions(),
-    }
+def _differences(
+    one: Answer, inputs: Tensor, other: Answer, others_inputs: Tensor
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield the differences of each output of one to that of the other, and its largest value."""
+    with torch.inference_mode():
+        wanted, found = named_tensors(one(inputs)), named_tensors(other(others_inputs))
+    for name, value in wanted.items():
+        if name not in found or found[name].shape != value.shape:
+            yield torch.tensor([torch.inf]), 0.0
+        elif not value.is_floating_point():  # class numbers of pixels
+            yield (found[name] != value).float(), 1.0
+        else:
+            yield (found[name].to(value) - value).abs(), float(value.abs().max())
 
 
 def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
     """Return inputs after the named transforms: the run's, or random ones without its data."""
-    kept = {name: run.config.transforms.eval[name] for name in names}
-    transforms = replace(run.config.transforms, eval=kept)
     loader_options = replace(run.config.loader, num_workers=0, eval_batch_size=_SAMPLES)
-    config = replace(run.config, transforms=transforms, loader=loader_options)
+    config = replace(with_transforms(run.config, names), loader=loader_options)
     for split in ("val", "test"):
         try:
             dataset = build_data(config, (split,)).sets[split]
@@ -258,12 +213,23 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
         )
     shape = (_SAMPLES, *form["shape"][-3:])
     generator = torch.Generator().manual_seed(0)
-    if len(kept) < len(run.config.transforms.eval):
+    if len(names) < len(run.config.transforms.eval):
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator), False
     return torch.randn(shape, dtype=getattr(torch, form["dtype"]), generator=generator), False
 
 
-def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
+def with_transforms(config: Config, names: Sequence[str]) -> Config:
+    """Return a configuration with only the named transforms of evaluation. Raises ModelError."""
+    steps = config.transforms.eval
+    if unknown := [name for name in names if name not in steps]:
+        raise ModelError(
+            f"the file needs transforms.eval.{unknown[0]}, which the run does not have"
+        )
+    kept = {name: steps[name] for name in names}
+    return replace(config, transforms=replace(config.transforms, eval=kept))
+
+
+def milliseconds(answer: Answer, batch: Tensor) -> float:
     """Return the time of a call: the median of 20, after three for warm-up."""
     times = []
     with torch.inference_mode():
@@ -274,34 +240,25 @@ def milliseconds(answer: Callable[[Tensor], object], batch: Tensor) -> float:
     return 1e3 * median(times[3:])
 
 
-def _write_weights(run: Run, path: Path, checkpoint: str) -> dict[str, Any]:
-    """Write the weights and the configuration; a newly built model must load them."""
-    weights: Mapping[str, Tensor] = run.model(checkpoint).state_dict()
-    facts: dict[str, Any] = {
-        "format": WEIGHTS,
-        "file": path.name,
-        "model": run.facts.model,
-        "transforms_of_the_caller": run.facts.transforms,
-        "input": run.facts.model_inputs,
-        "output": "logits",
-        "classes": run.facts.classes,
-        "provenance": provenance(run, checkpoint),
-    }
+def _write_weights(model: nn.Module, path: Path, facts: dict[str, Any]) -> None:
+    """Write the weights; a newly built model must load them."""
+    weights = model.state_dict()
     write_safetensors(path, weights, {"regimen": json.dumps(facts)})
-    shutil.copyfile(run.path / "config.yaml", path.with_name("config.yaml"))
-    bare = load_weights(path, facts).state_dict()
+    bare = _load_weights(path, facts).state_dict()
     if not all(torch.equal(value, weights[name].cpu()) for name, value in bare.items()):
         raise ModelError(f"{path.name}: a bare model does not hold the weights that were written")
     facts["verified"] = {"samples": "weights, bit for bit", "largest_difference": 0.0}
-    return facts
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _load_weights(path: Path, facts: Mapping[str, Any]) -> nn.Module:
+    with no_initial_weights():
+        model: nn.Module = instantiate(facts["model"], _key_="model")
+    model.load_state_dict(read_safetensors(path))
+    return model.eval()
 
 
 @contextmanager
-def export_folder(
+def _new_folder(
     run: Run, out: Path | None, name: str, overwrite: bool
 ) -> Iterator[tuple[Path, Path]]:
     """Yield a folder to write into, and its final path, which it gets at the end (I7).
@@ -314,19 +271,18 @@ def export_folder(
         raise ModelError(f"out={folder} exists: overwrite=true replaces it")
     if folder.exists() and not (folder / FACTS).is_file():
         raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
+    made = folder.with_name(f"{TEMPORARY}{folder.name[:100]}-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=out is None, exist_ok=True)
         if out is None:
             remove_orphans(folder.parent)  # of a command that was killed
-        made = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+        made.mkdir()
         held = os.open(made, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
     except OSError as error:
         raise storage_error(folder, error) from error
     try:
         yield made, folder
-        os.umask(mask := os.umask(0))
-        made.chmod(0o777 & ~mask)
         old = made.with_name(f"{made.name}-old")
         if folder.exists():  # moved away whole before it is removed
             os.replace(folder, old)
@@ -338,3 +294,86 @@ def export_folder(
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(held)
+
+
+class _Answering(nn.Module):
+    """A file as a module with the outputs (logits) that a task expects of a model."""
+
+    def __init__(self, answer: Answer, facts: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._answer = (answer,)  # no submodule: a program has no evaluation mode to enter
+        self._kind, self._classes = facts["output"], facts.get("num_classes")
+
+    def forward(self, x: Tensor) -> Any:
+        answer = self._answer[0](x)
+        if self._kind == "classes":  # of probabilities: their softmax is the same
+            return torch.log(answer)
+        if self._kind == "labels":
+            return torch.logit(answer)
+        if self._kind == "mask":  # class numbers [n, H, W] as [n, classes, H, W] that rank them
+            return nn.functional.one_hot(answer, self._classes or -1).movedim(-1, 1).float()
+        return answer
+
+
+def evaluate_artefact(
+    config: Config, path: Path, split: str | None = None, allow_code: bool = False
+) -> tuple[str, dict[str, float]]:
+    """Return the split and the metrics of an exported file, as `evaluate_run` does for a model.
+
+    Raises ModelError for a file that was not exported by Regimen or cannot be loaded, and for one
+    whose format runs code when it is read unless `allow_code`.
+    """
+    beside = path.parent / FACTS
+    try:
+        facts: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
+        name, described = facts["format"], (facts["file"], facts["sha256"])
+        known = name in (WEIGHTS, *GRAPHS) and facts["output"] in _EVALUATED
+        facts["transforms_of_the_caller"] = list(facts["transforms_of_the_caller"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"artefact={path}: {beside} is missing or damaged: regimen export writes both"
+        ) from error
+    if not known:
+        raise ModelError(
+            f"artefact={path} is {name!r} with output {facts['output']!r}: only "
+            f"{', '.join(_EVALUATED)} can be evaluated"
+        )
+    if not path.is_file() or described != (path.name, digest(path)):
+        raise ModelError(f"artefact={path} is not the file that {beside} describes: export again")
+    if name != WEIGHTS and GRAPHS[name].runs_code and not allow_code:
+        raise ModelError(
+            f"artefact={path}: a file of format {name} runs code when it is loaded: "
+            "set allow_code=true if you trust its author"
+        )
+    try:
+        answer = _load_weights(path, facts) if name == WEIGHTS else GRAPHS[name].load(path)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"artefact={path} cannot be loaded: {one_line(error)}") from error
+    return metrics_of(config, answer, facts, split)
+
+
+def metrics_of(
+    config: Config, answer: Answer, facts: Mapping[str, Any], split: str | None
+) -> tuple[str, dict[str, float]]:
+    """Return the split, and the metrics over it of a file that `answer` has loaded.
+
+    It computes on the CPU in single precision. Of a file that answers with masks no loss is known.
+    Raises ModelError for a transform that the run does not have.
+    """
+    options: Any = {"precision": "fp32", "channels_last": False, "compile": False}
+    config = with_transforms(config, facts["transforms_of_the_caller"])
+    config = replace(config, trainer=replace(config.trainer, **options))
+    strategy = Strategy(torch.device("cpu"))
+    split, loader, num_classes = open_split(config, strategy, split)
+    trainer = build_evaluator(config, num_classes, strategy, _Answering(answer, facts))
+    try:
+        with torch.no_grad():
+            metrics = trainer.evaluate(loader, split)
+    finally:
+        loader.close()
+    if facts["output"] == "mask" and isinstance(trainer.task, Supervised):
+        for name in trainer.task.losses.names:
+            metrics.pop(f"{split}/{name}", None)
+    return split, metrics

@@ -9,26 +9,23 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram, export, save
+from torch.export import Dim, ExportedProgram
 
 from data.transforms import Pipeline, Standardize, ToFloat
-from models.pretrained import no_initial_weights
-from trainer.checkpoints.archive import read_safetensors
 from trainer.errors import ModelError
 from trainer.inference.predictor import OUTPUT, named_tensors
-from trainer.targets.instantiate import instantiate
 from trainer.task import Task
 
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
-WEIGHTS = "safetensors"
 _LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
 _COMPILERS = ("g++", "clang++", "c++")
 
@@ -39,10 +36,10 @@ class Normalize(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Tensor | None = None, std: Tensor | None = None) -> None:
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(1) if mean is None else mean)
-        self.register_buffer("std", torch.ones(1) if std is None else std)
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to the same shape."""
@@ -51,22 +48,23 @@ class Normalize(nn.Module):
 
 
 class Network(nn.Module):
-    """A model as its task calls it, after `steps` and, if asked for, before `interpret`."""
+    """A model as its task calls it.
 
-    def __init__(self, model: nn.Module, task: Task, steps: nn.Module, interprets: bool) -> None:
+    inside: the transforms that are part of the graph, whose outputs the task then interprets; None:
+    neither, so floats in and outputs (logits) out.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, inside: nn.Module | None = None) -> None:
         super().__init__()
-        self.steps = steps
+        self.inside = inside
         self.model = model
         self.task = task
-        self.interprets = interprets
+        self.eval()
 
     def forward(self, x: Tensor) -> Any:
-        """Map a batch of inputs to outputs (logits), or to their interpretation by the task.
-
-        Outputs that are no single tensor are tensors by name.
-        """
-        output = self.task.prediction_step(self.model, self.steps(x))
-        named = named_tensors(self.task.interpret(output) if self.interprets else output)
+        """Map a batch of inputs to a tensor, or to tensors by name."""
+        output = self.task.prediction_step(self.model, x if self.inside is None else self.inside(x))
+        named = named_tensors(output if self.inside is None else self.task.interpret(output))
         return named.get(OUTPUT, named)
 
 
@@ -75,22 +73,21 @@ def build_network(
 ) -> tuple[Network, list[str]]:
     """Return the network to export, and the names of the transforms that callers must apply.
 
-    `inside`: bytes in, interpreted outputs (probabilities) out; it has the transforms after the
-    last one that changes sizes. `outside`: floats in, outputs (logits) out. Raises ModelError for a
-    transform after that one which cannot be part of a graph.
+    With `inside` it has the transforms after the last one that changes sizes. Raises ModelError for
+    one of them that cannot be part of a graph.
     """
     names = list(pipeline.steps)
     if preprocessing == "outside":
-        return Network(model, task, nn.Sequential(), interprets=False).eval(), names
+        return Network(model, task), names
     inside: list[nn.Module] = []
     while names and isinstance(step := pipeline.steps[names[-1]], ToFloat | Standardize):
-        like, values = torch.zeros(1), list[Tensor]()
-        if isinstance(step, Standardize):
-            values = [step.mean.beside(like).clone(), step.std.beside(like).clone()]
-        inside.insert(0, Normalize(*values))
         names.pop()
+        like = torch.zeros(1)
         if isinstance(step, ToFloat):
-            return Network(model, task, nn.Sequential(*inside), interprets=True).eval(), names
+            inside.insert(0, Normalize(like, like + 1))
+            return Network(model, task, nn.Sequential(*inside)), names
+        mean, std = step.mean.beside(like).clone(), step.std.beside(like).clone()
+        inside.insert(0, Normalize(mean, std))
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
         f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
@@ -99,12 +96,31 @@ def build_network(
 
 
 @dataclass(frozen=True, slots=True)
+class Exportable:
+    """What is written as a graph: the network, samples of its inputs, and the facts about both."""
+
+    network: Network
+    samples: Tensor
+    facts: dict[str, Any]
+
+    @property
+    def example(self) -> Tensor:
+        """The inputs that it is traced with."""
+        return self.samples[:2].clone()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The facts as a file of torch's that is added."""
+        return {"regimen.json": json.dumps(self.facts)}
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
-    """One format: how a file is written, with facts as its metadata, and loaded again."""
+    """One format: how a graph is written, with its facts, and loaded again."""
 
     file: str
-    write: Callable[[Network, Tensor, Path, Mapping[str, Any]], None]
-    load: Callable[[Path, Mapping[str, Any]], Answer]
+    write: Callable[[Exportable, Path], None]
+    load: Callable[[Path], Answer]
     line: str  # of Python, that loads the file as `network`
     needs: tuple[str, ...] = ()  # libraries of the extra `onnx`
     remark: str = ""
@@ -114,7 +130,7 @@ class Format:
 
 def check_libraries(name: str) -> None:
     """Refuse a format whose libraries or compiler are not installed. Raises ModelError."""
-    form = FORMATS[name]
+    form = GRAPHS[name]
     for library in form.needs:
         if importlib.util.find_spec(library) is None:
             raise ModelError(f"format={name} needs {library}: pip install -e '.[onnx]'")
@@ -125,14 +141,27 @@ def check_libraries(name: str) -> None:
         )
 
 
-def exported_program(network: nn.Module, example: Tensor) -> ExportedProgram:
+@contextmanager
+def silently() -> Iterator[None]:
+    """Suppress the exporters' and the quantizer's output about their passes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def exported_program(graph: Exportable) -> ExportedProgram:
     """Export with a free batch size: without Python's own control flow first, then with it."""
     failures = []
     for strict in (False, True):
         try:
-            return export(
-                network,
-                (example,),
+            return torch.export.export(
+                graph.network,
+                (graph.example,),
                 dynamic_shapes=({0: Dim("batch", min=1)},),
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
@@ -140,26 +169,24 @@ def exported_program(network: nn.Module, example: Tensor) -> ExportedProgram:
         except Exception as error:
             failures.append(error)
     raise ModelError(
-        f"the model cannot be exported by torch.export: {_reason(failures[0])}; "
+        f"the model cannot be exported by torch.export: {one_line(failures[0])}; "
         "format=torchscript or format=safetensors may do"
     ) from failures[0]
 
 
-def _reason(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return what an error of a library says, as one line that is not too long."""
     return " ".join(str(error).split())[:300]
 
 
-def onnx_model(network: Network, example: Tensor) -> Any:
-    """Return a network as ONNX's protocol buffer; outputs have their names, the batch its own."""
+def onnx_model(graph: Exportable) -> Any:
+    """Return a graph as ONNX's protocol buffer; outputs have their names, the batch its own."""
     with torch.no_grad():
-        names = list(named_tensors(network(example)))
+        names = list(named_tensors(graph.network(graph.example)))
     with silently():
-        program = torch.onnx.export(
-            exported_program(network, example),
-            input_names=["input"],
-            output_names=names,
-            verbose=False,
-        )
+        exported = exported_program(graph)
+        options: Any = {"input_names": ["input"], "output_names": names, "verbose": False}
+        program = torch.onnx.export(exported, **options)
     assert program is not None
     proto = program.model_proto
     del proto.graph.value_info[:]  # with the exporter's name of the batch, and hints at runtime
@@ -172,35 +199,14 @@ def save_onnx(proto: Any, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a protocol buffer with metadata, without the exporter's notes: half of a small file."""
     for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
         del part.metadata_props[:]
-    for node in proto.graph.node:
-        node.doc_string = ""
+        part.doc_string = ""
     for key, value in metadata.items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
     path.write_bytes(proto.SerializeToString())
 
 
-@contextmanager
-def silently() -> Iterator[None]:
-    """Suppress the exporters' and the quantizer's output about their passes."""
-    loggers = [logging.getLogger(n) for n in (None, "onnxscript", "onnx_ir", "torch.onnx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _write_onnx(network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]) -> None:
-    save_onnx(onnx_model(network, example), path, metadata)
-
-
-def _load_onnx(path: Path, facts: Mapping[str, Any]) -> Answer:
+def _load_onnx(path: Path) -> Answer:
     check_libraries("onnx")
     runtime: Any = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -214,86 +220,55 @@ def _load_onnx(path: Path, facts: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _write_program(
-    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> None:
+def _write_program(graph: Exportable, path: Path) -> None:
     with silently():
-        program = exported_program(network, example)
-        save(program, path, extra_files={"regimen.json": json.dumps(metadata)})
+        torch.export.save(exported_program(graph), path, extra_files=graph.metadata)
 
 
-def _load_program(path: Path, facts: Mapping[str, Any]) -> Answer:
-    program = torch.export.load(path).module()
-    return lambda x: program(x)  # no submodule: a program has no evaluation mode to enter
-
-
-def _write_torchscript(
-    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> None:
+def _write_torchscript(graph: Exportable, path: Path) -> None:
     """Trace a network; its model is compiled from source where a trace may lose a branch."""
+    network, trace = graph.network, partial(torch.jit.trace, strict=False)
     with silently():  # the deprecation is mentioned once, in `remark`
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", _LOST)
-            traced = _traced(network, example)
+            traced = trace(network, (graph.example,))
         if any(issubclass(w.category, _LOST) for w in told):
-            try:
+            # Of Python that TorchScript does not know, the trace may do: it is verified.
+            with suppress(Exception):
                 model = torch.jit.script(network.model)
-            except Exception:  # Python that TorchScript does not know: will the trace do?
-                pass
-            else:
-                again = Network(model, network.task, network.steps, network.interprets)
-                traced = _traced(again.eval(), example)
-        torch.jit.save(traced, str(path), _extra_files={"regimen.json": json.dumps(metadata)})
+                traced = trace(Network(model, network.task, network.inside), (graph.example,))
+        torch.jit.save(traced, str(path), _extra_files=graph.metadata)
 
 
-def _traced(network: Network, example: Tensor) -> Any:
-    return torch.jit.trace(network, (example,), strict=False)  # type: ignore[no-untyped-call]
-
-
-def _load_torchscript(path: Path, facts: Mapping[str, Any]) -> Answer:
+def _load_torchscript(path: Path) -> Answer:
     return torch.jit.load(str(path))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _write_package(
-    network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> None:
+def _write_package(graph: Exportable, path: Path) -> None:
     inductor: Any = importlib.import_module("torch._inductor")
-    program = exported_program(network, example)
+    metadata = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
+    program = exported_program(graph)
     try:
         with silently(), torch.inference_mode():
             inductor.aoti_compile_and_package(
-                program,
-                package_path=str(path),
-                inductor_configs={"aot_inductor.metadata": {"regimen": json.dumps(metadata)}},
+                program, package_path=str(path), inductor_configs=metadata
             )
     except Exception as error:
         raise ModelError(
-            f"the model cannot be compiled: {_reason(error)}; format=torch_export may do"
+            f"the model cannot be compiled: {one_line(error)}; format=torch_export may do"
         ) from error
 
 
-def _load_package(path: Path, facts: Mapping[str, Any]) -> Answer:
+def _load_package(path: Path) -> Answer:
     inductor: Any = importlib.import_module("torch._inductor")
     package = inductor.aoti_load_package(str(path))
     return lambda x: package(x.contiguous())
 
 
-def _no_graph(network: Network, example: Tensor, path: Path, metadata: Mapping[str, Any]) -> None:
-    raise AssertionError("weights are written without a graph")
-
-
-def load_weights(path: Path, facts: Mapping[str, Any]) -> nn.Module:
-    """Build the model that `facts` name, with the weights of a file. Raises CheckpointError."""
-    with no_initial_weights():
-        model = instantiate(facts["model"], _key_="model")
-    model.load_state_dict(read_safetensors(path))
-    return model.eval()  # type: ignore[no-any-return]
-
-
-FORMATS: Mapping[str, Format] = {
+GRAPHS: Mapping[str, Format] = {
     "onnx": Format(
         "model.onnx",
-        _write_onnx,
+        lambda graph, path: save_onnx(onnx_model(graph), path, graph.facts),
         _load_onnx,
         "import onnxruntime; network = onnxruntime.InferenceSession({path!r})",
         ("onnx", "onnxscript", "onnxruntime"),
@@ -302,7 +277,7 @@ FORMATS: Mapping[str, Format] = {
     "torch_export": Format(
         "model.pt2",
         _write_program,
-        _load_program,
+        lambda path: torch.export.load(path).module(),
         "import torch; network = torch.export.load({path!r}).module()",
     ),
     "torchscript": Format(
@@ -321,5 +296,4 @@ FORMATS: Mapping[str, Format] = {
         remark="the package is machine code for this kind of CPU and this version of torch; C++ "
         "programs set AOTI_RUNTIME_CHECK_INPUTS=1, or a wrong size reads out of bounds",
     ),
-    WEIGHTS: Format("model.safetensors", _no_graph, load_weights, "", runs_code=False),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from data.transforms import Pipeline
 from trainer.assembly.data import Data, build_pipeline
 from trainer.assembly.parts import with_classes
 from trainer.files.atomic import write_json
-from trainer.runs import manifest
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.task import Task
 
@@ -37,10 +36,6 @@ class InferenceFacts:
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
-    task: dict[str, Any]
-    precision: str
-    channels_last: bool
-    versions: dict[str, str]
     format_version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
@@ -51,7 +46,7 @@ class InferenceFacts:
 def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
     known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
-    classes = next((list(c) for s in known if (c := getattr(s, "classes", None))), None)
+    classes = next((c for s in known if (c := getattr(s, "classes", None))), None)
     inputs = _input_form(known[0])
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:
@@ -62,14 +57,10 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
         classes=[str(name) for name in classes] if classes else None,
         num_classes=data.num_classes,
         inputs=inputs,
-        model_inputs=_transformed_form(config, inputs),
+        model_inputs=_transformed_form(config, inputs) if inputs["kind"] == "picture" else None,
         outputs=outputs,
         transforms=dict(config.transforms.eval),
         model=with_classes(config.model, data.num_classes),
-        task=with_classes(config.task, data.num_classes),
-        precision=config.trainer.precision,
-        channels_last=config.trainer.channels_last,
-        versions=manifest.versions(),
     )
 
 
@@ -87,9 +78,9 @@ def read_facts(folder: Path) -> InferenceFacts:
             f"{FORMAT_VERSION}: use the version that made the run"
         )
     try:
-        return InferenceFacts(**found)
-    except TypeError as error:
-        raise RunDirectoryError(f"{path} is damaged: {error}") from error
+        return InferenceFacts(**{field.name: found[field.name] for field in fields(InferenceFacts)})
+    except KeyError as error:
+        raise RunDirectoryError(f"{path} is damaged: it has no {error}") from error
 
 
 def _input_form(dataset: Any) -> dict[str, Any]:
@@ -102,17 +93,17 @@ def _input_form(dataset: Any) -> dict[str, Any]:
     pipeline.steps, pipeline.deferred = {}, {}
     try:
         with preserved_rng():
-            pictures = [inputs_of(dataset[number]) for number in {0, len(dataset) - 1}]
+            samples = [inputs_of(dataset[number]) for number in {0, len(dataset) - 1}]
     except Exception:  # the user's own data set, which may do anything with what it transforms
         return {"kind": "array"}
     finally:
         pipeline.steps, pipeline.deferred = kept
-    forms = [_picture_form(picture) for picture in pictures]
-    if not all(forms):
+    forms = [form for sample in samples if (form := _picture_form(sample))]
+    if len(forms) < len(samples):
         return {"kind": "array"}
-    channels, sizes = max(form[0] for form in forms if form), {f[1:] for f in forms if f}
+    sizes = {form[1:] for form in forms}
     size = list(sizes.pop()) if len(sizes) == 1 else None
-    return {"kind": "picture", "channels": channels, "size": size}
+    return {"kind": "picture", "channels": max(form[0] for form in forms), "size": size}
 
 
 def _picture_form(value: Any) -> tuple[int, int, int] | None:
@@ -126,13 +117,10 @@ def _picture_form(value: Any) -> tuple[int, int, int] | None:
 
 def _transformed_form(config: Config, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return shape and type of a picture after the transforms of evaluation; None if unknown."""
-    if inputs["kind"] != "picture":
-        return None
     size: Sequence[int] = inputs["size"] or _ANY_SIZE
+    black = torch.zeros(inputs["channels"], *size, dtype=torch.uint8)
     try:
-        made = build_pipeline(config, "eval")(
-            torch.zeros(inputs["channels"], *size, dtype=torch.uint8)
-        )
+        made = build_pipeline(config, "eval")(black)
     except DataError:  # a transform of the user that does not accept such a picture
         return None
     if not isinstance(made, Tensor):

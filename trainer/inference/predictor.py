@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +15,14 @@ from data.loading.loader import Loader
 from trainer import rng
 from trainer.errors import ModelError
 from trainer.inference.facts import InferenceFacts
-from trainer.inference.generation import Generation
 from trainer.rng import derived
 from trainer.trainer import Trainer
 from trainer.user_code import MISFITS, misfit
 
 Row = dict[str, Any]
+Sampling = Literal["greedy", "random"]
 OUTPUT = "output"  # the name of an output that is one tensor
 _COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The outputs for some samples on the host, of one process or gathered from all."""
-
-    indices: Sequence[int]  # of the samples that were read
-    values: Mapping[str, Tensor]  # what `Task.interpret` returned, [n, ...] by name
-    kept: Mapping[str, Tensor] | None  # the values to save for each sample, [n, ...] by name
-    broken: dict[int, str]  # samples that could not be read, and why
 
 
 def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
@@ -43,16 +33,85 @@ def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {name: value}
     above = "" if name == OUTPUT else f"{name}_"
-    parts: dict[str, Any] = {}
+    parts: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
-        parts = {f"{above}{key}": part for key, part in value.items()}
+        parts = value
     elif isinstance(value, list | tuple):
         fields = getattr(value, "_fields", [f"output{n}" for n in range(1, len(value) + 1)])
-        parts = {f"{above}{key}": part for key, part in zip(fields, value, strict=True)}
+        parts = dict(zip(fields, value, strict=True))
     found: dict[str, Tensor] = {}
     for key, part in parts.items():
-        found |= named_tensors(part, key)
+        found |= named_tensors(part, f"{above}{key}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How the next token is chosen: the likeliest (greedy), or drawn from the `top_k` likeliest.
+
+    Draws are keyed by `seed` and the number of the prompt alone: neither the batch nor the number
+    of workers or processes changes them.
+    """
+
+    max_new_tokens: int = 200
+    sampling: Sampling = "greedy"
+    temperature: float = 1.0
+    top_k: int | None = None  # None: all
+    seed: int = 0
+
+    def __call__(self, logits_of: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+        """Return the new tokens [n, max_new_tokens].
+
+        logits_of: maps tokens [n, length] to logits [n, vocabulary, length], each of which depends
+        on its own and earlier positions only. batch: what `data.text.Prompts` returns, collated.
+        """
+        window, lengths, numbers = batch
+        draws = self._draws(numbers.tolist())
+        rows = torch.arange(len(window), device=window.device)
+        longest, context = int(lengths.max()), window.shape[1]
+        found = []
+        for step in range(self.max_new_tokens):
+            logits = logits_of(window[:, :longest])[rows, :, lengths - 1]
+            token = self._choose(logits, draws[:, step])
+            found.append(token)
+            full = lengths == context
+            window = torch.where(full[:, None], window.roll(-1, 1), window)
+            place = lengths.clamp(max=context - 1)
+            window = window.scatter(1, place[:, None], token[:, None])
+            lengths = place + 1
+            longest = min(longest + 1, context)
+        return torch.stack(found, 1)
+
+    def _draws(self, numbers: Sequence[int]) -> Tensor:
+        """Return a number from 0 to 1 for each new token of each prompt, on the host."""
+        draws = torch.zeros(len(numbers), self.max_new_tokens, dtype=torch.float64)
+        for row, number in zip(draws, numbers, strict=True) if self.sampling == "random" else ():
+            generator = torch.Generator().manual_seed(derived(self.seed, "generate", number))
+            torch.rand(len(row), generator=generator, dtype=torch.float64, out=row)
+        return draws
+
+    def _choose(self, logits: Tensor, draw: Tensor) -> Tensor:
+        """Return a token for each row of logits [n, vocabulary]."""
+        if self.sampling == "greedy":
+            return logits.argmax(1)
+        scaled = logits.double() / self.temperature
+        if self.top_k is not None and self.top_k < scaled.shape[1]:
+            least = scaled.topk(self.top_k, dim=1).values[:, -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        shares = scaled.softmax(1).cumsum(1)
+        # The share that the draw falls into; one of probability 0 has no width.
+        wanted = draw.to(shares)[:, None] * shares[:, -1:]
+        return (shares <= wanted).sum(1).clamp(max=shares.shape[1] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The outputs for some samples on the host, of one process."""
+
+    indices: Sequence[int]  # of the samples that were read
+    values: Mapping[str, Tensor]  # what `Task.interpret` returned, [n, ...] by name
+    kept: Mapping[str, Tensor]  # the values to save for each sample, [n, ...] by name
+    broken: Mapping[int, str]  # samples that could not be read, and why
 
 
 class Predictor:
@@ -72,48 +131,43 @@ class Predictor:
         self._module: nn.Module | None = None
         self._embedding: Any = None
         if keep is not None and keep.startswith("embeddings:"):
-            name = keep.partition(":")[2]
             modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
-            if name not in modules:
+            self._module = modules.get(keep.partition(":")[2])
+            if self._module is None:
                 top = ", ".join(n for n in modules if n and "." not in n)
                 raise ModelError(f"save={keep}: the model has no such module; it has {top}")
-            self._module = modules[name]
 
     @torch.inference_mode()
     def __call__(self, loader: Loader) -> Iterator[Answers]:
         """Yield the outputs for each batch, gathered from all processes."""
-        trainer = self.trainer
-        told = 0
+        trainer, told = self.trainer, 0
         with self.ready():
             expected = loader.sampler.walk(0, 0, len(loader))
             for whole, micro in zip(expected, loader.epoch(0, 0), strict=True):
                 indices = micro.piece.indices[: micro.piece.count]
                 values, kept = self.ask(trainer.to_device(micro.batch), len(indices))
-                broken = {s.index: s.reason for s in loader.skipped[told:]}
+                reasons = {s.index: s.reason for s in loader.skipped[told:]}
                 told = len(loader.skipped)
                 lost = set(whole.indices[: whole.count]) - set(indices)
-                own = Answers(indices, values, kept, {i: broken[i] for i in lost})
+                own = Answers(indices, values, kept, {i: reasons[i] for i in lost})
                 yield from trainer.group.gather(own)
 
-    def ask(
-        self, batch: Any, count: int
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor] | None]:
+    def ask(self, batch: Any, count: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return the outputs for the first `count` samples of a batch, and the values to keep."""
-        task = self.trainer.task
+        step = partial(self.trainer.task.prediction_step, self.trainer.model)
         try:
             with self.trainer.precision.autocast():
                 if self._generation is None:
-                    output = task.prediction_step(self.trainer.model, batch)
-                    values = task.interpret(output)
+                    output = step(batch)
+                    values = self.trainer.task.interpret(output)
                 else:
-                    logits_of = partial(task.prediction_step, self.trainer.model)
-                    output = values = self._generation(logits_of, batch)
+                    output = values = self._generation(step, batch)
         except MISFITS as error:
             if (known := misfit(error, batch, 0)) is not None:
                 raise known from error
             raise
         if self._keep is None:
-            return _on_host(values, count), None
+            return _on_host(values, count), {}
         kept = {"logits": output, "probabilities": values}.get(self._keep, self._embedding)
         if kept is None:
             raise ModelError(f"save={self._keep}: the model does not call it in its forward")
@@ -147,54 +201,55 @@ def _on_host(value: Any, count: int) -> dict[str, Tensor]:
     return {name: tensor[:count].cpu() for name, tensor in found.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Turn outputs into rows, by the kind of the task's outputs.
 
     name_of: a sample's file, or its number in the data set, by index.
     mask_of: writes a mask and returns its path, by index and mask; None: masks as lists.
-    prompt_of: the prompt of a sample, by index; None: the outputs are not text.
+    prompts: the prompt of each sample; None: the outputs are not text.
     """
 
-    def __init__(
-        self,
-        facts: InferenceFacts,
-        top_k: int,
-        name_of: Callable[[int], str],
-        mask_of: Callable[[int, Tensor], str] | None = None,
-        prompt_of: Callable[[int], str] | None = None,
-    ) -> None:
-        self._facts = facts
-        self._top_k = top_k
-        self._name_of = name_of
-        self._mask_of = mask_of
-        self._prompt_of = prompt_of
-        kinds: dict[str, Callable[[Sequence[int], Tensor], list[Row]]] = {
-            "classes": self._likeliest,
-            "labels": self._labels,
-            "values": self._values,
-            "mask": self._masks,
-        }
-        if prompt_of is not None:
-            kinds["text"] = self._texts
-        self._of_kind = kinds.get(facts.outputs["kind"])
+    facts: InferenceFacts
+    top_k: int = 1
+    name_of: Callable[[int], str] = str
+    mask_of: Callable[[int, Tensor], str] | None = None
+    prompts: Sequence[str] | None = None
 
     def __call__(self, answers: Answers) -> Iterator[Row]:
         """Yield the rows of a batch in the order of its samples, including broken ones."""
-        if self._of_kind is None or OUTPUT not in answers.values:
-            made = _columns(answers.values, len(answers.indices)) if answers.indices else []
+        indices, found = answers.indices, answers.values.get(OUTPUT)
+        rows = {index: {"error": reason} for index, reason in answers.broken.items()}
+        kind = self.facts.outputs["kind"]
+        if not indices:
+            made: list[Row] = []
+        elif found is None or kind not in ("classes", "labels", "values", "mask", "text"):
+            made = _columns(answers.values, len(indices))
+        elif kind == "classes":
+            made = self._likeliest(found)
+        elif kind == "labels":
+            made = self._labels(found)
+        elif kind == "values":
+            made = self._values(found)
+        elif kind == "mask":
+            masks = zip(indices, found, strict=True)
+            made = [
+                {"prediction": self.mask_of(i, m) if self.mask_of else m.tolist()} for i, m in masks
+            ]
+        elif self.prompts is None:
+            made = _columns(answers.values, len(indices))
         else:
-            made = self._of_kind(answers.indices, answers.values[OUTPUT])
-        rows = dict(zip(answers.indices, made, strict=True))
-        for index in sorted((*rows, *answers.broken)):
-            row = rows.get(index)
-            name = {"file": self._name_of(index)}
-            yield name | ({"error": answers.broken[index]} if row is None else row)
+            texts = zip(indices, found.tolist(), strict=True)
+            made = [{"prompt": self.prompts[i], "prediction": self._text(t)} for i, t in texts]
+        rows |= dict(zip(indices, made, strict=True))
+        for index in sorted(rows):
+            yield {"file": self.name_of(index)} | rows[index]
 
     def _name(self, number: int) -> str:
-        return self._facts.classes[number] if self._facts.classes else str(number)
+        return self.facts.classes[number] if self.facts.classes else str(number)
 
-    def _likeliest(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        best = values.topk(min(self._top_k, values.shape[1]), dim=1)
+    def _likeliest(self, values: Tensor) -> list[Row]:
+        best = values.topk(min(self.top_k, values.shape[1]), dim=1)
         rows = []
         for shares, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             row: Row = {}
@@ -204,17 +259,16 @@ class Rows:
             rows.append(row)
         return rows
 
-    def _labels(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        threshold = float(self._facts.outputs.get("threshold", 0.5))
+    def _labels(self, values: Tensor) -> list[Row]:
+        threshold = float(self.facts.outputs.get("threshold", 0.5))
         rows = []
         for shares in values.tolist():
-            found = [(self._name(i), s) for i, s in enumerate(shares) if s > threshold]
-            names, parts = [name for name, _ in found], [share for _, share in found]
-            rows.append({"prediction": names, "probability": parts})
+            found = {self._name(i): share for i, share in enumerate(shares) if share > threshold}
+            rows.append({"prediction": list(found), "probability": list(found.values())})
         return rows
 
-    def _values(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        mean, std = self._facts.outputs.get("scale", (0.0, 1.0))
+    def _values(self, values: Tensor) -> list[Row]:
+        mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
         values = values * std + mean  # in the units of the file, as training standardised them
         if values.ndim == 1:
             return [{"prediction": value} for value in values.tolist()]
@@ -223,37 +277,23 @@ class Rows:
             for row in values.flatten(1).tolist()
         ]
 
-    def _masks(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        if self._mask_of is None:
-            return [{"prediction": mask.tolist()} for mask in values]
-        return [{"prediction": self._mask_of(i, m)} for i, m in zip(indices, values, strict=True)]
-
-    def _texts(self, indices: Sequence[int], values: Tensor) -> list[Row]:
-        assert self._prompt_of is not None
-        rows = []
-        for index, tokens in zip(indices, values.tolist(), strict=True):
-            if self._facts.inputs.get("encoding") == "bytes":
-                text = bytes(tokens).decode(errors="replace")  # they may end within a character
-            else:
-                text = "".join(map(self._name, tokens))
-            rows.append({"prompt": self._prompt_of(index), "prediction": text})
-        return rows
+    def _text(self, tokens: Sequence[int]) -> str:
+        if self.facts.inputs.get("encoding") == "bytes":
+            return bytes(tokens).decode(errors="replace")  # they may end within a character
+        return "".join(map(self._name, tokens))
 
 
 def _columns(values: Mapping[str, Tensor], count: int) -> list[Row]:
     """Return the numbers of outputs without a known meaning; of large ones the shape."""
     rows: list[Row] = [{} for _ in range(count)]
     for name, tensor in values.items():
-        single = name == OUTPUT
-        if tensor[0].numel() > _COLUMNS:
-            key, shape = "shape" if single else f"{name}_shape", list(tensor.shape[1:])
-            for row in rows:
-                row[key] = shape
-            continue
-        name = "prediction" if single else name
+        column = "prediction" if name == OUTPUT else name
+        shape = {"shape" if name == OUTPUT else f"{name}_shape": list(tensor.shape[1:])}
         for row, numbers in zip(rows, tensor.reshape(count, -1).tolist(), strict=True):
-            if tensor.ndim == 1:
-                row[name] = numbers[0]
+            if len(numbers) > _COLUMNS:
+                row |= shape
+            elif tensor.ndim == 1:
+                row[column] = numbers[0]
             else:
-                row |= {f"{name}{place}": number for place, number in enumerate(numbers, start=1)}
+                row |= {f"{column}{place}": number for place, number in enumerate(numbers, start=1)}
     return rows

@@ -21,23 +21,23 @@ from conf.schema import Config
 from conf.yaml_file import plain_values
 from data.decode import decode_image, read_image
 from data.errors import DataError
-from data.formats.table import TableRows, rows_to_predict
 from data.loading.fetch import collate
 from data.loading.loader import Loader
 from data.pictures import Pictures
+from data.text import Prompts
 from models.pretrained import no_initial_weights
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_pipeline, takes_statistics, with_statistics
 from trainer.assembly.experiment import build_evaluator, build_split
 from trainer.assembly.parts import build_strategy
-from trainer.checkpoints.archive import DamagedCheckpointError
+from trainer.checkpoints.archive import DamagedCheckpointError, digest
 from trainer.checkpoints.reader import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, read_facts
-from trainer.inference.generation import Generation, Sampling, prompts_for
-from trainer.inference.predictor import Answers, Predictor, Row, Rows
+from trainer.inference.predictor import Answers, Generation, Predictor, Row, Rows, Sampling
+from trainer.runs import manifest
 from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow, close
@@ -105,6 +105,10 @@ class Run:
             )
         return self._trainers[checkpoint]
 
+    def origin(self, checkpoint: str = "best") -> dict[str, Any]:
+        """Return where the weights of a checkpoint come from, as plain values."""
+        return origin_of(self.path, self.trainer(checkpoint), checkpoint)
+
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
 
@@ -132,8 +136,8 @@ class Run:
         `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for anything else.
         """
-        predictor, rows = Predictor(self.trainer(checkpoint)), Rows(self.facts, top_k, str)
-        found = list(self._answers(predictor, self._samples(images), rows, batch_size))
+        predictor = Predictor(self.trainer(checkpoint))
+        found = list(self._answers(predictor, self._samples(images), top_k, None, batch_size))
         for row in found:
             del row["file"]
         return found
@@ -162,9 +166,8 @@ class Run:
         seed = self.config.seed if seed is None else seed
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
         predictor = Predictor(self.trainer(checkpoint), generation=generation)
-        rows = Rows(self.facts, 1, str, prompt_of=texts.__getitem__)
         samples = map(dataset.__getitem__, range(len(texts)))
-        found = self._answers(predictor, samples, rows, batch_size)
+        found = self._answers(predictor, samples, 1, texts, batch_size)
         return [row["prediction"] for row in found]
 
     def loader(self, split: str = "val") -> Iterator[Any]:
@@ -175,38 +178,33 @@ class Run:
         loader, _ = build_split(config, build_strategy(config), split)
         return (micro.batch for micro in loader.epoch(0))
 
-    def pictures(self, paths: Sequence[str]) -> Pictures:
-        """Return picture files as a data set for the run's network."""
-        return pictures_for(self.facts, self.config, paths)
-
     def _answers(
-        self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
+        self,
+        predictor: Predictor,
+        samples: Iterator[Any],
+        top_k: int,
+        prompts: Sequence[str] | None,
+        batch_size: int | None,
     ) -> Iterator[Row]:
         """Yield the row of each sample, computed batch by batch."""
-        loader = self.config.loader
+        loader, rows = self.config.loader, Rows(self.facts, top_k, prompts=prompts)
         size = batch_size or loader.eval_batch_size or loader.batch_size
         first = 0
         with torch.inference_mode(), predictor.ready():
             while some := list(islice(samples, size)):
                 batch = predictor.trainer.to_device(collate(some))
-                values, _ = predictor.ask(batch, len(some))
-                yield from rows(Answers(range(first, first + len(some)), values, None, {}))
+                values, kept = predictor.ask(batch, len(some))
+                yield from rows(Answers(range(first, first + len(some)), values, kept, {}))
                 first += len(some)
 
     def _samples(self, images: Any) -> Iterator[Any]:
         if self.facts.inputs["kind"] != "picture":
             yield from images
             return
-        form = self.pictures([])
+        form = pictures_for(self.facts, self.config, [])
         singles = [images] if isinstance(images, (str, bytes, os.PathLike)) else images
         for image in singles:
             yield form.brought_to_form(_as_picture(image, form.channels))
-
-
-def table_for(facts: InferenceFacts, config: Config, path: str) -> TableRows:
-    """Return the rows of a file, encoded as the run's table was. Raises DataError."""
-    form = facts.inputs
-    return rows_to_predict(path, form["features"], form["missing"], build_pipeline(config, "eval"))
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
@@ -216,6 +214,19 @@ def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) ->
         hint = "source=val or source=test; or describe a data set in data.predict"
         raise ConfigError([Problem("source", "the run was not trained on pictures", hint=hint)])
     return Pictures(paths, inputs["channels"], inputs["size"], build_pipeline(config, "eval"))
+
+
+def prompts_for(
+    facts: InferenceFacts, config: Config, names: Sequence[str], texts: Sequence[str]
+) -> Prompts:
+    """Return prompts as the samples of a run that continues text. Raises ConfigError."""
+    form = facts.inputs
+    if form["kind"] != "text" or facts.outputs["kind"] != "text" or not facts.classes:
+        hint = "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
+        hint += "token files of numbers do not hold the tokenizer that made them"
+        raise ConfigError(Problem("run", "its task and data do not continue text", hint))
+    transform = build_pipeline(config, "eval")
+    return Prompts(names, texts, facts.classes, form["context"], transform, form["encoding"])
 
 
 def _as_picture(image: Any, channels: int) -> Tensor:
@@ -258,6 +269,19 @@ def load_trainer(
     snapshot.load_weights(trainer, payload, path)
     trainer.state.global_step = snapshot.saved_step(payload)
     return trainer
+
+
+def origin_of(run_dir: Path, trainer: Trainer, checkpoint: str) -> dict[str, Any]:
+    """Return where the weights of a trainer come from, as plain values."""
+    path = find_checkpoint(run_dir, checkpoint)
+    return {
+        "run": str(run_dir.absolute()),
+        "checkpoint": str(path),
+        "sha256": digest(path),
+        "step": trainer.state.global_step,
+        "average": None if trainer.average is None else trainer.average.name,
+        "versions": manifest.versions(),
+    }
 
 
 def as_trained(config: Config, checkpoint: Path | None) -> Config:

@@ -1,6 +1,8 @@
 """Exported models have the outputs of the model, or are not written."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -9,22 +11,41 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils import cpp_extension
 
 from conf.check import parse
+from data.errors import DataError
 from data.transforms import Pipeline, Standardize, ToFloat
+from models.small_cnn import SmallCNN
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
+from scripts.export import FORMATS
+from trainer.assembly.data import build_data
 from trainer.assembly.parts import Assembly, Known
 from trainer.errors import ModelError
 from trainer.export import artefact
-from trainer.export.artefact import export_run
+from trainer.export.artefact import evaluate_artefact, export_run
 from trainer.export.card import how_to_load
-from trainer.export.formats import Network, build_network, exported_program
+from trainer.export.formats import (
+    GRAPHS,
+    Exportable,
+    Network,
+    build_network,
+    check_libraries,
+    exported_program,
+)
 from trainer.inference.facts import facts_of
+from trainer.inference.run import evaluate_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.update.precision import Precision
+
+SOURCE = Path(__file__).parents[3] / "docs" / "cpp" / "load_torchscript.cpp"
+compiled = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed"),
+]
 
 
 def logits(run, inputs):
@@ -32,131 +53,105 @@ def logits(run, inputs):
         return run.model()(inputs)
 
 
+def onnx_outputs(path, inputs):
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+    names = [output.name for output in session.get_outputs()]
+    found = map(torch.from_numpy, session.run(None, {"input": np.asarray(inputs)}))
+    return session, dict(zip(names, found, strict=True))
+
+
 def test_figures_are_those_of_the_checkpoint(run, tmp_path):
     best = run.trainer().state.global_step
     for step in (20, 40, 60):
         checkpoint = str(run.path / "checkpoints" / f"step-{step:08}.pt")
-        made = export_run(run, "safetensors", tmp_path / f"{step}", checkpoint=checkpoint)
-        found = read(made.folder)["provenance"]["results"]
+        path, facts = export_run(run, "safetensors", tmp_path / f"{step}", checkpoint=checkpoint)
+        found = facts["provenance"]["results"]
         (validated,) = [n for n in run.metrics if n["step"] == step and "val/loss" in n]
         assert found["val/loss"] == validated["val/loss"]
         assert ("test/loss" in found) == (step == best)
-        figures = (made.folder / "card.md").read_text().partition("## Metrics of the")[2]
+        figures = path.with_name("card.md").read_text().partition("## Metrics of the")[2]
         assert figures.startswith(f" checkpoint (step {step})")
         assert f"- val/loss: {validated['val/loss']:.4f}" in figures.partition("##")[0]
 
 
-def read(path):
-    return json.loads((path / "export.json").read_text())
-
-
-def test_onnx_takes_any_batch_and_says_where_it_comes_from(run, tmp_path):
-    onnx, onnxruntime = map(pytest.importorskip, ("onnx", "onnxruntime"))
-    made = export_run(run, "onnx", tmp_path / "o")
-    session = onnxruntime.InferenceSession(str(made.file))
-    for size in (1, 5, 9):
-        x = torch.randn(size, 1, 16, 16)
-        found = session.run(None, {"input": x.numpy()})[0]
-        torch.testing.assert_close(torch.from_numpy(found), logits(run, x), atol=1e-4, rtol=1e-4)
+def test_onnx_says_where_it_comes_from(run, tmp_path):
+    path, facts = export_run(run, "onnx", tmp_path / "o")
+    session, _ = onnx_outputs(path, torch.zeros(1, 1, 16, 16))
     (asked,), (answered,) = session.get_inputs(), session.get_outputs()
     assert (asked.name, asked.shape) == ("input", ["batch", 1, 16, 16])
     assert (answered.name, answered.shape) == ("output", ["batch", 10])
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == [str(digit) for digit in range(10)]
     origin = json.loads(metadata["provenance"])
+    assert origin == facts["provenance"]
     assert origin["step"] == run.trainer().state.global_step
     assert origin["config"] == (run.path / "config.yaml").read_text()
     assert [split["samples"] for split in origin["data"]] == [1257, 270, 270]
-    card = (made.folder / "card.md").read_text()
-    assert all(
-        part in card for part in (origin["config"].rstrip(), "- Data: train: `data.", "1257")
-    )
-    assert sorted(path.name for path in made.folder.iterdir()) == [
-        "card.md",
-        "export.json",
-        "model.onnx",
-    ]
-    notes = onnx.load(str(made.file)).graph.node[0].metadata_props
-    assert not notes  # of the exporter, half of a small file
+    card = path.with_name("card.md").read_text()
+    for part in (origin["config"].rstrip(), "- Data: `data.", "samples 1257"):
+        assert part in card
+    assert json.loads(path.with_name("export.json").read_text()) == facts
+    assert {p.name for p in path.parent.iterdir()} == {"card.md", "export.json", "model.onnx"}
+    nodes = pytest.importorskip("onnx").load(str(path)).graph.node
+    assert not nodes[0].metadata_props  # the exporter's notes, half of a small file
 
 
 def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    made = export_run(run, "onnx", tmp_path / "o", preprocessing="inside")
-    session = onnxruntime.InferenceSession(str(made.file))
+    path, facts = export_run(run, "onnx", tmp_path / "o", preprocessing="inside")
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 16, 16), dtype=np.uint8)
-    found = session.run(None, {"input": pixels})[0]
+    _, found = onnx_outputs(path, pixels)
     by_hand = (torch.from_numpy(pixels).float() / 255 - 0.305) / 0.319
     expected = logits(run, by_hand).softmax(1)
-    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=0)
-    facts = read(made.folder)
+    torch.testing.assert_close(found["output"], expected, atol=1e-5, rtol=0)
     assert facts["transforms_of_the_caller"] == {}
     assert facts["verified"]["difference_of_preprocessing"] < 1e-6
     assert facts["verified"]["samples"] == "of the run"
+    _, expected = evaluate_run(run.config, run.path, "best", None)
+    split, found = evaluate_artefact(run.config, path)
+    assert split == "test"
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["onnx", "torch_export", "torchscript"])
-def test_graphs_run_by_the_lines_of_the_card(run, tmp_path, monkeypatch, name):
+QUICK = [pytest.param(n, marks=compiled) if n == "aoti" else n for n in FORMATS]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_lines_of_the_card_run_a_file_with_the_metrics_of_the_run(
+    run, tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)  # where the command was typed
-    made = export_run(run, name, Path("o"))
-    assert all(line in (made.folder / "card.md").read_text() for line in made.lines)
+    assert set(FORMATS) == {*GRAPHS, "safetensors"}
+    path, facts = export_run(run, name, Path("o"))
+    lines = how_to_load(facts, path.parent)
+    assert all(line in path.with_name("card.md").read_text() for line in lines)
     for size in (1, 4):
         x = torch.randn(size, 1, 16, 16)
         names = {"x": x.numpy() if name == "onnx" else x}
-        exec("\n".join(made.lines), names)
-        found = torch.as_tensor(names["answers"][0] if name == "onnx" else names["answers"])
-        torch.testing.assert_close(found, logits(run, x), atol=1e-4, rtol=1e-4)
-    assert (made.remark != "") == (name == "torchscript")
+        exec("\n".join(lines), names)
+        if name == "safetensors":
+            names["answers"] = names["model"].eval()(x)
+        found = names["answers"][0] if name == "onnx" else names["answers"]
+        torch.testing.assert_close(torch.as_tensor(found), logits(run, x), atol=1e-4, rtol=1e-4)
+    notes = " ".join(facts.get("notes", []))
+    assert ("deprecated" in notes, "eager_ms_of_32" in notes) == (
+        name == "torchscript",
+        name == "aoti",
+    )
+    _, expected = evaluate_run(run.config, run.path, "best", None)
+    _, found = evaluate_artefact(run.config, path, "test", allow_code=True)
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.size, self.place = nn.Linear(16, 1), nn.Linear(16, 4)
-
-    def forward(self, x):
-        x = x.flatten(1)[:, :16]
-        return {"size": self.size(x), "more": (self.place(x), None)}
-
-
-def test_outputs_of_a_model_of_ones_own_have_names(run, tmp_path, monkeypatch):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    torch.manual_seed(0)
-    model = TwoHeads()
-    monkeypatch.setattr(run, "model", lambda checkpoint: model)
-    x = torch.randn(3, 1, 16, 16)
-    expected = model(x)
-    wanted = {"size": expected["size"], "more_output1": expected["more"][0]}
-    for name in ("onnx", "torch_export", "torchscript"):
-        made = export_run(run, name, tmp_path / name)
-        if name == "onnx":
-            session = onnxruntime.InferenceSession(str(made.file))
-            names = [output.name for output in session.get_outputs()]
-            found = dict(zip(names, session.run(None, {"input": x.numpy()}), strict=True))
-        else:
-            found = {"torch_export": lambda p: torch.export.load(p).module()}.get(
-                name, torch.jit.load
-            )(str(made.file))(x)
-        assert list(found) == list(wanted)
-        for key, value in wanted.items():
-            torch.testing.assert_close(torch.as_tensor(found[key]), value, atol=1e-5, rtol=1e-5)
+def test_weights_hold_their_facts(run, tmp_path):
+    path, facts = export_run(run, "safetensors", tmp_path / "o")
+    assert path.with_name("config.yaml").read_text() == (run.path / "config.yaml").read_text()
+    with safe_open(path, "pt") as file:
+        told = json.loads(file.metadata()["regimen"])
+    assert told["provenance"] == facts["provenance"]
+    assert told["classes"] == [str(digit) for digit in range(10)]
 
 
-def test_weights_load_by_the_lines_that_are_printed(run, tmp_path):
-    made = export_run(run, "safetensors", tmp_path / "o")
-    names = {}
-    exec("\n".join(made.lines), names)
-    x = torch.randn(3, 1, 16, 16)
-    found = names["model"].eval()(x)
-    torch.testing.assert_close(found, logits(run, x), atol=1e-5, rtol=1e-5)
-    assert (made.folder / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
-    with safe_open(made.file, "pt") as file:
-        facts = json.loads(file.metadata()["regimen"])
-    assert facts["provenance"]["step"] == run.trainer().state.global_step
-    assert facts["classes"] == [str(digit) for digit in range(10)]
-
-
-def test_lines_spell_nodes_within_nodes(tmp_path):
+def test_lines_make_nodes_within_nodes(tmp_path):
     layer = {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 2, "kernel_size": 3}
     layers = {"a": layer, "b": {"_target_": "torch.nn.Flatten"}}
     node = {"_target_": "models.sequential.from_layers", "layers": layers, "input_shape": [1, 4, 4]}
@@ -171,6 +166,31 @@ def test_lines_spell_nodes_within_nodes(tmp_path):
     assert torch.equal(names["model"](x), expected(x))
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size, self.place = nn.Linear(16, 1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = x.flatten(1)[:, :16]
+        return {"size": self.size(x), "more": (self.place(x), None)}
+
+
+@pytest.mark.parametrize("name", ["onnx", "torch_export", "torchscript"])
+def test_outputs_of_a_model_of_ones_own_have_names(run, tmp_path, monkeypatch, name):
+    torch.manual_seed(0)
+    model = TwoHeads()
+    monkeypatch.setattr(run, "model", lambda checkpoint: model)
+    x = torch.randn(3, 1, 16, 16)
+    expected = model(x)
+    wanted = {"size": expected["size"], "more_output1": expected["more"][0]}
+    path, _ = export_run(run, name, tmp_path / name)
+    found = onnx_outputs(path, x)[1] if name == "onnx" else GRAPHS[name].load(path)(x)
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-5)
+
+
 class Branches(nn.Module):
     def forward(self, x):
         return x.mean((2, 3)) if x.sum() > 0 else -x.mean((2, 3))
@@ -181,22 +201,10 @@ class BranchesInNumpy(nn.Module):
         return x.mean((2, 3)) if np.sum(x.numpy()) > 0 else -x.mean((2, 3))
 
 
-@pytest.fixture
-def of_both_signs(monkeypatch):
-    """Let samples be such that the first ones take another branch than all together."""
+def test_a_branch_is_scripted_or_no_file_is_written(run, tmp_path, monkeypatch):
     inputs = torch.ones(32, 1, 4, 4) * torch.linspace(-3, 1, 32)[:, None, None, None].flip(0)
+    # The first samples take another branch than all together.
     monkeypatch.setattr(artefact, "samples_of", lambda run, names: (inputs, True))
-    return inputs
-
-
-def test_a_branch_on_the_data_is_scripted(run, tmp_path, monkeypatch, of_both_signs):
-    monkeypatch.setattr(run, "model", lambda checkpoint: Branches())
-    network = torch.jit.load(str(export_run(run, "torchscript", tmp_path / "o").file))
-    for inputs in (of_both_signs, of_both_signs[:1]):
-        assert torch.equal(network(inputs), Branches()(inputs))
-
-
-def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch, of_both_signs):
     monkeypatch.setattr(run, "model", lambda checkpoint: BranchesInNumpy())
     with pytest.raises(ModelError, match="outputs of"):
         export_run(run, "torchscript", tmp_path / "o")
@@ -204,25 +212,25 @@ def test_a_file_with_other_outputs_is_not_written(run, tmp_path, monkeypatch, of
     with pytest.raises(ModelError, match=r"torch\.export"):
         export_run(run, "torch_export", tmp_path / "o")
     assert list(tmp_path.iterdir()) == []
+    network = torch.jit.load(str(export_run(run, "torchscript", tmp_path / "o")[0]))
+    for some in (inputs, inputs[:1]):
+        assert torch.equal(network(some), Branches()(some))
 
 
 def test_a_folder_is_replaced_only_when_asked(run, tmp_path):
-    made = export_run(run, "safetensors", tmp_path / "o")
-    (made.folder / "mine").touch()
+    folder = export_run(run, "safetensors", tmp_path / "o")[0].parent
+    (folder / "mine").touch()
     with pytest.raises(ModelError, match="overwrite=true"):
-        export_run(run, "safetensors", tmp_path / "o")
-    assert (made.folder / "mine").exists()
-    export_run(run, "safetensors", tmp_path / "o", overwrite=True)
-    assert not (made.folder / "mine").exists()
+        export_run(run, "safetensors", folder)
+    assert (folder / "mine").exists()
+    export_run(run, "safetensors", folder, overwrite=True)
+    assert not (folder / "mine").exists()
     (tmp_path / "of_others").mkdir()
     (tmp_path / "of_others" / "thesis").touch()
     with pytest.raises(ModelError, match="is no export"):
         export_run(run, "safetensors", tmp_path / "of_others", overwrite=True)
     assert (tmp_path / "of_others" / "thesis").exists()
-
-
-def test_what_a_killed_command_left_is_removed(run):
-    left = run.path / "exports" / ".tmp-left"
+    left = run.path / "exports" / ".tmp-left"  # by a command that was killed
     left.mkdir(parents=True)
     (left / "model.onnx").touch()
     export_run(run, "safetensors")
@@ -230,14 +238,13 @@ def test_what_a_killed_command_left_is_removed(run):
 
 
 def test_without_the_data_it_is_verified_on_random_inputs(run, tmp_path, monkeypatch):
-    from data.errors import DataError
-
     def gone(config, splits):
         raise DataError("data.root is gone")
 
     monkeypatch.setattr(artefact, "build_data", gone)
-    made = export_run(run, "torchscript", tmp_path / "o")
-    assert read(made.folder)["verified"]["samples"] == "random"
+    for preprocessing in ("outside", "inside"):
+        _, facts = export_run(run, "torchscript", tmp_path / preprocessing, preprocessing)
+        assert facts["verified"]["samples"] == "random"
 
 
 def test_a_transform_that_fits_no_graph_is_named():
@@ -251,13 +258,22 @@ def test_a_transform_that_fits_no_graph_is_named():
 
 
 def test_the_facts_of_a_run_are_plain(run):
-    from trainer.assembly.data import build_data
-
-    data = build_data(run.config, ("val",))
-    facts = facts_of(run.config, data, run.trainer().task)
+    facts = facts_of(run.config, build_data(run.config, ("val",)), run.trainer().task)
     assert facts == run.facts
     assert facts.inputs == {"kind": "picture", "channels": 1, "size": [16, 16]}
     assert facts.model_inputs == {"shape": [1, 16, 16], "dtype": "float32"}
+
+
+def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
+    path, _ = export_run(run, "torchscript", tmp_path / "ts")
+    with pytest.raises(ModelError, match="allow_code=true"):
+        evaluate_artefact(run.config, path, "test")
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ModelError, match="not the file"):
+        evaluate_artefact(run.config, path, "test", allow_code=True)
+    with pytest.raises(ModelError, match=r"export\.json"):
+        evaluate_artefact(run.config, run.path / "config.yaml", "test")
 
 
 IMAGE = torch.randn(2, 1, 16, 16)
@@ -275,11 +291,40 @@ NETWORKS = [
 def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
     composed = compose(parse_arguments(["experiment=resnet18", f"model={model}", *more]))
     config = parse(composed.config)
-    classes = config.data.num_classes
     on_cpu = Strategy(torch.device("cpu"))
-    built = Assembly(config, Known(classes), on_cpu, Precision("fp32", "cpu")).model
-    network = Network(built, Task(), nn.Sequential(), interprets=False).eval()
-    program = exported_program(network, x).module()
+    known = Known(config.data.num_classes)
+    built = Assembly(config, known, on_cpu, Precision("fp32", "cpu")).model
+    program = exported_program(Exportable(Network(built, Task()), x, {})).module()
     for inputs in (x, x[:1], torch.cat([x, x])):
         with torch.no_grad():
             torch.testing.assert_close(program(inputs), built(inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_the_loader_of_the_docs_answers_as_the_model_does(tmp_path):
+    assert len(SOURCE.read_text().splitlines()) <= 30
+    torch.manual_seed(0)
+    graph = Exportable(Network(SmallCNN(10), Task()), torch.randn(2, 1, 16, 16), {})
+    GRAPHS["torchscript"].write(graph, tmp_path / "model.ts")
+    flags = [f"-I{path}" for path in cpp_extension.include_paths()]
+    for path in cpp_extension.library_paths():
+        flags += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    loader = tmp_path / "load_torchscript"
+    libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-o", str(loader)]
+    subprocess.run(["g++", "-std=c++20", str(SOURCE), *flags, *libraries], check=True)
+    asked = [str(loader), str(tmp_path / "model.ts"), "1", "16", "16"]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True)
+    found = torch.tensor([float(line) for line in done.stdout.splitlines()])
+    with torch.no_grad():
+        expected = graph.network(torch.zeros(1, 1, 16, 16))[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    wrong = subprocess.run([*asked[:1], str(SOURCE), *asked[2:]], capture_output=True, text=True)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: ")
+
+
+def test_a_package_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ModelError, match="C\\+\\+ compiler"):
+        check_libraries("aoti")

@@ -9,7 +9,7 @@ from data.errors import DataError, UnreadableError
 from data.loading.fetch import collate
 from data.text import ALPHABET, Prompts, find_prompts
 from models.gpt import GPT
-from trainer.inference.generation import Generation
+from trainer.inference.predictor import Generation
 from trainer.tasks.language_model import LanguageModel
 
 CONTEXT = 8
