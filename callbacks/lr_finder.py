@@ -3,13 +3,18 @@
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from callbacks.pictures.drawing import curve
+import numpy as np
+from PIL import Image as Pillow
+from PIL import ImageDraw, ImageFont
+
 from callbacks.support import CallbackError
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
+from trainer.media import Image
 from trainer.trainer import Trainer
 
 REPORT = "lr_finder.json"
@@ -81,7 +86,7 @@ class LRFinder(Callback):
         found, path = self.suggestion(), trainer.run_dir / REPORT
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         write_json(path, {"suggestion": found, "lr": self.rates, "loss": losses})
-        trainer.log_image("lr_finder", curve(self.rates, self._smoothed(), found))
+        trainer.log_image("lr_finder", _curve(self.rates, self._smoothed(), found))
         told = "nothing: the loss never fell" if found is None else f"{found:.4g}"
         _log.info("learning rate range test: suggests %s (%s)", told, path)
 
@@ -122,3 +127,23 @@ class LRFinder(Callback):
             weight = self._smoothing * weight + 1 - self._smoothing
             result.append(average / weight)
         return result
+
+
+def _curve(rates: list[float], losses: list[float], mark: float | None) -> Image:
+    """Return the losses over the logarithm of the rates as a line; one in red is at `mark`."""
+    canvas, font = Pillow.new("RGB", (640, 360), "white"), ImageFont.load_default(14)
+    draw, finite = ImageDraw.Draw(canvas), np.isfinite(losses)
+    x, y = np.log10(rates)[finite], np.asarray(losses)[finite]
+    if not len(x):
+        return np.asarray(canvas)
+    across: Any = partial(np.interp, xp=(x[0], x[-1]), fp=(70, 620))
+    down: Any = partial(np.interp, xp=(y.min(), y.max()), fp=(320, 20))
+    draw.line(list(zip(across(x), down(y), strict=True)), (30, 90, 200), 2)
+    for power in range(math.ceil(x[0]), math.floor(x[-1]) + 1):
+        draw.text((across(power), 320), f"1e{power}", "black", font, anchor="ma")
+    for value in (y.min(), y.max()):
+        draw.text((66, down(value)), f"{value:.4g}", "black", font, anchor="rm")
+    if mark is not None:
+        at = across(math.log10(mark))
+        draw.line((at, 20, at, 320), (190, 0, 0), 2)
+    return np.asarray(canvas)

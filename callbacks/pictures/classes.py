@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from callbacks.pictures.drawing import matrix
-from callbacks.pictures.validation import ValidationPicture, class_names, labels_of
-from callbacks.support import CallbackError
+from callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
+from callbacks.support import CallbackError, check_least
 from trainer.media import PRCurve
 from trainer.trainer import Trainer
 
@@ -35,11 +35,9 @@ class ConfusionMatrix(ValidationPicture):
         """Keep the labels and the predictions of a batch."""
         self.kept.append((labels_of(batch[1]), output.argmax(1)))
 
-    def show(self, trainer: Trainer) -> None:
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the counts over all processes."""
-        if (found := self.gathered(trainer)) is None:
-            return
-        (labels, predicted), count = found, int(trainer.task.num_classes)  # type: ignore[attr-defined]
+        (labels, predicted), count = parts, int(trainer.task.num_classes)  # type: ignore[attr-defined]
         pairs = (labels * count + predicted)[labels >= 0]
         table = pairs.bincount(minlength=count * count).view(count, count).double().numpy()
         names, sums = class_names(trainer, count), table.sum(1, keepdims=True)
@@ -60,38 +58,33 @@ class PRCurves(ValidationPicture):
         self, max_classes: int = 10, thresholds: int = 101, every_n_validations: int | None = None
     ) -> None:
         super().__init__(every_n_validations=every_n_validations)
-        if thresholds < 2 or max_classes < 1:
-            raise CallbackError(
-                f"thresholds={thresholds}, max_classes={max_classes}: at least 2 and 1"
-            )
+        check_least(max_classes=max_classes)
+        if thresholds < 2:
+            raise CallbackError(f"thresholds={thresholds}: choose at least 2")
         self._max_classes = max_classes
         self._thresholds = thresholds
         self._classes = 0
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
-        """Keep the probabilities of a batch, and whether each is of what is right."""
-        scores, target = trainer.task.interpret(output)[:, : self._max_classes], batch[1]
-        if trainer.task.output_kind == "labels":
-            positive = target[:, : self._max_classes] > 0.5
-            known = torch.ones_like(positive)
-        else:
-            labels = labels_of(target)[:, None]
-            positive = labels == torch.arange(scores.shape[1], device=labels.device)
-            known = (labels >= 0).expand_as(positive)
-        self._classes = output.shape[1]
-        self.kept.append((scores, positive, known))
+        """Keep the probabilities of a batch, and what is right."""
+        target, self._classes = batch[1], output.shape[1]
+        of_labels = trainer.task.output_kind == "labels"
+        right = target[:, : self._max_classes] > 0.5 if of_labels else labels_of(target)
+        self.kept.append((trainer.task.interpret(output)[:, : self._max_classes], right))
 
-    def show(self, trainer: Trainer) -> None:
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the curves over the samples of all processes."""
-        count = max(trainer.group.gather(self._classes))  # a process may have no sample
-        if (found := self.gathered(trainer)) is None:
-            return
+        scores, right = parts
+        if right.ndim == 1:  # the class of each sample, or none
+            known = right >= 0
+            scores = scores[known]
+            right = right[known][:, None] == torch.arange(scores.shape[1])
         thresholds = torch.linspace(0, 1, self._thresholds, dtype=torch.float64)
-        names = class_names(trainer, count)
-        for name, scores, positive, known in zip(names, *(p.T for p in found), strict=False):
+        names = class_names(trainer, self._classes or scores.shape[1])
+        for name, given, positive in zip(names, scores.double().T, right.T, strict=False):
             counts = []
-            for right in (positive & known, ~positive & known):
-                ascending = scores[right].double().sort().values
+            for chosen in (positive, ~positive):
+                ascending = given[chosen].sort().values
                 counts.append(len(ascending) - torch.searchsorted(ascending, thresholds))
             true, false = (part.double().numpy() for part in counts)
             curve = PRCurve(thresholds.numpy(), true, false, false[0] - false, true[0] - true)

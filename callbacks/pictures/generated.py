@@ -5,9 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.pictures.drawing import is_picture, pixels, sheet
-from callbacks.pictures.validation import ValidationPicture, check_least, class_names, code_block
-from callbacks.support import CallbackError
+from callbacks.pictures.picture import (
+    ValidationPicture,
+    class_names,
+    code_block,
+    is_picture,
+    pixels,
+    sheet,
+)
+from callbacks.support import CallbackError, check_least
 from data.batch import inputs_of
 from trainer.trainer import Trainer
 
@@ -26,9 +32,9 @@ class GeneratedImages(ValidationPicture):
         if not self.kept and is_picture(output):
             self.kept = [(output[: self.wanted].clone(),)]
 
-    def show(self, trainer: Trainer) -> None:
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
-        trainer.log_image("generated/val", sheet(pixels(self.kept[0][0]), columns=8))
+        trainer.log_image("generated/val", sheet(pixels(parts[0]), columns=8))
 
 
 class GeneratedText(ValidationPicture):
@@ -56,20 +62,23 @@ class GeneratedText(ValidationPicture):
             raise CallbackError(f"temperature={temperature}: choose more than 0")
         self._prompt, self._length = prompt, length
         self._temperature = temperature
+        self._context = 0  # tokens that the model sees
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first prompts, and the length of the context."""
         tokens = inputs_of(batch)
         whole = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
         if not self.kept and whole and isinstance(output, Tensor) and output.ndim == 3:
-            self.kept = [(tokens[: self.wanted, : self._prompt].clone(), tokens.shape[1])]
+            self.kept = [(tokens[: self.wanted, : self._prompt].clone(),)]
+            self._context = tokens.shape[1]
 
-    def show(self, trainer: Trainer) -> None:
+    def finish(self, trainer: Trainer) -> None:
         """Generate the text on all processes, which a sharded model needs."""
-        asked = trainer.group.broadcast([(tokens.cpu(), n) for tokens, n in self.kept])
+        asked = [tokens.cpu() for (tokens,) in self.kept]
+        asked, context = trainer.group.broadcast((asked, self._context))
         if not asked:
             return
-        tokens, context = asked[0][0].to(trainer.strategy.device), asked[0][1]
+        tokens = asked[0].to(trainer.strategy.device)
         with trainer.evaluating(), trainer.precision.autocast():
             for _ in range(self._length):
                 logits = trainer.task.prediction_step(trainer.model, tokens[:, -context:])

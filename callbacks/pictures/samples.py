@@ -1,22 +1,28 @@
 """Samples as the network gets them, and its predictions in a validation."""
 
+import colorsys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.utils import draw_segmentation_masks
 
-from callbacks.pictures.drawing import BLACK, RIGHT, WRONG, is_picture, pixels, sheet
-from callbacks.pictures.validation import (
+from callbacks.pictures.picture import (
     ValidationPicture,
-    check_least,
     class_names,
     is_due,
+    is_picture,
     labels_of,
+    pixels,
+    sheet,
 )
+from callbacks.support import check_least
 from data.batch import MicroBatch
 from trainer.callback import Callback
 from trainer.trainer import Trainer
+
+_RIGHT, _WRONG, _UNKNOWN = (0, 120, 0), (190, 0, 0), (0, 0, 0)  # colors of captions
 
 
 class TrainingSamples(Callback):
@@ -30,24 +36,23 @@ class TrainingSamples(Callback):
         check_least(count=count, every_n_epochs=every_n_epochs)
         self._count = count
         self._every = every_n_epochs
-        self._kept: tuple[Tensor, Any] | None = None
+        self._kept: list[Any] = []  # images, and their labels or None
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep a copy of the first images, on their device."""
-        state = trainer.state
+        state, batch = trainer.state, micro_batches[0].batch
         if state.position or not trainer.is_main or not is_due(state.epoch + 1, self._every):
             return
-        batch = micro_batches[0].batch
         inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
         if is_picture(inputs):
             known = [t[: self._count] for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
-            self._kept = inputs[: self._count].clone(), known[0] if known else None
+            self._kept = [inputs[: self._count].clone(), known[0] if known else None]
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
-        if self._kept is None:
+        if not self._kept:
             return
-        (images, labels), self._kept = self._kept, None
+        (images, labels), self._kept = self._kept, []
         captions: list[str] = []
         if labels is not None and labels.is_floating_point():  # values to predict
             captions = [f"{value:.4g}" for value in labels.tolist()]
@@ -59,28 +64,28 @@ class TrainingSamples(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the images that wait for a log line, if there are any."""
-        return {} if self._kept is None else {"kept": list(self._kept)}
+        return {"kept": list(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the images that wait."""
-        self._kept = tuple(state["kept"]) if "kept" in state else None
+        self._kept = list(state.get("kept", []))
 
 
 class ValidationSamples(ValidationPicture):
     """Show the first images of the validation with label and prediction, as `samples/val`."""
 
-    kinds = ("classes",)
+    kinds: tuple[str, ...] = ("classes",)
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep the first images."""
         if not self.kept and is_picture(batch[0]):
-            first = slice(self.wanted)
-            answers = trainer.task.interpret(output[first])
-            self.kept = [(batch[0][first].clone(), labels_of(batch[1])[first], answers)]
+            images, target, answers = (part[: self.wanted] for part in (*batch[:2], output))
+            labels = labels_of(target).clone()
+            self.kept = [(images.clone(), labels, trainer.task.interpret(answers))]
 
-    def show(self, trainer: Trainer) -> None:
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the images."""
-        trainer.log_image("samples/val", _judged(trainer, *self.kept[0]))
+        trainer.log_image("samples/val", _judged(trainer, *parts))
 
 
 class Misclassified(ValidationPicture):
@@ -96,18 +101,46 @@ class Misclassified(ValidationPicture):
             found = [torch.cat(parts) for parts in zip(*self.kept, samples, strict=True)]
             self.kept = [self._worst(*found)]
 
-    def show(self, trainer: Trainer) -> None:
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log the worst images of all processes."""
-        if (found := self.gathered(trainer)) is not None:
-            images, labels, answers = self._worst(*found)
-            if count := int((_wrongness(labels, answers) > 0).sum()):
-                picture = _judged(trainer, images[:count], labels[:count], answers[:count])
-                trainer.log_image("samples/misclassified", picture)
+        images, labels, answers = self._worst(*parts)
+        if count := int((_wrongness(labels, answers) > 0).sum()):
+            picture = _judged(trainer, images[:count], labels[:count], answers[:count])
+            trainer.log_image("samples/misclassified", picture)
 
     def _worst(self, images: Tensor, labels: Tensor, answers: Tensor) -> Sequence[Tensor]:
-        count = min(self.wanted, len(labels))
-        worst = _wrongness(labels, answers).topk(count).indices
+        worst = _wrongness(labels, answers).topk(min(self.wanted, len(labels))).indices
         return images[worst], labels[worst], answers[worst]
+
+
+class Masks(ValidationSamples):
+    """Show the first images of the validation, with label and prediction over them, as `masks/val`.
+
+    Each class but 0, the background, has a color; pixels without a known class are grey.
+    """
+
+    kinds = ("mask",)
+
+    def show(self, trainer: Trainer, *parts: Tensor) -> None:
+        """Log the images."""
+        images, labels, answers = parts
+        count = getattr(trainer.task, "num_classes", None) or int(labels.max()) + 1
+        tiles = []
+        for image, label, answer in zip(pixels(images), labels, answers, strict=True):
+            tiles += [image, overlay(image, label, count), overlay(image, answer, count)]
+        captions = ["image", "label", "prediction"] * len(images)
+        trainer.log_image("masks/val", sheet(torch.stack(tiles), captions, columns=3))
+
+
+def overlay(image: Tensor, mask: Tensor, classes: int) -> Tensor:
+    """Return an image with each class but the first in a color over it; unknown ones are grey."""
+    hues = [colorsys.hsv_to_rgb(index / classes, 1, 1) for index in range(1, classes)]
+    colors = [(int(255 * r), int(255 * g), int(255 * b)) for r, g, b in hues]
+    layers = [mask == index for index in range(1, classes)] + [(mask < 0) | (mask >= classes)]
+    painted: Tensor = draw_segmentation_masks(
+        image, torch.stack(layers), 0.6, [*colors, (128, 128, 128)]
+    )
+    return painted
 
 
 def _wrongness(labels: Tensor, answers: Tensor) -> Tensor:
@@ -124,5 +157,5 @@ def _judged(trainer: Trainer, images: Tensor, labels: Tensor, answers: Tensor) -
         known = 0 <= label < len(names)
         wrong = known and label != answer
         captions.append(f"{names[answer]} {share:.0%}" + f"\nis {names[label]}" * wrong)
-        colors.append(WRONG if wrong else RIGHT if known else BLACK)
+        colors.append(_WRONG if wrong else _RIGHT if known else _UNKNOWN)
     return sheet(pixels(images), captions, colors)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.pictures import drawing
+from callbacks.pictures import picture as drawing
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from callbacks.pictures.samples import Misclassified
 from toy_pictures import CLASSES, Gallery, images, trainer_of

@@ -12,11 +12,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from callbacks.pictures import drawing
+from callbacks.pictures import picture as drawing
 from callbacks.pictures.generated import GeneratedImages, GeneratedText
-from callbacks.pictures.graph import Graph
-from callbacks.pictures.masks import Masks
-from callbacks.pictures.texts import Texts
+from callbacks.pictures.model import Graph, Texts
+from callbacks.pictures.samples import Masks, overlay
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from toy_pictures import Gallery, trainer_of
@@ -44,7 +43,7 @@ def test_masks_lie_over_their_images() -> None:
     assert width == 3 * (96 + 4) + 4  # image, label and prediction of a sample in a row
     assert height > 2 * 96
     grey = torch.full((3, 2, 2), 50, dtype=torch.uint8)
-    painted = drawing.overlay(grey, torch.tensor([[0, 1], [2, 255]]), 3)
+    painted = overlay(grey, torch.tensor([[0, 1], [2, 255]]), 3)
     assert torch.equal(painted[:, 0, 0], grey[:, 0, 0])  # the background stays as it is
     assert len({tuple(pixel) for pixel in painted.flatten(1).T.tolist()}) == 4
 

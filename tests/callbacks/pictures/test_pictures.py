@@ -14,14 +14,10 @@ from torch import Tensor
 from callbacks.histograms import Histograms
 from callbacks.metrics_log import MetricsLog
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
-from callbacks.pictures.drawing import matrix, sheet
 from callbacks.pictures.generated import GeneratedImages, GeneratedText
-from callbacks.pictures.graph import Graph
-from callbacks.pictures.layers import LayerStatistics
-from callbacks.pictures.masks import Masks
-from callbacks.pictures.samples import Misclassified, TrainingSamples, ValidationSamples
-from callbacks.pictures.texts import Texts
-from callbacks.pictures.validation import is_due
+from callbacks.pictures.model import Graph, LayerStatistics, Texts
+from callbacks.pictures.picture import is_due, matrix, sheet
+from callbacks.pictures.samples import Masks, Misclassified, TrainingSamples, ValidationSamples
 from callbacks.tensorboard import TensorBoard
 from toy_pictures import Gallery, trainer_of
 from trainer import rng
