@@ -123,7 +123,8 @@ class Checkpoint(Saver):
         if not trainer.resumed or self._store is None:
             return
         store, step = self._store, trainer.state.global_step
-        here = [saved for saved in self._ranking if store.holds(saved.step)]
+        steps = store.steps()
+        here = [saved for saved in self._ranking if saved.step in steps]
         self._ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
         if not trainer.group.broadcast(store.path_of(step).exists()):  # it is another run's
             return

@@ -100,7 +100,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
     path, payload = found
     store = CheckpointStore(path.parent)
     own = trainer.run_dir is not None and path.parent.parent.resolve() == trainer.run_dir.resolve()
-    if own and store.beyond(saved_step(payload)):
+    if own and max(store.steps(), default=0) > saved_step(payload):
         raise CheckpointError(
             f"{path}: run_dir holds checkpoints of later steps: go on with resume='auto', or give "
             "Trainer another run_dir"

@@ -331,7 +331,7 @@ def go_back(run: Path, moment: Moment) -> Path | None:
     logs = [run / METRICS, *(run / _BOARD).glob(_EVENTS)]
     sizes = {path: moment.sizes.get(path.name, 0) for path in logs if path.is_file()}
     longer = {path: size for path, size in sizes.items() if path.stat().st_size > size}
-    if going_back_to(run) is None and not longer and not store.beyond(moment.step):
+    if going_back_to(run) is None and not longer and max(store.steps(), default=0) <= moment.step:
         return None
     folder = _noted(run, moment.step)
     for place in (run / _ABANDONED, folder, folder / "checkpoints", folder / _BOARD, store.folder):

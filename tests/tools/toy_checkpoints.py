@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.store import CheckpointStore, read_checkpoint
+from trainer.errors import CheckpointError
 
 
 def payload(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
@@ -21,6 +23,23 @@ def files(store: CheckpointStore) -> list[str]:
 
 def value(path: Path) -> float:
     return float(torch.load(path, weights_only=True)["model"]["weight"][0])
+
+
+def refused(
+    path: Path,
+    kind: type[CheckpointError] | None = None,
+    reader: Callable[[Path], Any] = read_checkpoint,
+) -> str:
+    """Return the one line that refuses a file: it names the file and advises nothing unsafe."""
+    with pytest.raises(CheckpointError) as caught:
+        reader(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert "weights_only" not in message
+    assert caught.value.exit_code == 4
+    assert kind in (None, caught.type)
+    return message
 
 
 def in_a_child(function: Callable[..., Any], *arguments: Any) -> int | None:

@@ -1,13 +1,12 @@
 """Files of torch.save and of safetensors: written whole, and read without trusting them."""
 
-import _compat_pickle
 import hashlib
-import io
 import pickletools
+import re
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,16 +15,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.files.atomic import regular, replacing
 
 _FOLDER = 0x10  # among the attributes of an archive's entry
-_LARGEST = 1 << 28  # bytes of a pickle that is searched for code
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_MAPPINGS: tuple[type, ...] = (dict, Counter, OrderedDict)
-_SEQUENCES: tuple[type, ...] = (list, tuple, set)
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -41,11 +36,11 @@ def plain(value: Any) -> Any:
 
     Tensors are returned as they are. Raises `NotPlainError` for any other type.
     """
-    if isinstance(value, torch.Tensor) or type(value) in _ATOMS:
+    if isinstance(value, Tensor) or type(value) in _ATOMS:
         return value
-    if type(value) in _MAPPINGS:
+    if type(value) in (dict, Counter, OrderedDict):
         return type(value)({plain(k): plain(v) for k, v in value.items()})
-    if type(value) in _SEQUENCES:
+    if type(value) in (list, tuple, set):
         return type(value)(plain(v) for v in value)
     for base in (int, float, str):
         if isinstance(value, base):
@@ -59,10 +54,8 @@ def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `values` that are plain; others, such as functions, are left out."""
     kept = {}
     for key, value in values.items():
-        try:
+        with suppress(NotPlainError):
             kept[key] = plain(value)
-        except NotPlainError:
-            continue
     return kept
 
 
@@ -94,7 +87,15 @@ def read_archive(path: Path, crcs: bool = True) -> Any:
             if file.read(2) == b"PK":
                 _check(path, file, crcs)
             file.seek(0)
-            return _load(path, file)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about old formats
+                    # Explicit, since an environment variable can change torch's default.
+                    return torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                    raise ResourceError(f"{path}: no memory left to load it") from error
+                raise _refusal(path, error) from error
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path}: there is no such file") from error
     except OSError as error:
@@ -132,30 +133,13 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
         raise DamagedCheckpointError(f"{path}: its archive is damaged in {broken!r} (CRC)")
 
 
-def _load(path: Path, file: BinaryIO) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old formats
-            # Explicit, since an environment variable can change torch's default.
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise ResourceError(f"{path}: no memory left to load it") from error
-        raise _refusal(path) from error
-
-
-def _refusal(path: Path) -> CheckpointError:
+def _refusal(path: Path, error: Exception) -> CheckpointError:
     """Return the reason why torch refuses `path`, without its advice to load it unsafely."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pickletools warns about unusual escapes
-        try:
-            names = sorted(map(_present, get_unsafe_globals_in_checkpoint(path)))
-        except Exception:  # no archive, or a pickle of another protocol than torch.save's
-            names = [n for n in map(_present, _imported(path)) if not n.startswith("torch.")]
-    if names:
-        more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    name = named[1] if named else _first_import(path)
+    if name is not None:
         return CheckpointError(
-            f"{path}: refused: contains code ({names[0]}){more}; "
+            f"{path}: refused: contains code ({name}); "
             "only tensors, plain containers, numbers and strings are loaded"
         )
     with open(path, "rb") as file:
@@ -166,31 +150,16 @@ def _refusal(path: Path) -> CheckpointError:
     return DamagedCheckpointError(f"{path}: not a checkpoint{page}")
 
 
-def _present(name: str) -> str:
-    """Return the Python 3 name for a Python 2 name, which pickle protocols up to 2 use."""
-    module, _, attribute = name.rpartition(".")
-    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{attribute}"
-
-
-def _imported(path: Path) -> Iterator[str]:
-    """Yield the names that the pickles of a file import, up to the first unreadable byte."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            inside = [e for e in archive.infolist() if e.filename.endswith(".pkl")]
-            content = b"".join(archive.read(e) for e in inside if e.file_size < _LARGEST)
-    except Exception:  # no archive, or a damaged one
-        with open(path, "rb") as file:
-            content = file.read(_LARGEST)
-    stream, strings = io.BytesIO(content), [""]
-    with suppress(Exception):  # the rest is not a pickle; pickletools raises many types
-        while stream.tell() < len(content):
-            for opcode, argument, _ in pickletools.genops(stream):
-                if opcode.name in ("GLOBAL", "INST"):
-                    yield str(argument).replace(" ", ".")
-                elif opcode.name == "STACK_GLOBAL":
-                    yield ".".join(strings[-2:])
-                elif isinstance(argument, str):
-                    strings.append(argument)
+def _first_import(path: Path) -> str | None:
+    """Return what a pickle imports first whose protocol, above 2, torch does not read."""
+    strings: list[str] = []
+    with open(path, "rb") as file, suppress(Exception):  # of bytes that are no pickle
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "STACK_GLOBAL":
+                return ".".join(strings[-2:])
+            if isinstance(argument, str):
+                strings.append(argument)
+    return None
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

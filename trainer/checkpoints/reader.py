@@ -1,9 +1,12 @@
-"""Read checkpoints: verified, of this format, and of a run's form."""
+"""Read checkpoints: verified against their index, of this format, and of a run's form."""
 
+import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,11 +17,12 @@ from trainer.checkpoints.archive import (
     read_archive,
     read_safetensors,
 )
-from trainer.checkpoints.index import INDEX, Index
 from trainer.errors import CheckpointError
+from trainer.files.atomic import regular, write_json
 from trainer.state import TrainState
 
 FORMAT_VERSION = 2
+INDEX = "index.json"
 _ATTEMPTS = 5
 _MOST_VALUES = 5_000_000
 _WEIGHTS = ("model", "ema", "callbacks", "shards", "format_version")  # of a run's checkpoint
@@ -30,6 +34,58 @@ _STATE: Mapping[str, type] = {
     **dict.fromkeys(("sums", "epoch_sums", "loader", "own", "unsaved"), list),
     "world_size": int,
 }
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint file: its step, metrics, size and digest."""
+
+    file: str
+    step: int
+    size: int  # bytes
+    sha256: str
+    metrics: dict[str, float | None]  # None: not finite
+    facts: dict[str, Any]  # torch, threads, device, world_size, when it was saved
+
+
+@dataclass(slots=True)
+class Index:
+    """`index.json`: the entries by file name, and those that the names `last`, `best` refer to."""
+
+    files: dict[str, Entry] = field(default_factory=dict)
+    names: dict[str, Entry] = field(default_factory=dict)
+    layout: dict[str, str] = field(default_factory=dict)  # of the weights: float32[64, 3, 3, 3]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the index of `folder`: empty if missing, or damaged (with a warning)."""
+        try:
+            content = json.loads(regular(folder / INDEX).read_text(encoding="utf-8"))
+            files, names = (
+                {name: Entry(**fields) for name, fields in content[key].items()}
+                for key in ("files", "names")
+            )
+            return cls(files, names, dict(content["layout"]))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            _log.warning("%s is damaged and is set up anew (%s)", folder / INDEX, error)
+            return cls()
+
+    def write(self, folder: Path) -> None:
+        """Replace the index of `folder`, durably. Raises StorageError."""
+        write_json(folder / INDEX, asdict(self))
+
+    def digests(self, path: Path) -> set[str] | None:
+        """Return the digests that a file may have; None where the index does not tell."""
+        if path.name in self.files:
+            return {self.files[path.name].sha256}
+        # A name may already lead to a checkpoint that the index, written last, does not list yet.
+        listed = all(other.name in self.files for other in path.parent.glob("step-*.pt"))
+        if path.stem not in self.names or not listed:
+            return None
+        return {entry.sha256 for entry in (*self.files.values(), *self.names.values())}
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -39,14 +95,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     archive's CRCs. It is read again if a running process replaced it meanwhile. Raises
     CheckpointError.
     """
-    for _ in range(_ATTEMPTS - 1):
+    for attempt in range(1, _ATTEMPTS + 1):
         before = _identity(path)
         try:
             return _read(path)
         except DamagedCheckpointError:
-            if _identity(path) == before:
+            if attempt == _ATTEMPTS or _identity(path) == before:
                 raise
-    return _read(path)
+    raise AssertionError
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -58,8 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
     if type(version) is not int:
         raise CheckpointError(f"{path}: format {version!r} is not a number")
     if version != FORMAT_VERSION:
-        order = ">" if version > FORMAT_VERSION else "<"
-        writer = "a newer" if version > FORMAT_VERSION else "an earlier"
+        order, writer = (">", "a newer") if version > FORMAT_VERSION else ("<", "an earlier")
         message = f"format {version} {order} supported {FORMAT_VERSION}: {writer} Regimen wrote it"
         raise CheckpointError(f"{path}: {message}")
     if known is not None and digest(path) not in known:  # last, for the better error
@@ -99,10 +154,8 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     A run directory means its best checkpoint, or else its last.
     """
     if path.is_dir():
-        places = [
-            d / f"{name}.pt" for d in (path / "checkpoints", path) for name in ("best", "last")
-        ]
-        found = next((place for place in places if place.is_file()), None)
+        names = ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt")
+        found = next((path / name for name in names if (path / name).is_file()), None)
         if found is None:
             raise CheckpointError(f"{path}: it contains neither best.pt nor last.pt")
         path = found

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
-from trainer.checkpoints.index import Entry, Index
 from trainer.checkpoints.reader import (
     FORMAT_VERSION,
+    Entry,
+    Index,
     compare_names,
     model_only,
     read_checkpoint,
@@ -92,12 +93,15 @@ class CheckpointStore:
         None if there is no checkpoint. Raises CheckpointError if all are damaged, or one contains
         code or has another format. Steps after `up_to` are ignored.
         """
+        tried: list[Path] = []
         passed: list[str] = []
-        for path in self._candidates(math.inf if up_to is None else up_to):
-            try:
-                return path, self.load(path), passed
-            except DamagedCheckpointError as error:
-                passed.append(str(error))
+        for path, step in self._steps().items():
+            if (up_to is None or step <= up_to) and not any(_same(path, other) for other in tried):
+                tried.append(path)
+                try:
+                    return path, self.load(path), passed
+                except DamagedCheckpointError as error:
+                    passed.append(str(error))
         lost = passed or [f"{name} is missing" for name in Index.read(self.folder).files]
         if lost:
             raise CheckpointError(f"{self.folder}: no checkpoint is whole: {'; '.join(lost)}")
@@ -107,13 +111,9 @@ class CheckpointStore:
         """Return the recorded checkpoints that exist with their size, sorted by step."""
         return self._existing(Index.read(self.folder))
 
-    def holds(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` exists, under any name."""
-        return any(at == step and path.exists() for path, at in self._steps().items())
-
-    def beyond(self, step: int) -> bool:
-        """Return whether a checkpoint of a later step exists, under any name."""
-        return any(other > step for other in self._steps().values())
+    def steps(self) -> set[int]:
+        """Return the steps of the checkpoints that exist, under any name."""
+        return {step for path, step in self._steps().items() if path.exists()}
 
     def prune(self, keep: Collection[int]) -> list[Path]:
         """Remove checkpoints whose step is not in `keep`; return their paths.
@@ -128,7 +128,7 @@ class CheckpointStore:
         named = {entry.step for entry in index.names.values()}
         kept = {*keep, *whole[-2:], *named, self.resumed_from}
         removed = []
-        for step, path in self._step_files():
+        for path, step in self._step_files().items():
             try:
                 if step not in kept:
                     os.unlink(path)
@@ -161,7 +161,7 @@ class CheckpointStore:
         remove_orphans(self.folder)
         index = Index.read(self.folder)
         before = dict(index.files), dict(index.names)
-        for step, path in self._step_files():
+        for path, step in self._step_files().items():
             if path.name not in index.files:
                 try:
                     payload = read_checkpoint(path)
@@ -169,23 +169,19 @@ class CheckpointStore:
                 except CheckpointError as error:
                     _log.warning("left out of the index: %s", error)
         for name in ("last", *list(index.names)):
-            self._correct(index, name)
+            path, recorded = self.folder / f"{name}.pt", index.names.get(name)
+            files = {self.folder / entry.file: entry for entry in index.files.values()}
+            linked = next((e for f, e in files.items() if _same(path, f)), None)
+            if linked is not None and not path.is_symlink():
+                index.names[name] = linked
+            elif recorded and not (path.is_file() and digest(path) == recorded.sha256):
+                source = self.folder / recorded.file
+                if files.get(source) == recorded and source.is_file():
+                    _log.warning("%s was another checkpoint and is %s again", path, recorded.file)
+                    link_or_copy(source, path)
         if before != (index.files, index.names):
             index.write(self.folder)
         self._remove_unused_shards(index)
-
-    def _correct(self, index: Index, name: str) -> None:
-        """Record what a name's link leads to; let it lead where the record says if it is none."""
-        path, recorded = self.folder / f"{name}.pt", index.names.get(name)
-        for entry in index.files.values():
-            if not path.is_symlink() and _same(path, self.folder / entry.file):
-                index.names[name] = entry
-                return
-        if recorded is None or (path.is_file() and digest(path) == recorded.sha256):
-            return
-        if index.files.get(recorded.file) == recorded and (self.folder / recorded.file).is_file():
-            _log.warning("%s was another checkpoint and is %s again", path, recorded.file)
-            link_or_copy(self.folder / recorded.file, path)
 
     def rewind(self, step: int, best: Iterable[int], into: Path) -> None:
         """Move checkpoints after `step`, and names that refer to them, to the folder `into`.
@@ -201,15 +197,13 @@ class CheckpointStore:
         had_last = "last" in index.names
         left.layout = index.layout
         for here, there in ((index.files, left.files), (index.names, left.names)):
-            there |= {name: entry for name, entry in here.items() if entry.step > step}
+            there |= {name: here.pop(name) for name in list(here) if here[name].step > step}
         left.write(into)  # first, so that they stay verified
         far[:0] = ["best.safetensors"] if "best.pt" in far else []  # first: a kill may follow
         far += [str(e.facts["shards"]) for e in left.files.values() if "shards" in e.facts]
         for name in far:
             if os.path.lexists(self.folder / name):
                 os.replace(self.folder / name, into / name)
-        index.files = {name: e for name, e in index.files.items() if e.step <= step}
-        index.names = {name: e for name, e in index.names.items() if e.step <= step}
         known = {entry.step: entry for entry in self._existing(index)}
         names = {"last": known.get(step)} if had_last else {}
         if "best" not in index.names:
@@ -250,34 +244,25 @@ class CheckpointStore:
         index.write(self.folder)
 
     def _existing(self, index: Index) -> list[Entry]:
-        paths = {entry.file: self.folder / entry.file for entry in index.files.values()}
-        sizes = {name: path.stat().st_size for name, path in paths.items() if path.exists()}
+        sizes = {path.name: path.stat().st_size for path in self._step_files()}
         whole = [entry for entry in index.files.values() if sizes.get(entry.file) == entry.size]
         return sorted(whole, key=lambda entry: entry.step)
 
-    def _step_files(self) -> list[tuple[int, Path]]:
-        """Return step and path of the files named like checkpoints, newest first."""
+    def _step_files(self) -> dict[Path, int]:
+        """Return the files named like checkpoints and their steps, newest first."""
         found = [(_STEP_FILE.fullmatch(path.name), path) for path in self.folder.glob("step-*.pt")]
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+        steps = sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+        return {path: step for step, path in steps}
 
     def _steps(self) -> dict[Path, int]:
         """Return the step of each step file, newest first, and of each name (-1: unknown)."""
-        files = self._step_files()
-        steps = {path: step for step, path in files}
+        files, names = self._step_files(), {}
         known = {name: entry.step for name, entry in Index.read(self.folder).names.items()}
-        known = {"last": -1, "best": -1, **known}
-        for name in sorted(known, key=known.__getitem__, reverse=True):
+        for name, step in {"last": -1, "best": -1, **known}.items():
             path = self.folder / f"{name}.pt"
             if os.path.lexists(path):
-                linked = (step for step, file in files if _same(path, file))
-                steps[path] = next(linked, known[name])
-        return steps
-
-    def _candidates(self, up_to: float) -> list[Path]:
-        """Return step files, newest first, then names that are copies instead of links."""
-        files = [path for _, path in self._step_files()]
-        steps = {path: step for path, step in self._steps().items() if step <= up_to}
-        return [p for p in steps if p in files or not any(_same(p, file) for file in files)]
+                names[path] = next((at for file, at in files.items() if _same(path, file)), step)
+        return files | dict(sorted(names.items(), key=lambda pair: -pair[1]))
 
     def _remove_unused_shards(self, index: Index) -> None:
         """Remove the shards that no checkpoint refers to, as far as possible."""

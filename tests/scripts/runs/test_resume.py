@@ -13,7 +13,7 @@ import torch
 
 from conf.check import fill_defaults
 from scripts.runs.resume import ABSENT, Moment, changes, go_back, going_back_to
-from trainer.checkpoints.index import Index
+from trainer.checkpoints.reader import Index
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 
