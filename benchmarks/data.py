@@ -40,7 +40,7 @@ from data.loading.device_transforms import defer
 from data.loading.loader import Loader
 from scripts.composition.compose import compose
 from trainer.assembly.data import Data, build_data, build_pipeline
-from trainer.assembly.loaders import train_loader
+from trainer.assembly.experiment import train_loader
 
 BATCH = 128
 IN_MEMORY, SMALL, LARGE, PHOTOGRAPHS = 4000, 2000, 300, 12  # images of a pass

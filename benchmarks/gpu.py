@@ -49,8 +49,7 @@ from examples.airbench.by_hand_gpu import MEAN, STD, train_by_hand
 from models.resnet import ResNet
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
-from trainer.assembly.experiment import Experiment, build
-from trainer.assembly.loaders import train_loader
+from trainer.assembly.experiment import Experiment, build, train_loader
 from trainer.strategies.strategy import Strategy
 
 NETWORKS = {  # depth, stem, pixels a side, classes, images of an update

@@ -26,8 +26,7 @@ from scripts.composition.compose import compose
 from scripts.prediction.options import Options
 from scripts.prediction.work import Findings
 from trainer.assembly.data import build_data
-from trainer.assembly.experiment import build_evaluator
-from trainer.assembly.loaders import eval_loader
+from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.inference.facts import InferenceFacts, facts_of
 from trainer.inference.predictor import Predictor

@@ -28,7 +28,7 @@ from scripts.cli.request import Request
 from scripts.prediction.options import Options
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_data, build_pipeline
-from trainer.assembly.loaders import eval_loader
+from trainer.assembly.experiment import eval_loader
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import write_safetensors
 from trainer.files.atomic import replacing, storage_error, write_json

@@ -20,7 +20,7 @@ from data.image_folder import ImageFolder
 from data.transforms import Pipeline
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
-from trainer.assembly.loaders import train_loader
+from trainer.assembly.experiment import train_loader
 
 SIDES = 331, 250  # width and height: no multiples of 8
 

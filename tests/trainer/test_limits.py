@@ -8,7 +8,7 @@ import torch
 
 from conf.check import parse
 from scripts.composition.compose import compose
-from trainer.assembly.loaders import eval_loader, limited, overfit_samples
+from trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from trainer.options import count
 
 

@@ -22,8 +22,14 @@ from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
-from trainer.assembly.loaders import OFFERED
-from trainer.assembly.parts import Assembly, Known, optimizer_nodes, with_classes, wrong_class
+from trainer.assembly.parts import (
+    OFFERED,
+    Assembly,
+    Known,
+    optimizer_nodes,
+    with_classes,
+    wrong_class,
+)
 from trainer.lr_schedulers.build import target_nodes as schedule_nodes
 from trainer.optimizers.optimizers import UNSHARDED, sections
 from trainer.optimizers.steps import takes_closure

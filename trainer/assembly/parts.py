@@ -39,6 +39,8 @@ from trainer.update.activation_checkpointing import checkpoint_modules, checkpoi
 from trainer.update.precision import Precision
 from trainer.user_code import is_misfit
 
+# Arguments that a sampler is given if its signature asks for them.
+OFFERED = ("dataset", "data_source", "targets", "seed")
 # What the nodes of a section must build: objects of a class, or with all methods of one line.
 _KINDS: Mapping[str, tuple[str, type | tuple[str, ...]]] = {
     "model": ("torch.nn.Module", nn.Module),

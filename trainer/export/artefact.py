@@ -23,8 +23,7 @@ from data.batch import inputs_of
 from data.errors import DataError
 from models.pretrained import no_initial_weights
 from trainer.assembly.data import build_data, build_pipeline
-from trainer.assembly.experiment import build_evaluator
-from trainer.assembly.loaders import eval_loader
+from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from trainer.errors import ModelError
 from trainer.export.card import WEIGHTS, model_card, provenance

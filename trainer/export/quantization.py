@@ -19,7 +19,7 @@ from conf.schema import Config
 from data.batch import inputs_of
 from data.errors import DataError
 from trainer.assembly.data import build_data
-from trainer.assembly.loaders import train_loader
+from trainer.assembly.experiment import train_loader
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import ModelError
 from trainer.export.artefact import export_run, largest_difference, metrics_of, milliseconds

@@ -18,7 +18,7 @@ from data.loading.device_transforms import batch_form, check_per_sample, defer
 from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
-from trainer.assembly.loaders import eval_loader, train_loader
+from trainer.assembly.experiment import eval_loader, train_loader
 
 SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
 

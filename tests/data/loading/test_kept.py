@@ -22,7 +22,7 @@ from data.transforms import Standardize, ToFloat
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data
-from trainer.assembly.loaders import eval_loader, train_loader
+from trainer.assembly.experiment import eval_loader, train_loader
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BASE = ["loader.batch_size=12", "loader.eval_batch_size=5", "trainer.gradient_accumulation_steps=2"]

@@ -12,7 +12,7 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.launching.launch import launch
-from trainer.assembly import loaders as build_data
+from trainer.assembly import experiment as build_data
 from trainer.assembly.parts import build_strategy
 from trainer.distributed import processes as distributed
 from trainer.distributed.processes import ProcessGroup
