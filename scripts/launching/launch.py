@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from conf.errors import ConfigError, Problem
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request
 from scripts.cli.signals import leave_after_second_interrupt
 from scripts.launching.rank import STOPPED, Failure, Notes
 from trainer.errors import PeerError, stopping_signals

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError
+from scripts.cli.arguments import Request
 from scripts.cli.console import describe, exit_code, importing, log_to_stderr, set_up
-from scripts.cli.request import Request
 from scripts.cli.signals import end_with_parent
 
 # Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
