@@ -43,7 +43,7 @@ def predict(argv: Sequence[str]) -> int:
     )
     with importing():
         if strategy["name"] == "ddp" and "RANK" not in os.environ:
-            from scripts.launching.launch import launch as work
+            from scripts.runs.launch import launch as work
         else:
             from scripts.prediction.work import answer as work
     return work(request)

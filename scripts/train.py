@@ -84,7 +84,7 @@ def _starter(config: Mapping[str, Any]) -> Callable[["Request"], int]:
     """Import what trains in this process, or in as many as the strategy asks for."""
     several = config["strategy"]["name"] in ("ddp", "fsdp") and not config["dry_run"]
     if several and "RANK" not in os.environ:
-        from scripts.launching.launch import launch
+        from scripts.runs.launch import launch
 
         return launch
     from scripts.runs.run import run
