@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command, greet, log_to_stderr
+from scripts.cli.console import Command, log_to_stderr
+from scripts.cli.output import greet
 
 
 def main() -> None:

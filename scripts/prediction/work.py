@@ -24,7 +24,7 @@ from data.formats.table import rows_to_predict
 from data.loading.fetch import path_of
 from data.pictures import find_pictures
 from data.text import Prompts, find_prompts
-from scripts.cli.arguments import Request
+from scripts.cli.request import Request
 from scripts.prediction.options import Options
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_data, build_pipeline

@@ -51,6 +51,7 @@ NOT_HERE = {  # by what they begin with, or hold
     "sweep=ray": "needs Ray; tests/scripts/sweeps/test_clusters.py",
     "data=cifar10 ": "downloads",
     "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_airbench.py",
+    "--config-dir examples/detection/conf": "in the clone; tests/integration/test_detection.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
     "model.weights=torchvision:": "downloads",
 }
