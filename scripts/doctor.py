@@ -1,7 +1,5 @@
 """`regimen doctor`: whether this machine can train, a line for each part and its cure."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -13,15 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import importing
 from trainer.files.layout import on_one_line
 from trainer.runs.manifest import versions
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 _GIB = 2**30
 _OPEN_FILES = 1024
@@ -72,7 +66,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     cuda, hip = torch.version.cuda, torch.version.hip
     kind = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPUs only"
     yield "torch", lambda: (f"{torch.__version__}, built for {kind}", None)
-    yield "driver", lambda: of_driver(_driver(), cuda, gpus > 0)
+    yield "driver", lambda: of_driver(cuda, gpus > 0)
     yield "devices", lambda: _devices(gpus)
     yield "CPU formats", _cpu_formats
     capabilities = [torch.cuda.get_device_capability(number) for number in range(gpus)]
@@ -134,41 +128,26 @@ def _speed() -> Finding:
     return text, None if speed >= _SPEED else cure
 
 
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
-
-
-def of_driver(version: str | None, cuda: str | None, works: bool) -> Finding:
+def of_driver(cuda: str | None, works: bool) -> Finding:
     """Hold the driver against the build of torch and whether that finds a GPU."""
-    if version is None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return "no NVIDIA driver answers: training is on the CPU", None
     cure = "this torch is built for CPUs only: pip install torch from PyTorch's CUDA index"
     if cuda is not None:
         unset = "or unset CUDA_VISIBLE_DEVICES"
         cure = f"torch finds no GPU: update the driver for CUDA {cuda}, {unset}"
-    return f"NVIDIA driver {version}", None if works else cure
+    return f"NVIDIA driver {done.stdout.partition(chr(10))[0]}", None if works else cure
 
 
 def _devices(gpus: int) -> Finding:
-    # What a run can be on; each GPU must add two numbers.
     import torch
 
-    names, cure = [], None
-    for number in range(gpus):
-        facts = torch.cuda.get_device_properties(number)
-        names.append(f"cuda:{number} {facts.name} {facts.total_memory / _GIB:.0f} GiB")
-        try:
-            answer = (torch.ones(2, device=f"cuda:{number}") + 1).sum().item()
-            wrong = "" if answer == 4.0 else f"it added 1 + 1 wrongly ({answer})"
-        except RuntimeError as error:
-            wrong = str(error).splitlines()[0]
-        cure = cure or (f"leave it out by CUDA_VISIBLE_DEVICES: {wrong}" if wrong else None)
-    other = "cpu, mps" if torch.backends.mps.is_available() else "cpu"
-    return ", ".join(names) or other, cure
+    facts = [torch.cuda.get_device_properties(number) for number in range(gpus)]
+    named = [f"cuda:{n} {f.name} {f.total_memory / _GIB:.0f} GiB" for n, f in enumerate(facts)]
+    return ", ".join(named) or ("cpu, mps" if torch.backends.mps.is_available() else "cpu"), None
 
 
 def _cpu_formats() -> Finding:
@@ -189,28 +168,24 @@ def of_capability(capability: tuple[int, int]) -> str:
 
 def derivatives(places: Sequence[str]) -> Finding:
     """Hold torch's derivatives of three operators against finite differences."""
+    import torch
     from torch import nn
 
-    operators = {
-        "linear": nn.Linear(4, 2),
-        "conv2d": nn.Conv2d(2, 2, 3),
-        "layer_norm": nn.LayerNorm(4),
-    }
-    wrong = [f"{name} on {p}" for p in places for name, o in operators.items() if not agrees(o, p)]
+    wrong = []
+    for place in places:
+        layers = nn.Conv2d(2, 2, 3, padding=1), nn.LayerNorm(4), nn.Linear(4, 2)
+        try:
+            net = nn.Sequential(*layers).to(place, torch.float64)
+            drawn = torch.randn(1, 2, 4, 4, dtype=torch.float64, device=place, requires_grad=True)
+            inputs = (drawn, *net.parameters())
+            torch.autograd.gradcheck(lambda x, *_, net=net: net(x), inputs)
+        except RuntimeError as error:  # that of a broken device, too
+            wrong.append(f"{place}: {str(error).strip().partition(chr(10))[0]}")
     if wrong:
-        cure = "install another version of torch: its derivatives are not those of its functions"
-        return f"wrong: {', '.join(wrong)}", cure
-    return f"{', '.join(operators)} agree with finite differences on {', '.join(places)}", None
-
-
-def agrees(operator: Module, place: str) -> bool:
-    """Return whether an operator's derivatives are those of its function, on one device."""
-    import torch
-
-    draws = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, 2, 4, 4, dtype=torch.float64, generator=draws).to(place)
-    inputs = (drawn.requires_grad_(), *operator.to(place, torch.float64).parameters())
-    return torch.autograd.gradcheck(lambda x, *_: operator(x), inputs, raise_exception=False)
+        cure = "install another version of torch, or leave a device out by CUDA_VISIBLE_DEVICES"
+        return "; ".join(wrong), cure
+    operators = "linear, conv2d, layer_norm"
+    return f"{operators} agree with finite differences on {', '.join(places)}", None
 
 
 def pair(backend: str) -> Finding:

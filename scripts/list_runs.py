@@ -19,7 +19,7 @@ from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import command_parser, parse_command
-from trainer.files.layout import aligned, columns_of, on_one_line, takes_colour
+from trainer.files.layout import aligned, columns_of, on_one_line
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
     CHECKPOINTS,
@@ -32,7 +32,7 @@ from trainer.runs.status import (
     read_status,
 )
 from trainer.state import epoch_metric
-from trainer.summary.text import natural_width, size, table, to_text
+from trainer.summary.text import size
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line
@@ -69,9 +69,8 @@ def runs(argv: Sequence[str]) -> int:
     elif not found:
         print(f"no runs in {on_one_line(arguments.folder)}")
     else:
-        _print(
-            ["run", "status", "epoch", "best", "duration", "size", "differs in"], map(_row, found)
-        )
+        names = ["run", "status", "epoch", "best", "duration", "size", "differs in"]
+        _print([names, *map(_row, found)])
     return 0
 
 
@@ -113,10 +112,11 @@ def _diff(argv: Sequence[str]) -> int:
         for letter, name in zip("AB", names, strict=True):
             print(f"{letter}  {on_one_line(name)}")
         names = ["A", "B"]
-    rows = [["status", *facts["status"]], ["duration", *map(duration, facts["seconds"])]]
+    rows = [["", *names], ["status", *facts["status"]]]
+    rows.append(["duration", *map(duration, facts["seconds"])])
     rows += [[key, *map(_shown, pair)] for key, pair in config.items()]
     rows += [[name, *map(_number, pair)] for name, pair in metrics.items()]
-    _print(["", *names], rows)
+    _print(rows)
     return 0
 
 
@@ -127,7 +127,9 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     if not holds_run(path):
         raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
-    status, config = _or_empty(read_status, path), _config(path)
+    status, created = _node(_read(read_status, path)), _node(_read(read_json, path / MANIFEST))
+    config = _node(_read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG))
+    overrides = _read(lambda p: own_values(p.read_text("utf-8")), path / OVERRIDES)
     state = str(status.get("state") or "damaged")
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     nodes = map(_node, _node(config.get("callbacks")).values())
@@ -137,7 +139,7 @@ def read_run(path: Path) -> dict[str, Any]:
         "run": str(path),
         "name": str(config.get("name", path.parent.name)),
         "status": state,
-        "created": _or_empty(read_json, path / MANIFEST).get("created"),
+        "created": created.get("created"),
         "epoch": last.get("epoch"),
         "step": last.get("step"),
         "max_epochs": _node(config.get("trainer")).get("max_epochs"),
@@ -146,32 +148,16 @@ def read_run(path: Path) -> dict[str, Any]:
         "seconds": _seconds(status),
         "bytes": _size(path),
         "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
-        "overrides": _overrides(path),
+        "overrides": overrides if isinstance(overrides, list) else [],
         "config": config,
     }
 
 
-def _or_empty(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+def _read(read: Callable[[Path], Any], path: Path) -> Any:
     try:
         return read(path)
-    except RunDirectoryError:
-        return {}
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        text = (path / CONFIG).read_text(encoding="utf-8")
-        return _node(plain_values(text, str(path / CONFIG)))
-    except (OSError, UnicodeDecodeError, ConfigError):
-        return {}
-
-
-def _overrides(path: Path) -> list[str]:
-    try:
-        found = own_values((path / OVERRIDES).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return []
-    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+    except (OSError, ValueError, yaml.YAMLError, ConfigError):  # damaged, or not there
+        return None
 
 
 def _node(value: Any) -> dict[str, Any]:
@@ -181,7 +167,7 @@ def _node(value: Any) -> dict[str, Any]:
 def _results(path: Path) -> dict[str, Any]:
     # Of a run that has not ended well, what it has logged last.
     logged = {k: v for line in read_metrics(path) for k, v in line.items() if "/" in k}
-    return _node(_or_empty(read_status, path).get("results")) or logged
+    return _node(_node(_read(read_status, path)).get("results")) or logged
 
 
 def _best(path: Path, found: Mapping[str, Any], monitor: str) -> tuple[str | None, float | None]:
@@ -189,7 +175,7 @@ def _best(path: Path, found: Mapping[str, Any], monitor: str) -> tuple[str | Non
     for key, value in found.items():
         if key.startswith(_BEST) and isinstance(value, int | float):
             return key.removeprefix(_BEST), value
-    node: Any = _or_empty(read_json, path / CHECKPOINTS / "index.json")
+    node = _node(_read(read_json, path / CHECKPOINTS / "index.json"))
     for name in ("names", "best", "metrics"):
         node = _node(node.get(name))
     candidates = _USUAL if monitor == AUTO else (epoch_metric(monitor),)
@@ -259,13 +245,7 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m {rest:02}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
-def _print(names: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> None:
-    # Off a terminal a row is one line, however long; where one is too narrow, without a frame.
-    cells = [[on_one_line(cell) for cell in row] for row in (names, *rows)]
-    drawn, columns = table(cells[0], cells[1:]), columns_of(sys.stdout)
-    if columns is not None and natural_width(drawn) > columns:
-        print("\n".join(aligned(cells, columns)))
-        return
-    if columns is None:
-        drawn.box = None
-    print(to_text(drawn, width=columns or _UNLIMITED, colour=takes_colour(sys.stdout)), end="")
+def _print(rows: Sequence[Sequence[str]]) -> None:
+    # Off a terminal a row is one line, however long.
+    cells = [[on_one_line(cell) for cell in row] for row in rows]
+    print("\n".join(aligned(cells, columns_of(sys.stdout) or _UNLIMITED)))
