@@ -35,9 +35,9 @@ from torchvision.io import ImageReadMode, decode_image
 from benchmarks import report
 from benchmarks.report import Cost, Report
 from conf.check import parse
-from data.images import ImageTensors
 from data.loading.device_transforms import defer
 from data.loading.loader import Loader
+from data.sources import ImageTensors
 from scripts.composition.compose import compose
 from trainer.assembly.data import Data, build_data, build_pipeline
 from trainer.assembly.experiment import train_loader

@@ -32,9 +32,9 @@ from benchmarks import report
 from benchmarks.ours import classifier
 from benchmarks.report import BY_HAND, OURS, Cost, Report
 from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, to_mark
-from data.images import ImageTensors
 from data.loading.loader import Loader
 from data.orders import Shuffled
+from data.sources import ImageTensors
 from data.updates import UpdateSampler
 from models.small_cnn import SmallCNN
 from trainer.callback import Callback

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ LARGE_PIXELS = 2_000_000
 # Those that Pillow may open; of others, some start programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _MODES = {1: "L", 3: "RGB"}
-CHANNELS = tuple(_MODES)  # that a picture can be read with
+Channels = Literal[1, 3]  # of a picture that is read, whatever the file holds
 
 
 def read_image(path: Path | str, channels: int = 3) -> Tensor:
@@ -54,10 +54,10 @@ def decode_image(data: bytes, path: Path | str, channels: int = 3) -> Tensor:
             return _planes(_to_eight_bits(upright, path).convert(_MODES[channels]))
     except UnreadableError:
         raise
-    except UnidentifiedImageError as error:
-        raise UnreadableError(f"cannot decode {path}: no image format that is known") from error
     except Exception as error:
-        raise UnreadableError(f"cannot decode {path}: {reason(error)}") from error
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = "no image format that is known" if unknown else reason(error)
+        raise UnreadableError(f"cannot decode {path}: {why}") from error
 
 
 def as_tensor(image: Image.Image) -> Tensor:
@@ -183,8 +183,7 @@ def _opened(data: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    turn: int = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return turn
+    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def _frame(data: bytes) -> tuple[int, int, int]:

@@ -1,5 +1,8 @@
 """Errors of data: each has an exit code and a one-line message."""
 
+import importlib
+from types import ModuleType
+
 
 class DataError(Exception):
     """Data that is missing, unreadable or inconsistent; the message names key, file or sample."""
@@ -26,6 +29,15 @@ class WorkerError(Exception):
     """A loader worker died, hung or ran out of memory; the message names the keys to change."""
 
     exit_code = 8
+
+
+def import_package(package: str, extra: str) -> ModuleType:
+    """Import a package of an extra. Raises MissingPackageError with what installs it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        message = f"the package {package} is not installed: pip install 'regimen[{extra}]'"
+        raise MissingPackageError(message) from error
 
 
 def is_fault(error: BaseException) -> bool:

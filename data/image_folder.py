@@ -1,9 +1,10 @@
-"""Images in folders named by their class: root/train/<class>/*, root/val|test/<class>/*."""
+"""Image files: in folders named by their class (root/train/<class>/*), or given by name."""
 
+import glob
 import logging
 import os
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decode import CHANNELS, open_image, read_image
+from data.decode import Channels, open_image, read_image
 from data.errors import DataError
-from data.images import Transform
-from data.sources import Split
-from data.splits import rows_of_train
-from data.transforms import acts_on_batches
+from data.sources import resized
+from data.splits import Split, is_cut, rows_of_train
+from data.transforms import Transform, acts_on_batches
 
 logger = logging.getLogger(__name__)
+EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+)
+_KNOWN = ", ".join(sorted(EXTENSIONS))
+_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 
 
 class ImageFolder:
@@ -28,15 +33,13 @@ class ImageFolder:
 
     def __init__(
         self,
-        folder: Path,
-        paths: list[str],
-        targets: list[int],
+        folder: Path | str,
+        paths: Sequence[str],
+        targets: Sequence[int],
         classes: list[str],
-        channels: int = 3,
+        channels: Channels = 3,
         transform: Transform | None = None,
     ) -> None:
-        if channels not in CHANNELS:
-            raise DataError(f"data.channels={channels}: image files have 1 (grey) or 3 (colour)")
         self._prefix = str(folder)
         # One byte string instead of many objects: forked workers then share its memory.
         self.names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
@@ -63,8 +66,13 @@ class ImageFolder:
         """Return what a picture must be brought to before the transforms: any size will do."""
         return {"kind": "picture", "channels": self.channels, "size": None}
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._image(index), int(self.targets[index])
+    def __getitem__(self, index: int) -> Any:
+        image = None if self.cache is None else self.cache.image(index)
+        if image is None:
+            by_part = self.scaled and getattr(self.transform, "takes_files", False)
+            image = (open_image if by_part else read_image)(self.path(index), self.channels)
+        image = image if self.transform is None else self.transform(image)
+        return image, int(self.targets[index])
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
         """Return all samples as one batch, before the transforms, if the cache holds them so."""
@@ -73,43 +81,64 @@ class ImageFolder:
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return a whole batch from the cache; None where images have to be seen one by one."""
-        images = self._batch(indices)
-        if images is None:
+        if self.cache is None or not acts_on_batches(self.transform):
             return None
+        if (images := self.cache.batch(indices)) is None:
+            return None
+        images = images if self.transform is None else self.transform(images)
         return images, self.targets.index_select(0, torch.from_numpy(np.array(indices)))
 
-    def _image(self, index: int) -> Any:
-        image = None if self.cache is None else self.cache.image(index)
-        if image is None:
-            image = self._read(self.path(index))
-        return image if self.transform is None else self.transform(image)
 
-    def _read(self, path: str) -> Any:
-        by_part = self.scaled and getattr(self.transform, "takes_files", False)
-        return (open_image if by_part else read_image)(path, self.channels)
+class Pictures(ImageFolder):
+    """Picture files without labels, as a trained network expects them: samples are images.
 
-    def _batch(self, indices: Sequence[int]) -> Any:
-        whole = self.transform is None or acts_on_batches(self.transform)
-        images = self.cache.batch(indices) if self.cache is not None and whole else None
-        return images if images is None or self.transform is None else self.transform(images)
+    `size`: height and width that pictures are resized to before the transforms; None: none.
+    """
 
-
-class ImageFiles(ImageFolder):
-    """Every image file below a folder, without classes: samples are images, for predictions."""
-
-    def __init__(self, folder: str, channels: int = 3, transform: Transform | None = None) -> None:
-        ignored: list[str] = []
-        paths = files_below(Path(folder).expanduser(), "", ignored)
-        if not paths:
-            raise DataError(f"data.predict: {folder} holds no image files")
-        super().__init__(Path(folder).expanduser(), paths, [], [], channels, transform)
+    def __init__(
+        self,
+        paths: Sequence[str],
+        channels: Channels = 3,
+        size: Sequence[int] | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        super().__init__("", paths, [], [], channels, transform)
+        self.size = size
 
     def __getitem__(self, index: int) -> Any:
-        return self._image(index)
+        return self.brought_to_form(read_image(self.path(index), self.channels))
 
-    def batch(self, indices: Sequence[int]) -> Any:
-        """Return a whole batch from the cache; None where images have to be seen one by one."""
-        return self._batch(indices)
+    def stand_in(self) -> Any:
+        """Return a black sample, for a batch of which no file can be read."""
+        side = self.size or _ANY_SIZE
+        return self.brought_to_form(torch.zeros(self.channels, *side, dtype=torch.uint8))
+
+    def brought_to_form(self, image: Tensor) -> Any:
+        """Return a uint8 image (C, H, W), resized and transformed."""
+        image = resized(image[None], self.size)[0]
+        return image if self.transform is None else self.transform(image)
+
+
+def find_pictures(source: str, lines: Iterable[str] = ()) -> list[str]:
+    """Return the files that `source` names: a folder, a file, a glob, or `-` for `lines`.
+
+    Of a folder all pictures at any depth, sorted. Raises DataError where there is none.
+    """
+    path = os.path.expanduser(source)
+    if source == "-":
+        found = [line.rstrip("\n") for line in lines if line.strip()]
+    elif os.path.isdir(path):
+        found = [os.path.join(path, name) for name in _files_below(Path(path), "", [])]
+    elif os.path.lexists(path):
+        found = [path]
+    else:
+        found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not found and source == "-":
+        raise DataError("source=-: no file name came on standard input")
+    if not found:
+        way_out = "give a folder, a file or a glob"
+        raise DataError(f"source={source} names no picture ({_KNOWN}): {way_out}")
+    return found
 
 
 def image_folder(
@@ -117,7 +146,7 @@ def image_folder(
     split: Split,
     val_fraction: float = 0.1,
     split_seed: int = 0,
-    channels: int = 3,
+    channels: Channels = 3,
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
@@ -129,44 +158,39 @@ def image_folder(
     Hidden files and folders are ignored. Classes are the sorted names of train's folders; the other
     splits must have the same.
     """
-    tree = _existing(root)
-    classes = _class_names(tree / "train")
-    in_folds = folds is not None and split != "test"
-    cuts = in_folds or (split != "test" and val_fraction > 0 and not (tree / "val").is_dir())
-    if split != "train" and not in_folds and (tree / split).is_dir():
-        _check_same_classes(tree, split, classes)
-        paths, targets = _scan(tree / split, classes)
-        return ImageFolder(tree / split, paths, targets, classes, channels, transform)
-    if split != "train" and not cuts:
-        logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
-        return None
-    paths, targets = _scan(tree / "train", classes)
-    if cuts:
-        rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
-        if len(rows) == 0:
-            raise DataError(
-                f"data.root={tree} has too few images to cut a val split of val_fraction="
-                f"{val_fraction}: add a folder 'val', or set data.val=null and data.val_fraction=0"
-            )
-        paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
-    return ImageFolder(tree / "train", paths, targets, classes, channels, transform)
-
-
-def _existing(root: str) -> Path:
     tree = Path(root).expanduser()
     if not tree.is_dir():
         raise DataError(f"data.root={root} is no folder: set data.root=DIR with DIR/train/<class>/")
     if not (tree / "train").is_dir():
-        found = ", ".join(folders_of(tree)[:5]) or "none"
+        found = ", ".join(_folders_of(tree)[:5]) or "none"
         raise DataError(
             f"data.root={root} has no folder 'train' (folders: {found}): "
             "put the images into data.root/train/<class>/"
         )
-    return tree
+    classes = _class_folders(tree / "train")
+    cuts = is_cut(split, (tree / "val").is_dir(), val_fraction, folds)
+    folder = tree / ("train" if cuts else split)
+    if not folder.is_dir():
+        logger.warning("data.root=%s has no folder %r: the run goes without it", tree, split)
+        return None
+    here = _folders_of(folder)
+    missing, extra = sorted(set(classes) - set(here)), sorted(set(here) - set(classes))
+    if missing or extra:
+        told = [f"lacks {', '.join(missing[:5])}"] if missing else []
+        told += [f"has {', '.join(extra[:5])} that train lacks"] if extra else []
+        raise DataError(
+            f"data.root: the class folders of {folder} and train differ: {split} "
+            f"{' and '.join(told)}; both must have the same, or class numbers would shift"
+        )
+    paths, targets = _scan(folder, classes)
+    if cuts:
+        rows = rows_of_train(split, targets, val_fraction, split_seed, fold, folds)
+        paths, targets = [paths[row] for row in rows], [targets[row] for row in rows]
+    return ImageFolder(folder, paths, targets, classes, channels, transform)
 
 
-def _class_names(train: Path) -> list[str]:
-    classes = folders_of(train)
+def _class_folders(train: Path) -> list[str]:
+    classes = _folders_of(train)
     if not classes:
         raise DataError(f"data.root: {train} has no class folders: expected {train}/<class>/*.jpg")
     seen: dict[str, str] = {}
@@ -180,29 +204,17 @@ def _class_names(train: Path) -> list[str]:
     return classes
 
 
-def _check_same_classes(tree: Path, split: str, classes: list[str]) -> None:
-    here = folders_of(tree / split)
-    missing, extra = sorted(set(classes) - set(here)), sorted(set(here) - set(classes))
-    if missing or extra:
-        told = [f"lacks {', '.join(missing[:5])}"] if missing else []
-        told += [f"has {', '.join(extra[:5])} that train lacks"] if extra else []
-        raise DataError(
-            f"data.root: the class folders of {tree / split} and train differ: {split} "
-            f"{' and '.join(told)}; both must have the same, or class numbers would shift"
-        )
-
-
 def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     """Return the image files below each class folder, sorted, and their class numbers."""
     paths: list[str] = []
     targets: list[int] = []
     ignored: list[str] = []
     for label, name in enumerate(classes):
-        found = files_below(folder, name, ignored)
+        found = _files_below(folder, name, ignored)
         if not found:
             raise DataError(
-                f"data.root: the class folder {folder / name} holds no images "
-                f"({', '.join(sorted(EXTENSIONS))}): fill or remove it"
+                f"data.root: the class folder {folder / name} holds no images ({_KNOWN}): "
+                "fill or remove it"
             )
         paths += found
         targets += [label] * len(found)
@@ -212,59 +224,31 @@ def _scan(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
     return paths, targets
 
 
-EXTENSIONS = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-)
-
-
-def folders_of(folder: Path) -> list[str]:
+def _folders_of(folder: Path) -> list[str]:
     """Return the names of the folders that are not hidden, sorted."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if not e.name.startswith(".") and _is_folder(e)]
-    except OSError as error:
-        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error
-    return sorted(names)
+    _, names, _ = next(os.walk(folder, onerror=_unlisted))
+    return sorted(name for name in names if not name.startswith("."))
 
 
-def files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
+def _files_below(folder: Path, name: str, ignored: list[str]) -> list[str]:
     """Return the image files at any depth below folder/name, each real folder visited once.
 
     What carries an image's name is listed even if it is a dangling link: it fails when read.
     """
     found: list[str] = []
     visited: set[str] = set()
-    waiting = [name]
-    while waiting:
-        here = waiting.pop()
-        real = os.path.realpath(folder / here)
-        if real in visited:
-            continue
+    for here, folders, files in os.walk(folder / name, followlinks=True, onerror=_unlisted):
+        real = os.path.realpath(here)
+        new = real not in visited
         visited.add(real)
-        for entry in _entries(folder / here):
-            relative = os.path.join(here, entry.name)
-            if _is_folder(entry):
-                waiting.append(relative)
-            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
-                found.append(relative)
-            else:
-                ignored.append(relative)
+        folders[:] = sorted(inner for inner in folders if new and not inner.startswith("."))
+        within = os.path.relpath(here, folder) if name or here != str(folder) else ""
+        for file in files if new else ():
+            if not file.startswith("."):
+                known = os.path.splitext(file)[1].lower() in EXTENSIONS
+                (found if known else ignored).append(os.path.join(within, file))
     return sorted(found)
 
 
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle
-        return False
-
-
-def _entries(folder: Path) -> list["os.DirEntry[str]"]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                (entry for entry in entries if not entry.name.startswith(".")),
-                key=lambda entry: entry.name,
-            )
-    except OSError as error:
-        raise DataError(f"data.root: cannot list {folder}: {error.strerror}") from error
+def _unlisted(error: OSError) -> None:
+    raise DataError(f"data.root: cannot list {error.filename}: {error.strerror}") from error

@@ -1,7 +1,8 @@
-"""Image data sets by name: embedded, and downloaded through torchvision."""
+"""Data sets by name: embedded in installed packages, or downloaded through torchvision."""
 
 import fcntl
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,12 +11,85 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
 
 from data.errors import DataError, reason
-from data.images import ImageTensors, Transform, resized
-from data.splits import cut, train_and_val
+from data.keys import SPLIT, random_state
+from data.splits import Split, cut, train_and_val, unlabelled_parts
+from data.transforms import Transform, acts_on_batches
 
-Split = Literal["train", "val", "test"]
+
+class ImageTensors:
+    """A data set of images (n, C, H, W) and class numbers (n,) in memory.
+
+    Whole batches are taken at once, unless the transform has to see each image by itself.
+    """
+
+    transforms_in_batches = True
+
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        classes: Sequence[str],
+        transform: Transform | None = None,
+    ) -> None:
+        self.images = images
+        self.targets = targets
+        self.classes = list(classes)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = self.images[index]
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, int(self.targets[index])
+
+    def input_form(self) -> dict[str, Any]:
+        """Return the form that the transforms expect of a picture."""
+        return _form(self.images)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.images, self.targets
+
+    def batch(self, indices: Sequence[int]) -> tuple[Any, Tensor] | None:
+        """Return a whole batch at once, or None if the transform takes single images."""
+        if not acts_on_batches(self.transform):
+            return None
+        rows = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
+        images = self.images.index_select(0, rows)  # of bytes, many times as fast as images[rows]
+        if self.transform is not None:
+            images = self.transform(images)
+        return images, self.targets.index_select(0, rows)
+
+
+def _form(images: Tensor) -> dict[str, Any]:
+    channels, height, width = images.shape[1:]
+    if images.dtype != torch.uint8 or channels not in (1, 3):
+        return {"kind": "array"}
+    return {"kind": "picture", "channels": channels, "size": [height, width]}
+
+
+def resized(images: Tensor, size: int | Sequence[int] | None) -> Tensor:
+    """Return uint8 images (n, C, H, W) at `size` (a side, or height and width), bilinear.
+
+    Data sets in memory do it once, not at every access.
+    """
+    shape = [size, size] if isinstance(size, int) else size
+    if shape is None or list(images.shape[-2:]) == list(shape):
+        return images
+    if min(shape) < 1:
+        raise DataError(f"image_size={size}: give a side of at least one pixel")
+    chunks = [
+        interpolate(chunk.float(), list(shape), mode="bilinear", antialias=True)
+        for chunk in torch.split(images, 1024)
+    ]
+    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
 
 
 class Digits(ImageTensors):
@@ -39,7 +113,7 @@ class Digits(ImageTensors):
         images, targets = _digits()
         rest, test = cut(targets, 270, split_seed)
         train, val = train_and_val(targets[rest], 270, split_seed, fold, folds)
-        rows = {"train": rest[train], "val": rest[val], "test": test}[_known(split)]
+        rows = {"train": rest[train], "val": rest[val], "test": test}[split]
         pixels = np.round(images[rows] * (255 / 16)).astype(np.uint8)
         super().__init__(
             resized(torch.from_numpy(pixels).view(-1, 1, 8, 8), image_size),
@@ -88,7 +162,7 @@ class _Downloaded(ImageTensors):
         fold: int | None = None,
         folds: int | None = None,
     ) -> None:
-        source = _torchvision(self.kind, root, _known(split) != "test", download)
+        source = _torchvision(self.kind, Path(root).expanduser(), split != "test", download)
         images, targets = torch.as_tensor(source.data), torch.as_tensor(source.targets).long()
         if split != "test":
             size = len(targets) // 10 if val_size is None else val_size
@@ -121,20 +195,13 @@ class FashionMnist(_Downloaded):
     kind = "FashionMNIST"
 
 
-def _known(split: str) -> str:
-    if split not in ("train", "val", "test"):
-        raise DataError(f"split is {split!r}, not one of train, val, test")
-    return split
-
-
-def _torchvision(name: str, root: str, train: bool, download: bool) -> Any:
+def _torchvision(name: str, root: Path, train: bool, download: bool) -> Any:
     """Return a data set of torchvision's; raises DataError where it cannot be had."""
     from torchvision import datasets
 
-    root = str(Path(root).expanduser())
-    with locked(Path(root)) if download else nullcontext():
+    with _locked(root) if download else nullcontext():
         try:
-            return getattr(datasets, name)(root, train=train, download=download)
+            return getattr(datasets, name)(str(root), train=train, download=download)
         except Exception as error:
             way_out = (
                 "check the network, or put torchvision's files there by hand"
@@ -147,7 +214,7 @@ def _torchvision(name: str, root: str, train: bool, download: bool) -> Any:
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[None]:
+def _locked(root: Path) -> Iterator[None]:
     """Let one process of a machine download at a time; the others find the files there.
 
     A folder that cannot be written needs no lock: nothing can be downloaded into it.
@@ -161,3 +228,150 @@ def locked(root: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
+_SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background
+
+
+class DigitScenes:
+    """Scenes of 1 to `most` of scikit-learn's digits, without overlap, in one of the four quarters.
+
+    Scene i shows digit i of the split, and others of the same split; all is drawn once, from
+    `split_seed`. Transforms get the image alone.
+
+    target: "mask" gives [size, size] numbers, 0 for paper, 1 + digit for ink and 255 for pixels
+    that are neither; "present" gives [10] floats, 1 for each digit that is shown.
+    """
+
+    transforms_in_batches = True
+
+    def __init__(
+        self,
+        split: Split,
+        target: Literal["mask", "present"] = "mask",
+        image_size: int = 32,
+        most: int = 3,
+        split_seed: int = 0,
+        transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
+    ) -> None:
+        if image_size % 2 or not 1 <= most <= 4:
+            raise DataError(f"scenes of {image_size} pixels and {most} digits: even, and 1 to 4")
+        half = image_size // 2
+        digits = Digits(split, half, split_seed, fold=fold, folds=folds)
+        self.transform = transform
+        self.images = torch.zeros(len(digits), 1, image_size, image_size, dtype=torch.uint8)
+        masks = torch.zeros(len(digits), image_size, image_size, dtype=torch.long)
+        present = torch.zeros(len(digits), 10)
+        draws = random_state(split_seed, SPLIT, 1, len(digits))
+        for i in range(len(digits)):
+            places = draws.permutation(4)[: draws.randint(1, most + 1)]
+            shown = [i, *draws.randint(len(digits), size=len(places) - 1)]
+            for place, digit in zip(places, shown, strict=True):
+                top, left = half * (place // 2), half * (place % 2)
+                window = i, slice(top, top + half), slice(left, left + half)
+                ink, label = digits.images[digit, 0], int(digits.targets[digit])
+                self.images[:, 0][window] = ink
+                masks[window] = torch.where(ink >= _SURE, label + 1, 0)
+                masks[window][(ink >= _FAINT) & (ink < _SURE)] = UNSURE
+                present[i, label] = 1.0
+        self.target = masks if target == "mask" else present
+        self.classes = ["paper", *digits.classes] if target == "mask" else digits.classes
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def input_form(self) -> dict[str, Any]:
+        """Return what a picture must be brought to before the transforms."""
+        return _form(self.images)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.images, self.target
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        image = self.images[index]
+        return image if self.transform is None else self.transform(image), self.target[index]
+
+
+class WithNoise:
+    """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
+
+    The noise is keyed by (seed, epoch, index) as any augmentation is, so that an update of a GAN
+    is the same however its batch is split.
+    """
+
+    transforms_in_batches = True
+
+    def __init__(self, dataset: Any, latent_dim: int, transform: Transform | None = None) -> None:
+        self.dataset = dataset
+        self.latent_dim = latent_dim
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        image = self.dataset[index][0]
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, torch.randn(self.latent_dim)
+
+
+class Diabetes:
+    """scikit-learn's 442 diabetes patients: 10 measurements, and the disease a year later.
+
+    In the package: no download. Features and value are standardised with the training set's mean
+    and deviation. The split is fixed by `split_seed`: 310 train, 66 val, 66 test. With `folds` val
+    is fold number `fold` of the 376 that are not test.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        split_seed: int = 0,
+        transform: Transform | None = None,
+        fold: int | None = None,
+        folds: int | None = None,
+    ) -> None:
+        from sklearn.datasets import load_diabetes
+
+        features, values = (torch.from_numpy(c).float() for c in load_diabetes(return_X_y=True))
+        parts = unlabelled_parts(len(values), 66, 2, split_seed, fold, folds)
+        rows, train = np.sort(parts[split]), parts["train"]
+        self.features = ((features - features[train].mean(0)) / features[train].std(0))[rows]
+        self.values = ((values - values[train].mean(0)) / values[train].std(0))[rows]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all samples as one batch, before the transforms."""
+        return self.features, self.values
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features = self.features[index]
+        return features if self.transform is None else self.transform(features), self.values[index]
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return a digest of a data set: size, classes, targets, and images or paths.
+
+    Images in memory are hashed whole; of files, the names. A data set may have a method
+    `fingerprint()` of its own.
+    """
+    own = getattr(dataset, "fingerprint", None)
+    if callable(own):
+        return str(own())
+    digest = hashlib.sha256(f"{type(dataset).__name__} {len(dataset)}".encode())
+    for name in ("classes", "targets", "images", "names"):
+        value = getattr(dataset, name, None)
+        if value is not None:
+            array = value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+            plain = f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+            content = repr(list(value)).encode() if array.dtype == object else plain
+            digest.update(name.encode() + content)
+    return digest.hexdigest()[:16]

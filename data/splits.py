@@ -1,6 +1,9 @@
 """Split data sets: stratified and seeded, the same in every version."""
 
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +11,8 @@ import numpy.typing as npt
 from data.errors import DataError
 from data.keys import SPLIT, random_state
 from data.updates import Indices
+
+Split = Literal["train", "val", "test"]
 
 
 def stratified_counts(class_sizes: npt.NDArray[np.int64], wanted: int) -> npt.NDArray[np.int64]:
@@ -74,6 +79,31 @@ def train_and_val(
     return fold_of(len(labels), fold, folds, seed, labels)
 
 
+def unlabelled_parts(
+    samples: int, held_out: int, stream: int, seed: int, fold: int | None, folds: int | None
+) -> dict[str, Indices]:
+    """Return the samples of train, val and test, `held_out` each of the last two.
+
+    With `folds` val is fold number `fold` of those that are not test. `stream` keys the draw.
+    """
+    order = random_state(seed, SPLIT, stream).permutation(samples)
+    val, test, train = order[:held_out], order[held_out : 2 * held_out], order[2 * held_out :]
+    if fold is not None and folds is not None:
+        pool = np.sort(np.concatenate([val, train]))
+        rest, part = fold_of(len(pool), fold, folds, seed)
+        train, val = pool[rest], pool[part]
+    return {"train": train, "val": val, "test": test}
+
+
+def is_cut(split: str, has_val: bool, val_fraction: float, folds: int | None) -> bool:
+    """Return whether a split takes a part of what is there for train.
+
+    A missing val is cut from train; with folds both are parts of train, and a val of its own is
+    left aside.
+    """
+    return split != "test" and (folds is not None or (not has_val and val_fraction > 0))
+
+
 def rows_of_train(
     split: str,
     targets: npt.ArrayLike,
@@ -82,7 +112,46 @@ def rows_of_train(
     fold: int | None,
     folds: int | None,
 ) -> Indices:
-    """Return the rows of train that `split`, train or val, takes where val is cut from train."""
+    """Return the rows of train that `split`, train or val, takes where it `is_cut`."""
     wanted = max(1, round(val_fraction * len(np.asarray(targets))))
     rest, part = train_and_val(targets, wanted, seed, fold, folds)
-    return rest if split == "train" else part
+    rows = rest if split == "train" else part
+    if not len(rows):
+        raise DataError(
+            f"train has too few samples to cut a val split of val_fraction={val_fraction}: "
+            "add one, or set data.val=null and data.val_fraction=0"
+        )
+    return rows
+
+
+def file_of(place: Path, split: str, suffixes: Sequence[str]) -> Path | None:
+    """Return the file of a split in a folder; a single file is train's. None if there is none."""
+    if not place.is_dir():
+        return place if split == "train" and place.is_file() else None
+    found = (place / f"{split}{suffix}" for suffix in suffixes)
+    return next((path for path in found if path.is_file()), None)
+
+
+def in_order(values: set[str]) -> list[str]:
+    """Return names sorted, as numbers if all of them are."""
+    try:
+        return sorted(values, key=lambda value: (float(value), value))
+    except ValueError:
+        return sorted(values)
+
+
+def class_names(found: set[str], num_classes: int | None, samples: int, source: str) -> list[str]:
+    """Return the names of the classes: numbers count from 0, names are sorted.
+
+    Numbers are below `num_classes`, or the number of samples: one label sizes no list of names.
+    """
+    if not all(name.isdecimal() for name in found):
+        return in_order(found)
+    highest, most = max(map(int, found)), num_classes or samples
+    if highest >= most:
+        bound = "data.num_classes" if num_classes else "the number of samples of train"
+        raise DataError(
+            f"{source}: class number {highest} is not below {bound}, {most}: "
+            "mend the labels or set data.num_classes"
+        )
+    return [str(number) for number in range(highest + 1)]

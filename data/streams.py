@@ -6,8 +6,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from data.errors import DataError
-from data.images import Transform
 from data.keys import key, seed_rng
+from data.transforms import Transform
 
 
 class Stream:

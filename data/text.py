@@ -7,44 +7,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.errors import DataError, UnreadableError, reason
-from data.images import Transform
-from data.keys import SPLIT, random_state
-from data.sources import Split
-from data.splits import fold_of
+from data.splits import Split, unlabelled_parts
+from data.transforms import Transform
 
 ALPHABET = ["\n", *map(chr, range(32, 127))]
 # Modules with long docstrings, in every Python from 3.11 on.
 MODULES = (
-    "_pydecimal",
-    "argparse",
-    "codecs",
-    "configparser",
-    "difflib",
-    "doctest",
-    "http/server",
-    "imaplib",
-    "inspect",
-    "ipaddress",
-    "logging/__init__",
-    "pdb",
-    "shutil",
-    "smtplib",
-    "socketserver",
-    "statistics",
-    "subprocess",
-    "tarfile",
-    "threading",
-    "typing",
-    "unittest/mock",
-    "urllib/request",
+    "_pydecimal argparse codecs configparser difflib doctest http/server imaplib inspect ipaddress"
+    " logging/__init__ pdb shutil smtplib socketserver statistics subprocess tarfile threading"
+    " typing unittest/mock urllib/request"
 )
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_HELD_OUT = 0.1  # of the documentation strings, for val and for test each
 
 
 class StandardLibraryText:
@@ -62,14 +39,17 @@ class StandardLibraryText:
         context: int = 128,
         shift: bool = False,
         split_seed: int = 0,
-        modules: Sequence[str] = MODULES,
+        modules: Sequence[str] | None = None,
         transform: Transform | None = None,
         fold: int | None = None,
         folds: int | None = None,
     ) -> None:
-        texts = [text for module in modules for text in docstrings(module)]
-        text = "\n\n".join(_part(texts, split, split_seed, fold, folds))
-        self.tokens = torch.tensor([_NUMBERS[c] for c in text if c in _NUMBERS], dtype=torch.long)
+        texts = [text for module in modules or MODULES.split() for text in docstrings(module)]
+        held_out = len(texts) // 10  # of the strings, for val and for test each
+        part = unlabelled_parts(len(texts), held_out, 3, split_seed, fold, folds)[split]
+        text = "\n\n".join(texts[i] for i in sorted(part))
+        numbers = {character: number for number, character in enumerate(ALPHABET)}
+        self.tokens = torch.tensor([numbers[c] for c in text if c in numbers], dtype=torch.long)
         self.classes = ALPHABET
         self.context = context
         self.shift = shift
@@ -92,9 +72,6 @@ class StandardLibraryText:
         window = self.tokens[start : start + self.context + 1]
         tokens = window[:-1] if self.transform is None else self.transform(window[:-1])
         return tokens, window[1:]
-
-
-_NUMBERS = {character: number for number, character in enumerate(ALPHABET)}
 
 
 class Prompts:
@@ -130,26 +107,26 @@ class Prompts:
 
     def stand_in(self) -> tuple[Tensor, int, int]:
         """Return a sample, for a batch of which no text can be continued."""
-        tokens = torch.zeros(self._context, dtype=torch.long)
-        return tokens if self._transform is None else self._transform(tokens), 1, 0
+        return self._sample([0] * self._context, 0)[0], 1, 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         text = self.texts[index]
-        unknown = "".join(dict.fromkeys(c for c in text if not self._known(c)))
+        known = {character: self._encoded(character) for character in text}
+        unknown = "".join(c for c, numbers in known.items() if max(numbers) >= self._size)
         if unknown or not text:
             what = f"{unknown[:20]!r} is not in its vocabulary" if unknown else "it is empty"
             raise UnreadableError(f"{self.path(index)}: the run cannot continue it: {what}")
-        numbers = list(text.encode()) if self._bytes else [self._numbers[c] for c in text]
+        return self._sample([number for character in text for number in known[character]], index)
+
+    def _encoded(self, character: str) -> Sequence[int]:
+        return character.encode() if self._bytes else [self._numbers.get(character, self._size)]
+
+    def _sample(self, numbers: list[int], index: int) -> tuple[Tensor, int, int]:
         tokens = torch.tensor(numbers[-self._context :])
         tokens = tokens if self._transform is None else self._transform(tokens)
         padded = tokens.new_zeros(self._context)
         padded[: len(tokens)] = tokens
         return padded, len(tokens), index
-
-    def _known(self, character: str) -> bool:
-        if self._bytes:
-            return max(character.encode()) < self._size
-        return character in self._numbers
 
 
 def find_prompts(source: str, lines: Iterable[str] = ()) -> tuple[list[str], list[str]]:
@@ -182,19 +159,3 @@ def docstrings(module: str) -> tuple[str, ...]:
         raise DataError(f"this Python has no source of its standard library: {path}") from error
     texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
     return tuple(text for text in texts if text)
-
-
-def _part(
-    texts: Sequence[str], split: str, seed: int, fold: int | None, folds: int | None
-) -> list[str]:
-    order = random_state(seed, SPLIT, 3).permutation(len(texts))
-    held_out = int(len(texts) * _HELD_OUT)
-    val, test, train = order[:held_out], order[held_out : 2 * held_out], order[2 * held_out :]
-    if fold is not None and folds is not None:
-        pool = np.sort(np.concatenate([val, train]))
-        rest, part = fold_of(len(pool), fold, folds, seed)
-        train, val = pool[rest], pool[part]
-    parts = {"val": val, "test": test, "train": train}
-    if split not in parts:
-        raise DataError(f"split is {split!r}, not one of train, val, test")
-    return [texts[i] for i in sorted(parts[split])]

@@ -13,6 +13,8 @@ from data.decode import as_tensor
 from data.errors import DataError, reason
 from data.keys import Draws
 
+Transform = Callable[[Any], Any]
+
 # torchvision's transforms whose result for a batch is bit-equal to that for each image.
 _PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
 
@@ -20,9 +22,9 @@ _PER_PIXEL = frozenset({"Identity", "Normalize", "ToDtype"})
 def acts_on_batches(transform: Any) -> bool:
     """Return whether a transform is deterministic and treats each image of a batch separately.
 
-    Transforms of your own declare it by an attribute `acts_on_batches = True`.
+    None does. Transforms of your own declare it by an attribute `acts_on_batches = True`.
     """
-    own = getattr(transform, "acts_on_batches", None)
+    own = transform is None or getattr(transform, "acts_on_batches", None)
     if own is not None:
         return bool(own)
     kind = type(transform)

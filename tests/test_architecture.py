@@ -81,7 +81,7 @@ FILES = {"the six packages": 270, "tests": 218}
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12
 NAMED_BY_YAML = ("callbacks", "models", "trainer/tasks")
-CROWDED = {"data": 20, "scripts": 14, "trainer": 15}  # to be emptied: no number here goes up
+CROWDED = {"data": 14, "scripts": 14, "trainer": 15}  # to be emptied: no number here goes up
 # A module with fewer lines than a chapter and a single reader is part of it: so many are not yet.
 CHAPTER = 100
 PARAGRAPHS = 7
@@ -116,8 +116,8 @@ LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 DEEPEST = 4  # blocks within a function
 
-# The only functions nested deeper, to be written anew.
-TOO_DEEP = {"_samples"}
+# Functions nested deeper, to be written anew.
+TOO_DEEP: set[str] = set()
 
 # Each is the usual term in both of its rooms: a callback and a metric, a network and a task.
 NAMED_TWICE = {"ConfusionMatrix", "GAN"}

@@ -1,19 +1,16 @@
-"""Data sets of the Hugging Face package `datasets`: saved on disk, from files, or by name."""
+"""Data sets of the Hugging Face package `datasets`: saved, from files, by name; also streamed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from data.decode import decode_image
-from data.errors import DataError, MissingPackageError, reason, shortened
-from data.formats.columns import class_names
-from data.images import Transform
-from data.sources import Split
-from data.splits import rows_of_train
+from data.decode import Channels, decode_image
+from data.errors import DataError, import_package, reason, shortened
+from data.splits import Split, class_names, is_cut, rows_of_train
+from data.transforms import Transform
 
 _NAMES = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
@@ -30,17 +27,21 @@ class ArrowRows:
         table: Any,
         columns: Mapping[str, str],
         classes: list[str] | None = None,
-        channels: int = 3,
-        tokenizer: Any = None,
+        channels: Channels = 3,
+        tokenizer: str | None = None,
         length: int = 128,
         transform: Transform | None = None,
     ) -> None:
-        self._table, self._columns = table, columns
-        target = table.features.get(columns.get("target"))
-        self._numbered = type(target).__name__ == "ClassLabel"
-        self._picture = type(table.features[columns["input"]]).__name__ == "Image"
+        features = table.features
+        self._numbered = type(features.get(columns.get("target"))).__name__ == "ClassLabel"
+        self._picture = type(features[columns["input"]]).__name__ == "Image"
+        if self._picture:  # as the bytes of their files, which are decoded here
+            undecoded = import_package("datasets", "huggingface").Image(decode=False)
+            table = table.cast_column(columns["input"], undecoded)
+        self.table, self._columns = table, columns
         self._numbers = {name: number for number, name in enumerate(classes or ())}
-        self._tokenizer, self._length = tokenizer, length
+        self._tokenizer = None if tokenizer is None else _tokenizer_of(tokenizer)
+        self._length = length
         if classes is not None:
             self.classes = classes
             self.targets = torch.tensor([self._class(value) for value in table[columns["target"]]])
@@ -48,11 +49,11 @@ class ArrowRows:
         self.transform = transform
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     def fingerprint(self) -> str:
         """Return the fingerprint that `datasets` keeps of a table and its transformations."""
-        return f"{self._table._fingerprint}-{len(self)}"
+        return f"{self.table._fingerprint}-{len(self)}"
 
     def input_form(self) -> dict[str, Any]:
         """Return the form of pictures before the transforms; that of other inputs is unknown."""
@@ -60,7 +61,7 @@ class ArrowRows:
         return picture if self._picture else {"kind": "array"}
 
     def __getitem__(self, index: int) -> Any:
-        return self.sample(self._table[index], index)
+        return self.sample(self.table[index], index)
 
     def sample(self, row: Mapping[str, Any], index: int) -> Any:
         """Return the sample of a row; `index` is for messages."""
@@ -69,8 +70,7 @@ class ArrowRows:
         if "target" not in self._columns:
             return value
         target = row[self._columns["target"]]
-        classes = bool(self._numbers)
-        return value, self._class(target) if classes else _tensor(target, self._columns, index)
+        return value, self._class(target) if self._numbers else self._tensor(target, index)
 
     def _input(self, value: Any, index: int) -> Any:
         if value is None:
@@ -78,14 +78,12 @@ class ArrowRows:
         if self._picture:
             content = value["bytes"] or Path(value["path"]).read_bytes()
             return decode_image(content, f"row {index} ({value['path']})", self.channels)
-        if isinstance(value, str):
-            return value if self._tokenizer is None else self._tokens(value)
-        return _tensor(value, self._columns, index)
-
-    def _tokens(self, text: str) -> dict[str, torch.Tensor]:
-        found = self._tokenizer(
-            text, truncation=True, padding="max_length", max_length=self._length
-        )
+        if not isinstance(value, str):
+            return self._tensor(value, index)
+        if self._tokenizer is None:
+            return value
+        options = {"truncation": True, "padding": "max_length", "max_length": self._length}
+        found = self._tokenizer(value, **options)
         return {name: torch.tensor(values) for name, values in found.items()}
 
     def _class(self, value: Any) -> int:
@@ -95,6 +93,14 @@ class ArrowRows:
             column = self._columns["target"]
             raise DataError(f"column {column!r}: class {value!r} is not among those of train")
         return self._numbers[str(value)]
+
+    def _tensor(self, value: Any, index: int) -> torch.Tensor:
+        try:
+            numbers = torch.as_tensor(np.asarray(value))
+        except (TypeError, ValueError) as error:
+            shown = ", ".join(self._columns.values())
+            raise DataError(f"row {index} ({shown}): {shortened(error)}") from error
+        return numbers.float() if numbers.is_floating_point() else numbers
 
 
 def huggingface(
@@ -107,7 +113,7 @@ def huggingface(
     length: int = 128,
     val_fraction: float = 0.1,
     split_seed: int = 0,
-    channels: int = 3,
+    channels: Channels = 3,
     transform: Transform | None = None,
     fold: int | None = None,
     folds: int | None = None,
@@ -119,20 +125,19 @@ def huggingface(
     val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
     train. None if there is no such split; raises DataError.
     """
-    splits = tables(path, name)
-    train = split_of(splits, "train")
+    tables = _tables(path, name)
+    train = tables.get("train")
     if train is None:
-        raise DataError(f"data.path={path} has no split train, only {', '.join(splits)}")
-    check_columns(path, train, columns)
+        raise DataError(f"data.path={path} has no split train, only {', '.join(tables)}")
+    _check_columns(path, train, columns)
     classes = None
     if classification and "target" in columns:
         classes = getattr(train.features[columns["target"]], "names", None)
         if classes is None:
             found = {str(value) for value in train[columns["target"]]}
             classes = class_names(found, num_classes, len(train), f"data.path={path}")
-    table = split_of(splits, split)
-    cuts = folds is not None or (split_of(splits, "val") is None and val_fraction > 0)
-    if cuts and split != "test":
+    table = _split_of(tables, split)
+    if is_cut(split, _split_of(tables, "val") is not None, val_fraction, folds):
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
             labels = np.unique(train[columns["target"]], return_inverse=True)[1]
@@ -140,76 +145,107 @@ def huggingface(
         table = train.select(rows)
     if table is None:
         return None
-    words = None if tokenizer is None else import_tokenizer(tokenizer)
-    return ArrowRows(
-        undecoded(table, columns), columns, classes, channels, words, length, transform
-    )
+    return ArrowRows(table, columns, classes, channels, tokenizer, length, transform)
 
 
-def tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
+class StreamedRows:
+    """ArrowRows as they come, or shuffled within a buffer: the `source` of a `Stream`.
+
+    An epoch's order is a function of (seed, epoch). `iter_from` skips rows without decoding them;
+    the files before a position are not opened where `datasets` can tell their length.
+    """
+
+    def __init__(self, rows: ArrowRows, seed: int, buffer: int | None) -> None:
+        table = rows.table
+        self._table = table if buffer is None else table.shuffle(seed=seed, buffer_size=buffer)
+        self._rows = rows
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, whose number the order of a shuffled stream depends on."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        return self.iter_from(0)
+
+    def iter_from(self, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield numbers and rows from a position on."""
+        table = self._table.skip(position) if position else self._table
+        table.set_epoch(self._epoch)  # a table made by `skip` begins at epoch 0
+        return enumerate(table, start=position)
+
+    def load(self, item: tuple[int, Mapping[str, Any]]) -> Any:
+        """Return the sample of a row: (input, target), or the input alone without a target."""
+        number, row = item
+        return self._rows.sample(row, number)
+
+
+def streamed(
+    path: str,
+    split: Split,
+    columns: Mapping[str, str],
+    name: str | None = None,
+    tokenizer: str | None = None,
+    length: int = 128,
+    channels: Channels = 3,
+    seed: int = 0,
+    buffer: int | None = None,
+) -> StreamedRows:
+    """Open a split of a folder, of files, or of a name on the hub, without loading it.
+
+    `columns`, `name`, `tokenizer` and `length` are those of `huggingface`. A target of classes is a
+    ClassLabel or counts from 0: nothing is read to find their names. `buffer`: rows that are
+    shuffled together; None: the order of the files. Raises DataError.
+    """
+    tables = _tables(path, name, streaming=True)
+    table = _split_of(tables, split)
+    if table is None:
+        have = f"data.path={path} has no split {split}, only {', '.join(tables)}"
+        raise DataError(f"{have}: set data.{split}=null")
+    if hasattr(table, "to_iterable_dataset"):  # saved on disk
+        table = table.to_iterable_dataset(num_shards=1)  # its order does not depend on workers
+    if table.features is None:
+        try:
+            table = table._resolve_features()  # from the first rows; CSV and JSON tell no types
+        except Exception as error:  # of file systems and of each format
+            raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
+    _check_columns(path, table, columns)
+    rows = ArrowRows(table, columns, None, channels, tokenizer, length)
+    return StreamedRows(rows, seed, buffer)
+
+
+def _tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
     """Return the splits of a data set by their own names. Raises DataError."""
     datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
-    saved = any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    given = str(folder) if folder.exists() else path
     try:
-        found = (
-            datasets.load_from_disk(str(folder))
-            if saved
-            else datasets.load_dataset(
-                str(folder) if folder.exists() else path, name, streaming=streaming
-            )
-        )
+        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(given)
+        else:
+            found = datasets.load_dataset(given, name, streaming=streaming)
     except Exception as error:  # of the hub, of file systems, of each format
         raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 
-def import_package(package: str, extra: str) -> ModuleType:
-    """Import a package of an extra. Raises MissingPackageError with what installs it."""
-    try:
-        return __import__(package)
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            f"the package {package} is not installed: pip install 'regimen[{extra}]'"
-        ) from error
-
-
-def split_of(tables: Mapping[str, Any], split: str) -> Any:
+def _split_of(tables: Mapping[str, Any], split: str) -> Any:
     """Return the table of a split, whatever its name; None if there is none."""
     return next((tables[name] for name in _NAMES[split] if name in tables), None)
 
 
-def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
-    """Raise DataError for columns that a table lacks."""
-    for key in columns.keys() - {"input", "target"}:
-        raise DataError(f"data.columns.{key}: unknown; there are input and target")
+def _check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
     for key, column in columns.items():
+        if key not in ("input", "target"):
+            raise DataError(f"data.columns.{key}: unknown; there are input and target")
         if column not in table.column_names:
             known = ", ".join(map(repr, table.column_names))
             raise DataError(f"data.columns.{key}: {path} has no column {column!r}; it has {known}")
 
 
-def undecoded(table: Any, columns: Mapping[str, str]) -> Any:
-    """Return a table whose images are the bytes of their files, for `data.decode`."""
-    if type(table.features[columns["input"]]).__name__ != "Image":
-        return table
-    images = import_package("datasets", "huggingface").Image(decode=False)
-    return table.cast_column(columns["input"], images)
-
-
-def import_tokenizer(name: str) -> Any:
-    """Return a tokenizer of transformers: a folder's or the hub's. Raises DataError."""
+def _tokenizer_of(name: str) -> Any:
     transformers = import_package("transformers", "transformers")
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer={name}: {shortened(error)}") from error
-
-
-def _tensor(value: Any, columns: Mapping[str, str], index: int) -> torch.Tensor:
-    try:
-        numbers = torch.as_tensor(np.asarray(value))
-    except (TypeError, ValueError) as error:
-        shown = ", ".join(columns.values())
-        raise DataError(f"row {index} ({shown}): {shortened(error)}") from error
-    return numbers.float() if numbers.is_floating_point() else numbers

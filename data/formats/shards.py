@@ -4,8 +4,9 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -16,19 +17,17 @@ import numpy.typing as npt
 import torch
 from fsspec.core import url_to_fs
 
-from data.decode import decode_image
+from data.decode import Channels, decode_image
 from data.errors import DataError, reason
-from data.formats.columns import class_names
 from data.image_folder import EXTENSIONS
-from data.images import Transform
-from data.sources import Split
-from data.splits import rows_of_train
+from data.splits import Split, class_names, is_cut, rows_of_train
+from data.transforms import Transform
 
 logger = logging.getLogger(__name__)
 _LAYOUT = 1  # version of the index files
-_PARTS = ("offsets", "sizes", "names", "labels")  # of an index file
-# Arrays with an entry for each sample: the number of its shard, where its image lies there and how
-# many bytes it has, the image's name, and the label as text.
+# Arrays with an entry for each sample: where its image lies in its shard and how many bytes it has,
+# the image's name, and the label as text; in an index of several shards also the shard's number.
+_PARTS = {"offsets": np.int64, "sizes": np.int64, "names": np.bytes_, "labels": np.bytes_}
 ShardIndex = dict[str, npt.NDArray[Any]]
 
 
@@ -46,7 +45,7 @@ class TarShards:
         paths: list[str],
         index: ShardIndex,
         classes: list[str],
-        channels: int = 3,
+        channels: Channels = 3,
         transform: Transform | None = None,
     ) -> None:
         self._root, self._paths, self._index = root, paths, index
@@ -56,8 +55,7 @@ class TarShards:
             if label not in numbers:
                 found = f"{self.path(row)}: class {label.decode()!r}"
                 raise DataError(f"{found} is not among those of train")
-        targets = [numbers[label] for label in index["labels"]]
-        self.targets = torch.tensor(targets, dtype=torch.int64)
+        self.targets = torch.tensor([numbers[label] for label in index["labels"]])
         self.classes = classes
         self.channels = channels
         self.transform = transform
@@ -84,27 +82,21 @@ class TarShards:
         return {**vars(self), "_files": {}}  # a worker opens the shards itself
 
     def _content(self, index: int) -> bytes:
-        shard, offset, size = (
-            int(self._index[name][index]) for name in ("shards", "offsets", "sizes")
-        )
+        shard, start, size = (int(self._index[k][index]) for k in ("shards", "offsets", "sizes"))
+        content: bytes
         try:
-            content = self._read(shard, offset, size)
+            if "://" in self._root:
+                files = url_to_fs(self._root)[0]
+                content = files.cat_file(self._paths[shard], start=start, end=start + size)
+            else:
+                if shard not in self._files:
+                    self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+                content = os.pread(self._files[shard], size, start)
         except Exception as error:  # fsspec's file systems raise what their libraries do
             raise DataError(f"cannot read {self.path(index)}: {reason(error)}") from error
         if len(content) != size:
             raise DataError(f"{self.path(index)}: the shard is shorter than when it was indexed")
         return content
-
-    def _read(self, shard: int, offset: int, size: int) -> bytes:
-        path = self._paths[shard]
-        if "://" in self._root:
-            content: bytes = url_to_fs(self._root)[0].cat_file(
-                path, start=offset, end=offset + size
-            )
-            return content
-        if shard not in self._files:
-            self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._files[shard], size, offset)
 
 
 def tar_shards(
@@ -113,7 +105,7 @@ def tar_shards(
     label: str = "cls",
     val_fraction: float = 0.1,
     split_seed: int = 0,
-    channels: int = 3,
+    channels: Channels = 3,
     cache_dir: str | None = None,
     transform: Transform | None = None,
     fold: int | None = None,
@@ -137,21 +129,20 @@ def tar_shards(
     if place is None and "://" not in root:
         place = Path(root) / ".index"
     index = _indexed(root, train, label, place, keep_index)
-    names = {label.decode() for label in np.unique(index["labels"])}
-    classes = class_names(names, num_classes, len(index["labels"]), f"data.root={root}")
-    in_folds = folds is not None and split != "test"
-    own = train if split == "train" or in_folds else _shards(root, split)
-    cuts = in_folds or (split != "test" and val_fraction > 0 and not _shards(root, "val"))
-    if not own and not cuts:
-        logger.warning("data.root=%s has no shards for %s: the run goes without it", root, split)
-        return None
-    if own and split != "train" and not in_folds:
-        index = _indexed(root, own, label, place, keep_index)
-    elif cuts:
-        numbers = np.unique(index["labels"], return_inverse=True)[1]
+    labels, numbers = np.unique(index["labels"], return_inverse=True)
+    names = {name.decode() for name in labels}
+    classes = class_names(names, num_classes, len(numbers), f"data.root={root}")
+    paths = train
+    if is_cut(split, bool(_shards(root, "val")), val_fraction, folds):
         rows = rows_of_train(split, numbers, val_fraction, split_seed, fold, folds)
         index = {name: part[rows] for name, part in index.items()}
-    return TarShards(root, own or train, index, classes, channels, transform)
+    elif split != "train":
+        if not (paths := _shards(root, split)):
+            lacking = "data.root=%s has no shards for %s: the run goes without it"
+            logger.warning(lacking, root, split)
+            return None
+        index = _indexed(root, paths, label, place, keep_index)
+    return TarShards(root, paths, index, classes, channels, transform)
 
 
 def _shards(root: str, split: str) -> list[str]:
@@ -186,71 +177,65 @@ def _shard_index(root: str, path: str, label: str, place: Path | None, keep: boo
     logger.info("indexing %s", path)
     with files.open(path, "rb") as file:
         index = _scan(path, file, label)
-    if kept is not None and keep:
-        _keep(kept, index)
-    return index
-
-
-def _keep(path: Path, index: ShardIndex) -> None:
-    """Write an index file; one that cannot be written is made again by the next run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            np.savez(file, **index)  # type: ignore[arg-type]
-        os.replace(file.name, path)
+    if kept is None or not keep:
+        return index
+    try:  # what cannot be written is made again by the next run
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=kept.parent, suffix=".part", delete=False) as part:
+            np.savez(part, **index)  # type: ignore[arg-type]
+        os.replace(part.name, kept)
     except OSError as error:
-        logger.warning("cannot keep the index %s (%s): set data.cache_dir", path, error.strerror)
+        logger.warning("cannot keep the index %s (%s): set data.cache_dir", kept, error.strerror)
+    return index
 
 
 def _scan(path: str, file: Any, label: str) -> ShardIndex:
     """Read the headers and labels of a shard, once, from its beginning to its end."""
-    found: list[tuple[int, int, bytes, bytes]] = []
-    for name, sample in _samples(path, file, label):
-        if len(sample) < 2:
-            lacks = "image" if "image" not in sample else f".{label.partition('.')[0]}"
-            raise DataError(f"{path}: sample {name!r} has no {lacks}")
-        found.append((*sample["image"], sample["label"]))
-    if not found:
-        raise DataError(f"{path}: the shard holds no samples")
-    kinds = (np.int64, np.int64, np.bytes_, np.bytes_)
-    columns = zip(_PARTS, zip(*found, strict=True), kinds, strict=True)
-    return {name: np.array(values, dtype=kind) for name, values, kind in columns}
-
-
-def _samples(path: str, file: Any, label: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the samples of a tar file in order: neighbours of one name up to the first dot."""
-    suffix, _, field = label.partition(".")
-    name, sample = "", dict[str, Any]()
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                folder, base = os.path.split(member.name)
-                stem, _, ending = base.partition(".")
-                if (here := os.path.join(folder, stem)) != name:
-                    if sample:
-                        yield name, sample
-                    name, sample = here, {}
-                ending = ending.lower()
-                if f".{ending}" in EXTENSIONS:
-                    place = member.offset_data, member.size, os.fsencode(member.name)
-                    sample["image"] = place
-                elif ending == suffix:
-                    content = archive.extractfile(member)
-                    assert content is not None  # a file
-                    sample["label"] = _label(f"{path}:{member.name}", content.read(), field)
+            members = (member for member in archive if member.isfile())
+            samples = groupby(members, key=lambda member: _split_name(member)[0])
+            found = [_sample(path, archive, name, files, label) for name, files in samples]
     except tarfile.TarError as error:
         raise DataError(f"{path}: not an uncompressed tar file, or cut off: {error}") from error
-    if sample:
-        yield name, sample
+    if not found:
+        raise DataError(f"{path}: the shard holds no samples")
+    columns = zip(_PARTS.items(), zip(*found, strict=True), strict=True)
+    return {name: np.array(values, dtype=kind) for (name, kind), values in columns}
 
 
-def _label(place: str, content: bytes, field: str) -> bytes:
-    try:
-        value = json.loads(content)[field] if field else content.decode().strip()
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{place}: no label in it: {reason(error)}") from error
-    if not str(value):
-        raise DataError(f"{place}: the label is empty")
-    return str(value).encode()
+def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
+    """Return the name of a member's sample, and its ending: all from the first dot on."""
+    folder, base = os.path.split(member.name)
+    stem, dot, ending = base.partition(".")
+    return os.path.join(folder, stem), (dot + ending).lower()
+
+
+def _sample(
+    path: str,
+    archive: tarfile.TarFile,
+    name: str,
+    members: Iterable[tarfile.TarInfo],
+    label: str,
+) -> tuple[int, int, bytes, bytes]:
+    """Return the entries of a sample in the index, in the order of `_PARTS`."""
+    suffix, _, field = label.partition(".")
+    image: tuple[int, int, bytes] | None = None
+    value = None
+    for member in members:
+        ending = _split_name(member)[1]
+        if ending in EXTENSIONS:
+            image = member.offset_data, member.size, os.fsencode(member.name)
+        elif ending == f".{suffix}":
+            content = archive.extractfile(member).read()  # type: ignore[union-attr]
+            try:
+                value = str(json.loads(content)[field] if field else content.decode().strip())
+            except (ValueError, KeyError, TypeError) as error:
+                place = f"{path}:{member.name}"
+                raise DataError(f"{place}: no label in it: {reason(error)}") from error
+            if not value:
+                raise DataError(f"{path}:{member.name}: the label is empty")
+    if image is None or value is None:
+        lacks = "image" if image is None else f".{suffix}"
+        raise DataError(f"{path}: sample {name!r} has no {lacks}")
+    return (*image, value.encode())

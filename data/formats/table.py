@@ -1,9 +1,11 @@
 """Tables from CSV and Parquet files: rows of features, and a number or a class to predict."""
 
+import csv
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,24 +15,139 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.formats.columns import (
-    SUFFIXES,
-    Columns,
-    Feature,
-    RowNumbers,
-    encoded,
-    fitted,
-    in_order,
-    numbers,
-    read_columns,
-)
-from data.images import Transform
-from data.sources import Split
-from data.splits import cut, train_and_val
+from data.splits import Split, cut, file_of, in_order, train_and_val
+from data.transforms import Transform
+
+_SUFFIXES = (".csv", ".tsv", ".parquet")
+_MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "None", "?"})
+_MOST_CATEGORIES = 1000
 
 Missing = Literal["error", "mean"]
-Kind = Literal["number", "class"]
-_Cut = Callable[[npt.NDArray[Any], int, int], tuple[RowNumbers, RowNumbers]]
+Numbers = npt.NDArray[np.float64]
+RowNumbers = npt.NDArray[np.int64]
+# How a column becomes inputs, as plain values, which checkpoints and `inference.json` keep: its
+# `name`; `categories`, one input for each; or None, and the `mean` and `std` of numbers.
+Feature = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The cells of a file as text, by column; None where one is missing."""
+
+    path: Path
+    cells: dict[str, list[str | None]]
+    first_row: int  # number of the first row, as a spreadsheet shows it
+
+    def __len__(self) -> int:
+        return len(next(iter(self.cells.values()), []))
+
+    def place(self, row: int, name: str) -> str:
+        """Return where a cell is, for a message."""
+        return f"{self.path}: row {self.first_row + row}, column {name!r}"
+
+    def column(self, name: str, key: str) -> list[str | None]:
+        """Return the column that a key of the configuration names. Raises DataError."""
+        if name not in self.cells:
+            known = ", ".join(map(repr, self.cells))
+            raise DataError(f"{key}: {self.path} has no column {name!r}; it has {known}")
+        return self.cells[name]
+
+    def numbers(self, name: str, missing: Missing, key: str) -> Numbers:
+        """Return a column as numbers, NaN where a value is missing. Raises DataError."""
+        found = np.empty(len(self))
+        for row, cell in enumerate(self.column(name, key)):
+            if cell is None and missing == "error":
+                place = self.place(row, name)
+                raise DataError(f"{place}: no value; data.missing=mean fills it in")
+            value = math.nan if cell is None else _number(cell)
+            if value is None or math.isinf(value):
+                raise DataError(
+                    f"{self.place(row, name)}: {cell!r} is not a finite number; name the column in "
+                    "data.categorical if it holds categories"
+                )
+            found[row] = value
+        return found
+
+    def encoded(self, feature: Feature, missing: Missing) -> Numbers:
+        """Return the inputs [rows, 1 or categories] of a column. Raises DataError.
+
+        A missing number is the training mean with `missing="mean"`, a missing or unknown category
+        is none of those known.
+        """
+        name, categories = feature["name"], feature["categories"]
+        if categories is None:
+            values = self.numbers(name, missing, "data.features")
+            scaled = (values - float(feature["mean"])) / float(feature["std"])
+            return np.nan_to_num(scaled)[:, None]
+        cells = self.column(name, "data.features")
+        if missing == "error" and None in cells:
+            place = self.place(cells.index(None), name)
+            raise DataError(
+                f"{place}: no value; data.missing=mean takes it as none of the categories"
+            )
+        known = np.array(categories, dtype=object)
+        found: Numbers = np.equal(np.array(cells, dtype=object)[:, None], known).astype(np.float64)
+        return found
+
+
+def read_columns(path: str | Path) -> Columns:
+    """Read a whole file; the splits of a run share one reading. Raises DataError."""
+    path = Path(path).expanduser()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=3)  # train, val and test
+def _read(path: Path, modified: int, size: int) -> Columns:
+    if path.suffix not in _SUFFIXES:
+        raise DataError(f"data.path: {path} is none of {', '.join(_SUFFIXES)}")
+    try:
+        names, rows, first = (_parquet if path.suffix == ".parquet" else _csv)(path)
+    except (OSError, ValueError, NotImplementedError, csv.Error) as error:  # Arrow's are such
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise DataError(f"{path}: two columns are named {min(twice)!r}")
+    if not names or "" in names:
+        raise DataError(f"{path}: the first row must name every column")
+    if not rows:
+        raise DataError(f"{path}: the table has no rows")
+    for number, row in enumerate(rows, first):
+        if len(row) != len(names):
+            raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(names)}")
+    return Columns(path, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), first)
+
+
+def _csv(path: Path) -> tuple[list[str], Sequence[Sequence[str | None]], int]:
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        names, *rows = [*csv.reader(file, delimiter=delimiter, strict=True)] or [[]]
+    stripped = ([cell.strip() for cell in row] for row in rows)
+    return names, [[None if cell in _MISSING else cell for cell in row] for row in stripped], 2
+
+
+def _parquet(path: Path) -> tuple[list[str], Sequence[Sequence[str | None]], int]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise DataError("data.path: a .parquet file needs pyarrow: pip install pyarrow") from error
+    table = parquet.read_table(path)
+    columns = [[_text(value) for value in column.to_pylist()] for column in table.columns]
+    return table.column_names, [*zip(*columns, strict=True)], 1
+
+
+def _text(value: Any) -> str | None:
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return None if missing else str(int(value) if isinstance(value, bool) else value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 class TableRows:
@@ -45,13 +162,11 @@ class TableRows:
         rows: RowNumbers | None = None,
     ) -> None:
         self._path, self._first_row = columns.path, columns.first_row
-        self.described = [
-            {**asdict(f), "categories": None if f.categories is None else list(f.categories)}
-            for f in features
-        ]
+        self.features = [dict(feature) for feature in features]
         self.missing = missing
         self.rows = np.arange(len(columns)) if rows is None else rows
-        self.inputs = torch.from_numpy(encoded(columns, features, missing)[self.rows])
+        inputs = np.concatenate([columns.encoded(f, missing) for f in features], axis=1)
+        self.inputs = torch.from_numpy(inputs.astype(np.float32)[self.rows])
         self.transform = transform
 
     def __len__(self) -> int:
@@ -63,7 +178,7 @@ class TableRows:
 
     def input_form(self) -> dict[str, Any]:
         """Return the encoding of the columns, with the training statistics, as plain values."""
-        return {"kind": "table", "features": self.described, "missing": self.missing}
+        return {"kind": "table", "features": self.features, "missing": self.missing}
 
     def __getitem__(self, index: int) -> Any:
         row = self.inputs[index]
@@ -73,23 +188,23 @@ class TableRows:
 class Table(TableRows):
     """Rows with a target: samples are (float32 [features], a float32 value or a class number).
 
-    target_scale: (mean, std) of the training values by which targets are standardised.
+    scale: (mean, std) of the training values by which targets are standardised.
     """
 
     def __init__(
         self,
         columns: Columns,
         features: Sequence[Feature],
-        targets: Tensor,
-        classes: list[str] | None,
-        target_scale: tuple[float, float] | None,
         missing: Missing,
         transform: Transform | None,
-        rows: RowNumbers | None,
+        rows: RowNumbers,
+        targets: Tensor,
+        classes: list[str] | None,
+        scale: Sequence[float] | None,
     ) -> None:
         super().__init__(columns, features, missing, transform, rows)
         self.answers = targets[torch.from_numpy(self.rows)]
-        self.target_scale = target_scale and (float(target_scale[0]), float(target_scale[1]))
+        self.target_scale = scale and (float(scale[0]), float(scale[1]))
         if classes is not None:
             self.classes, self.targets = classes, self.answers
 
@@ -97,11 +212,11 @@ class Table(TableRows):
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
         scale = None if self.target_scale is None else list(self.target_scale)
         classes = getattr(self, "classes", None)
-        return {"features": self.described, "classes": classes, "target_scale": scale}
+        return {"features": self.features, "classes": classes, "target_scale": scale}
 
     def fingerprint(self) -> str:
         """Return a digest of the encoded rows and their targets."""
-        digest = hashlib.sha256(repr(self.described).encode())
+        digest = hashlib.sha256(repr(self.features).encode())
         digest.update(self.inputs.numpy().tobytes() + self.answers.numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -114,7 +229,7 @@ def table(
     path: str,
     split: Split,
     target: str,
-    target_kind: Kind = "number",
+    target_kind: Literal["number", "class"] = "number",
     features: Sequence[str] | None = None,
     categorical: Sequence[str] | None = None,
     channels: int | None = None,
@@ -135,125 +250,104 @@ def table(
     the training rows. `channels`: how many inputs are expected. `statistics`: a checkpoint's
     (`Table.statistics`), in place of the training rows' if the columns are the same.
     """
-    files = {name: _file_of(Path(path).expanduser(), name) for name in ("train", "val", "test")}
-    if files["train"] is None:
+    place = Path(path).expanduser()
+    if (file := file_of(place, "train", _SUFFIXES)) is None:
         raise DataError(f"data.path={path}: no such file, nor a folder with a train.csv")
-    train = read_columns(files["train"])
+    train = read_columns(file)
+    test_file = file_of(place, "test", _SUFFIXES)
+    val_file = None if folds is not None else file_of(place, "val", _SUFFIXES)
     names = [n for n in train.cells if n != target] if features is None else list(features)
     if not names:
         raise DataError(f"data.path={path}: no column but data.target={target} to predict from")
-    if statistics is not None and [f["name"] for f in statistics["features"]] != names:
-        statistics = None  # other columns were chosen since
-    classes = None
+    known = statistics or {}
+    if [feature["name"] for feature in known.get("features", ())] != names:
+        known = {}  # none, or other columns were chosen since
+    classes, scale, labels = None, None, np.zeros(len(train))
     if target_kind == "class":
         found = {cell for cell in train.column(target, "data.target") if cell is not None}
-        classes = list((statistics or {}).get("classes") or in_order(found))
-    if folds is not None:
-        files["val"] = None
-    labels = np.zeros(len(train)) if classes is None else _targets(train, target, classes, None)
-    of_val = partial(train_and_val, fold=fold, folds=folds)
-    wanted = {"test": test_fraction, "val": val_fraction}
-    parts = _parts(train, np.asarray(labels), wanted, files, split_seed, of_val)
-    encoding = (
-        fitted(train, parts["train"], names, categorical)
-        if statistics is None
-        else described_features(statistics["features"])
-    )
-    _check_width(train, encoding, channels)
-    scale = None
-    if standardize_target and classes is None:
-        scale = (statistics or {}).get("target_scale") or _scale(train, target, parts["train"])
-    own = files[split] if split != "train" else None
-    if own is None and not len(parts[split]):
-        return None
-    columns = train if own is None else read_columns(own)
-    targets = _targets(columns, target, classes, scale)
-    rows = parts[split] if own is None else None
-    return Table(columns, encoding, targets, classes, scale, missing, transform, rows)
-
-
-def rows_to_predict(
-    path: str, described: Sequence[dict[str, Any]], missing: Missing, transform: Transform | None
-) -> TableRows:
-    """Open a file for predictions, encoded as `TableRows.input_form` describes it."""
-    return rows_as_described(read_columns(Path(path).expanduser()), described, missing, transform)
-
-
-def rows_as_described(
-    columns: Columns,
-    described: Sequence[Mapping[str, Any]],
-    missing: Missing,
-    transform: Transform | None,
-) -> TableRows:
-    """Encode columns as `TableRows.input_form` describes it. Raises DataError."""
-    return TableRows(columns, described_features(described), missing, transform)
-
-
-def described_features(described: Sequence[Mapping[str, Any]]) -> list[Feature]:
-    """Return the encoding that plain values describe."""
-    return [
-        Feature(d["name"], d["categories"] and tuple(d["categories"]), d["mean"], d["std"])
-        for d in described
-    ]
-
-
-def _file_of(place: Path, split: str) -> Path | None:
-    """Return the file of a split; a single file is train's."""
-    if not place.is_dir():
-        return place if split == "train" and place.is_file() else None
-    found = (place / f"{split}{suffix}" for suffix in SUFFIXES)
-    return next((path for path in found if path.is_file()), None)
-
-
-def _parts(
-    train: Columns,
-    labels: npt.NDArray[Any],
-    wanted: Mapping[str, float],
-    files: Mapping[str, Path | None],
-    seed: int,
-    val: _Cut,
-) -> dict[str, RowNumbers]:
-    """Return the rows of the train file that each split takes, by the fractions of test and val."""
-    rest: RowNumbers = np.arange(len(train))
-    parts: dict[str, RowNumbers] = {}
-    for split, fraction in wanted.items():
-        count = 0 if files[split] else round(fraction * len(train))
-        kept, taken = (val if split == "val" else cut)(labels[rest], count, seed)
-        rest, parts[split] = rest[kept], rest[taken]
-    if not len(rest):
+        classes = list(known.get("classes") or in_order(found))
+        labels = _targets(train, target, classes, None).numpy()
+    # Test is cut first: its rows are the same whichever fold is validated on.
+    test_size = 0 if test_file else round(test_fraction * len(train))
+    rest, test = cut(labels, test_size, split_seed)
+    val_size = 0 if val_file else round(val_fraction * len(train))
+    kept, val = train_and_val(labels[rest], val_size, split_seed, fold, folds)
+    if not len(kept):
         raise DataError(f"{train.path}: {len(train)} rows are too few for three splits")
-    return {**parts, "train": rest}
+    encoding = known.get("features") or _fitted(train, rest[kept], names, categorical)
+    _check_width(train, encoding, channels)
+    if standardize_target and classes is None:
+        scale = known.get("target_scale") or _scale(train, target, rest[kept])
+    columns, rows = train, {"train": rest[kept], "val": rest[val], "test": test}[split]
+    if (own := {"val": val_file, "test": test_file}.get(split)) is not None:
+        columns = read_columns(own)
+        rows = np.arange(len(columns))
+    if not len(rows):
+        return None
+    targets = _targets(columns, target, classes, scale)
+    return Table(columns, encoding, missing, transform, rows, targets, classes, scale)
 
 
-def _targets(
-    columns: Columns,
-    target: str,
-    classes: list[str] | None,
-    scale: tuple[float, float] | None,
-) -> Tensor:
-    if classes is None:
-        values = numbers(columns, target, "error", "data.target")
-        mean, std = scale or (0.0, 1.0)
-        return torch.from_numpy((values - mean) / std).float()
-    found = {name: number for number, name in enumerate(classes)}
-    cells = columns.column(target, "data.target")
-    for row, cell in enumerate(cells):
-        if cell not in found:
-            what = "no class" if cell is None else f"class {cell!r}, which train lacks"
-            raise DataError(f"{columns.place(row, target)}: {what}")
-    return torch.tensor([found[str(cell)] for cell in cells])
+def _fitted(
+    train: Columns, rows: RowNumbers, names: Sequence[str], categorical: Sequence[str] | None
+) -> list[Feature]:
+    """Return how columns become inputs, with the statistics of the training rows.
+
+    categorical: the columns with categories; None: those whose first value is not a number.
+    """
+    for name in categorical or ():
+        train.column(name, "data.categorical")
+    return [_feature(train, rows, name, categorical) for name in names]
 
 
-def _scale(train: Columns, target: str, rows: RowNumbers) -> tuple[float, float]:
-    values = numbers(train, target, "error", "data.target")[rows]
-    return float(values.mean()), float(values.std()) or 1.0
+def _feature(
+    train: Columns, rows: RowNumbers, name: str, categorical: Sequence[str] | None
+) -> Feature:
+    cells = train.column(name, "data.features")
+    first = next((cell for cell in cells if cell is not None), "")
+    if _number(first) is None if categorical is None else name in categorical:
+        categories = in_order({cell for row in rows if (cell := cells[row]) is not None})
+        if len(categories) > _MOST_CATEGORIES:
+            raise DataError(
+                f"{train.path}: column {name!r} has {len(categories)} categories, more than "
+                f"{_MOST_CATEGORIES}: leave it out of data.features"
+            )
+        return {"name": name, "categories": categories, "mean": 0.0, "std": 1.0}
+    values = train.numbers(name, "mean", "data.features")[rows]
+    known = values[~np.isnan(values)]
+    if not len(known):
+        raise DataError(f"{train.path}: column {name!r} has no value in the training rows")
+    mean, std = float(known.mean()), float(known.std()) or 1.0
+    return {"name": name, "categories": None, "mean": mean, "std": std}
 
 
 def _check_width(train: Columns, features: Sequence[Feature], channels: int | None) -> None:
-    width = sum(feature.width for feature in features)
+    widths = {f["name"]: 1 if f["categories"] is None else len(f["categories"]) for f in features}
+    width = sum(widths.values())
     if channels is not None and channels != width:
-        shown = ", ".join(f"{f.name} {f.width}" for f in features[:12])
+        shown = ", ".join(f"{name} {inputs}" for name, inputs in [*widths.items()][:12])
         raise DataError(
             f"data.channels={channels}, but the columns of {train.path} give {width} inputs "
             f"({shown}{', ...' if len(features) > 12 else ''}): set data.channels={width}"
         )
+
+
+def _scale(train: Columns, target: str, rows: RowNumbers) -> tuple[float, float]:
+    values = train.numbers(target, "error", "data.target")[rows]
+    return float(values.mean()), float(values.std()) or 1.0
+
+
+def _targets(
+    columns: Columns, target: str, classes: list[str] | None, scale: Sequence[float] | None
+) -> Tensor:
+    if classes is None:
+        mean, std = scale or (0.0, 1.0)
+        values = (columns.numbers(target, "error", "data.target") - mean) / std
+        return torch.from_numpy(values).float()
+    numbers = {name: number for number, name in enumerate(classes)}
+    cells = columns.column(target, "data.target")
+    for row, cell in enumerate(cells):
+        if cell not in numbers:
+            what = "no class" if cell is None else f"class {cell!r}, which train lacks"
+            raise DataError(f"{columns.place(row, target)}: {what}")
+    return torch.tensor([numbers[str(cell)] for cell in cells])

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.images import Transform
 from data.keys import SPLIT, key
-from data.sources import Split
-from data.transforms import acts_on_batches
+from data.splits import Split, file_of, is_cut
+from data.transforms import Transform, acts_on_batches
 
 _SUFFIXES = (".bin", ".npy", ".txt")
 Part = tuple[int, int]  # tokens of a file: the first, and the one after the last
@@ -48,12 +47,15 @@ class TokenBlocks:
         self._file: npt.NDArray[Any] | None = None
         self._parts = [(0, len(self._tokens()))] if parts is None else list(parts)
         self.context = context
-        self.num_classes = _vocabulary(path, num_classes)
+        text = path.suffix == ".txt"
+        if num_classes is None and not text:
+            raise DataError(f"data.num_classes is null: set it to the vocabulary's size of {path}")
+        self.num_classes = 256 if num_classes is None else num_classes
         self.shift = shift
         self._seed = seed
         self._offset = 0
         self.transform = transform
-        if path.suffix == ".txt":
+        if text:
             self.classes = [repr(bytes([n]))[2:-1] for n in range(min(256, self.num_classes))]
         if len(self) < 1:
             held = sum(stop - start for start, stop in self._parts)
@@ -92,7 +94,7 @@ class TokenBlocks:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return a whole batch at once, or None if there are transforms of single samples."""
-        if self.transform is not None and not acts_on_batches(self.transform):
+        if not acts_on_batches(self.transform):
             return None
         windows = self._windows(indices)
         tokens = windows[:, :-1]
@@ -121,18 +123,14 @@ class TokenBlocks:
         tokens = self._tokens()
         firsts = [self._first(index) for index in indices]
         windows = np.stack([tokens[first : first + self.context + 1] for first in firsts])
-        if self.num_classes < 256 or self.path.suffix != ".txt":
-            self._check(windows, firsts)
+        always_below = self.path.suffix == ".txt" and self.num_classes >= 256
+        if not always_below and int(windows.max()) >= self.num_classes:
+            row, place = np.argwhere(windows >= self.num_classes)[0]
+            raise DataError(
+                f"{self.path}: token {firsts[row] + place} is {windows[row, place]}, but "
+                f"data.num_classes is {self.num_classes} (and data.dtype {self._dtype})"
+            )
         return torch.from_numpy(windows.astype(np.int64))
-
-    def _check(self, windows: npt.NDArray[Any], firsts: Sequence[int]) -> None:
-        if int(windows.max()) < self.num_classes:
-            return
-        row, place = np.argwhere(windows >= self.num_classes)[0]
-        raise DataError(
-            f"{self.path}: token {firsts[row] + place} is {windows[row, place]}, but "
-            f"data.num_classes is {self.num_classes} (and data.dtype {self._dtype})"
-        )
 
 
 def token_blocks(
@@ -155,30 +153,20 @@ def token_blocks(
     there is no such split. Raises DataError.
     """
     place = Path(root).expanduser()
-    in_folds = fold is not None and folds is not None
-    own = _file_of(place, split)
-    cuts = in_folds or (_file_of(place, "val") is None and val_fraction > 0)
-    path = _file_of(place, "train") if split == "val" and cuts else own
+    cuts = is_cut(split, file_of(place, "val", _SUFFIXES) is not None, val_fraction, folds)
+    path = file_of(place, "train" if cuts else split, _SUFFIXES)
+    if path is None and split == "train":
+        raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
     if path is None:
-        if split == "train":
-            raise DataError(f"data.root={root}: no such file, nor a folder with a train.bin")
         return None
     parts: list[Part] | None = None
-    if cuts and split != "test":
+    if cuts:
         tokens = len(_mapped(path, dtype))
         first, last = tokens - round(tokens * val_fraction), tokens
         if fold is not None and folds is not None:
             first, last = fold * tokens // folds, (fold + 1) * tokens // folds
         parts = [(first, last)] if split == "val" else [(0, first), (last, tokens)]
     return TokenBlocks(path, context, num_classes, dtype, shift, split_seed, parts, transform)
-
-
-def _file_of(place: Path, split: str) -> Path | None:
-    """Return the file of a split; a single file is train's."""
-    if place.is_file():
-        return place if split == "train" else None
-    found = (place / f"{split}{suffix}" for suffix in _SUFFIXES)
-    return next((path for path in found if path.is_file()), None)
 
 
 def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
@@ -199,11 +187,3 @@ def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise DataError(f"{path}: holds {tokens.dtype} {list(tokens.shape)}, not a row of integers")
     return tokens
-
-
-def _vocabulary(path: Path, num_classes: int | None) -> int:
-    if num_classes is not None:
-        return num_classes
-    if path.suffix == ".txt":
-        return 256
-    raise DataError(f"data.num_classes is null: set it to the vocabulary's size of {path}")

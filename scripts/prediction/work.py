@@ -20,9 +20,9 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.errors import DataError
-from data.formats.table import rows_to_predict
+from data.formats.table import TableRows, read_columns
+from data.image_folder import find_pictures
 from data.loading.fetch import path_of
-from data.pictures import find_pictures
 from data.text import Prompts, find_prompts
 from scripts.cli.request import Request
 from scripts.prediction.options import Options
@@ -97,7 +97,7 @@ def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: lis
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":
             pipeline = build_pipeline(config, "eval")
-            return rows_to_predict(source, form["features"], form["missing"], pipeline)
+            return TableRows(read_columns(source), form["features"], form["missing"], pipeline)
         return pictures_for(facts, config, find_pictures(source, lines))
     if facts.outputs["kind"] == "text" and options.save is None:
         hint = "save=logits writes its answers into a file"

@@ -11,11 +11,10 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 from torchvision.transforms import v2
 
-from data.images import ImageTensors
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
 from data.orders import Sequential, as_order, as_updates
-from data.sources import Digits
+from data.sources import Digits, ImageTensors
 from data.transforms import Pipeline
 from data.updates import UpdateSampler
 

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from data.fingerprint import fingerprint
 from data.image_folder import image_folder
-from data.sources import Digits
+from data.sources import Digits, fingerprint
 
 
 def test_fingerprints_tell_data_apart() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from data.image_folder import ImageFiles, image_folder
+from data.image_folder import Pictures, find_pictures, image_folder
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
@@ -126,7 +126,7 @@ def test_missing_root_names_the_key(tmp_path: Path) -> None:
 
 def test_one_image_a_class_cannot_give_a_val_split(tmp_path: Path, write_image: Any) -> None:
     write_image(tmp_path / "train" / "cat" / "1.jpg")
-    with pytest.raises(DataError, match="too few images"):
+    with pytest.raises(DataError, match="too few samples to cut a val"):
         _open(tmp_path, "val")
 
 
@@ -139,12 +139,14 @@ def test_a_link_in_a_circle_is_a_sample_that_fails_by_name(picture_tree: Path) -
         train[index]
 
 
-def test_image_files_are_samples_without_classes(picture_tree: Path) -> None:
-    files = ImageFiles(str(picture_tree / "test"), transform=lambda image: image.float())
+def test_pictures_are_samples_without_classes(picture_tree: Path) -> None:
+    names = find_pictures(str(picture_tree / "test"))
+    files = Pictures(names, 3, [6, 5], transform=lambda image: image.float())
     assert len(files) == 4
-    assert files[0].shape == (3, 10, 12)
-    assert files.path(0).endswith("cat/00.jpg")
-    empty = picture_tree / "empty"
-    empty.mkdir()
-    with pytest.raises(DataError, match="holds no image files"):
-        ImageFiles(str(empty))
+    assert files[0].shape == files.stand_in().shape == (3, 6, 5)
+    assert files.path(0) == str(picture_tree / "test/cat/00.jpg")
+    assert find_pictures(str(picture_tree / "test/*/01.jpg")) == [files.path(1), files.path(3)]
+    assert find_pictures("-", [f"{files.path(2)}\n", "\n"]) == [files.path(2)]
+    for source, words in (("nowhere", "names no picture"), ("-", "no file name came")):
+        with pytest.raises(DataError, match=words):
+            find_pictures(source)

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError, MissingPackageError
-from data.formats.huggingface import import_package
+from data.errors import DataError, MissingPackageError, import_package
 from data.loading.loader import Loader
-from data.noise import WithNoise
 from data.orders import Sequential
-from data.scenes import UNSURE, DigitScenes
-from data.tabular import Diabetes
+from data.sources import UNSURE, Diabetes, DigitScenes, WithNoise
 from data.text import ALPHABET, StandardLibraryText, docstrings
 from data.updates import UpdateSampler
 
@@ -55,7 +52,7 @@ def test_scenes_are_the_same_for_ever_and_touch_no_random_state(scenes: DigitSce
     )
 
 
-@pytest.mark.parametrize("wrong", [{"image_size": 15}, {"most": 5}, {"target": "boxes"}], ids=str)
+@pytest.mark.parametrize("wrong", [{"image_size": 15}, {"most": 5}], ids=str)
 def test_impossible_scenes_are_refused(wrong) -> None:
     with pytest.raises(DataError):
         DigitScenes("val", **{"image_size": 16, **wrong})
@@ -122,12 +119,6 @@ def test_windows_shift_by_seed_and_epoch_alone() -> None:
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(DataError, match="context=100000"):
         text("val", context=100_000)
-
-
-@pytest.mark.parametrize("source", [Diabetes, text, DigitScenes], ids=["table", "text", "scenes"])
-def test_an_unknown_split_is_named(source) -> None:
-    with pytest.raises(DataError, match="'dev'"):
-        source("dev")
 
 
 def test_noise_comes_with_the_image_alone() -> None:

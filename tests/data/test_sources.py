@@ -117,11 +117,6 @@ def test_no_val_images_says_what_to_set(tmp_path: Path) -> None:
         Cifar10(str(tmp_path), "val", val_size=0)
 
 
-def test_unknown_split() -> None:
-    with pytest.raises(DataError, match="not one of train, val, test"):
-        Digits("trian")  # type: ignore[arg-type]
-
-
 def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 

@@ -16,10 +16,10 @@ from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.decode import quick_form
 from data.errors import DataError
-from data.fingerprint import fingerprint
 from data.image_folder import ImageFolder
 from data.loading.cache import ImageCache, Kept, bytes_of, can_be_kept
 from data.loading.device_transforms import batch_form, check_per_sample, defer
+from data.sources import fingerprint
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.assembly.parts import build_named, with_classes

@@ -21,9 +21,9 @@ from conf.schema import Config
 from conf.yaml_file import plain_values
 from data.decode import decode_image, read_image
 from data.errors import DataError
+from data.image_folder import Pictures
 from data.loading.fetch import collate
 from data.loading.loader import Loader
-from data.pictures import Pictures
 from data.text import Prompts
 from models.pretrained import no_initial_weights
 from trainer import snapshot

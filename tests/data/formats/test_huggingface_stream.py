@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.formats.huggingface_stream import streamed
+from data.formats.huggingface import streamed
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.streams import Stream

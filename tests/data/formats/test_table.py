@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.formats.columns import class_names
-from data.formats.table import rows_to_predict, table
+from data.formats.table import TableRows, read_columns, table
+from data.splits import class_names
 from trainer.assembly.data import changed_data, data_facts
 
 HEADER = "rooms,area,town,price"
@@ -80,7 +80,7 @@ def test_parquet_holds_the_same(file: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.read_csv(file), file.with_suffix(".parquet"))
     one, other = opened(file), opened(file.with_suffix(".parquet"))
-    assert one.described == other.described
+    assert one.features == other.features
     assert torch.equal(one.inputs, other.inputs)
     assert torch.equal(one.answers, other.answers)
 
@@ -90,7 +90,7 @@ def test_new_rows_are_encoded_alike(file: Path, tmp_path: Path) -> None:
     form = train.input_form()
     new = tmp_path / "new.csv"
     new.write_text("town,area,rooms\n" + "\n".join(",".join(r.split(",")[2::-1]) for r in houses()))
-    rows = rows_to_predict(str(new), form["features"], form["missing"], None)
+    rows = TableRows(read_columns(str(new)), form["features"], form["missing"], None)
     assert torch.equal(rows.inputs[torch.from_numpy(train.rows)], train.inputs)
     assert rows.path(3) == f"{new}:5"
 

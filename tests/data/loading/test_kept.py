@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
-from data.images import ImageTensors
 from data.loading.cache import Kept, can_be_kept
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
+from data.sources import ImageTensors
 from data.transforms import Standardize, ToFloat
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose

@@ -8,8 +8,7 @@ import torch
 
 from conf.check import parse
 from conf.errors import ConfigError
-from data.images import ImageTensors
-from data.sources import Digits
+from data.sources import Digits, ImageTensors
 from scripts.composition.compose import compose
 from trainer.assembly import data
 from trainer.assembly.check import check_targets

@@ -9,8 +9,7 @@ import torch
 
 from conf.check import parse
 from conf.errors import ConfigError
-from data.sources import Digits
-from data.tabular import Diabetes
+from data.sources import Diabetes, Digits
 from data.text import StandardLibraryText
 from scripts.composition.compose import compose
 from trainer.assembly.check import check_targets

@@ -31,7 +31,7 @@ trainer.checkpoints.reader.read_checkpoint trainer.checkpoints.archive.read_arch
 trainer.targets.allow_list.allow trainer.targets.instantiate.instantiate
 trainer.targets.nameable.is_offered trainer.runs.lock.RunLock trainer.strategies.ddp.DDP
 data.batch.map_leaves data.batch.rebuild data.loading.workers.kill data.loading.fetch.Fetcher
-data.sources.locked data.sources.os.system data.text.docstrings models.pretrained.fetch
+data.sources.resized data.sources.os.system data.text.docstrings models.pretrained.fetch
 models.pretrained.load_weights models.pretrained.LoadReport callbacks.support.event_file.rewind
 trainer.checkpoints.archive.write_safetensors callbacks.swa.measure
 callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict scripts.run.leave_at_once
