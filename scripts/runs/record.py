@@ -23,7 +23,7 @@ from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.files.append_log import LogFileHandler
 from trainer.inference.facts import facts_of
 from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp
-from trainer.runs.status import ENDED_WELL
+from trainer.runs.status import CHECKPOINTS, ENDED_WELL
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -51,9 +51,8 @@ class BuiltRun:
             self.directory = RunDirectory.resume(self.resume.run_dir, facts=facts)
         else:
             text, overrides = self.request.config_text(), self.request.overrides
-            folder = new_folder(config)
             self.directory = RunDirectory.create(
-                folder, config_yaml=text, overrides=overrides, facts=facts
+                new_folder(config), config_yaml=text, overrides=overrides, facts=facts
             )
         if not self.directory.inference_path.exists():
             self._write_inference_facts(self.directory)
@@ -96,7 +95,11 @@ class BuiltRun:
         """Record what ended the run; a mistake that kept it from starting leaves no directory."""
         began = self.experiment.trainer.state.updates or self.goes_on
         if self.directory is not None and results.code == ConfigError.exit_code and not began:
-            _discard(self.directory, self.experiment.config)
+            self.directory.discard()
+            if self.experiment.config.run_dir is None:
+                with suppress(OSError):  # other runs are in it
+                    for folder in (self.directory.path.parent, RUNS.absolute()):
+                        folder.rmdir()
         elif self.directory is not None:
             log_file.error("error: %s", results.reason, exc_info=error)
             try:
@@ -142,14 +145,6 @@ def new_folder(config: Config) -> Path:
     return Path(config.run_dir)
 
 
-def _discard(directory: RunDirectory, config: Config) -> None:
-    directory.discard()
-    if config.run_dir is None:
-        with suppress(OSError):  # other runs are in it
-            for folder in (directory.path.parent, RUNS.absolute()):
-                folder.rmdir()
-
-
 def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
     """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
     trainer, metrics = experiment.trainer, results_of(experiment, tested)
@@ -167,32 +162,26 @@ def interrupted(request: Request, trainer: Trainer) -> Interrupted:
     """Return the error of a run that a signal stopped, with what was saved and how to resume."""
     state = trainer.state
     assert trainer.run_dir is not None
-    last = trainer.run_dir / "checkpoints" / "last.pt"
+    last = trainer.run_dir / CHECKPOINTS / "last.pt"
     if not state.updates:
         saved = "before the first update: there was nothing to save"
     elif not last.exists():
         saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
     else:
         saved = f"saved {last} at step {state.global_step}"
-    command = request.resume_command(trainer.run_dir)
-    return Interrupted(
-        f"stopped by {state.stop_reason}; {saved}; go on with: {command}", state.stop_code
-    )
+    go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
+    return Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
 
 
 def _facts(experiment: Experiment) -> dict[str, Any]:
     config, trainer = experiment.config, experiment.trainer
+    switches = ("channels_last", "compile", "detect_anomaly")
     return {
         "seed": config.seed,
         "device": str(trainer.strategy.device),
         "strategy": trainer.strategy.name,
         "world_size": trainer.group.world_size,
-        "switches": {
-            **experiment.switches,
-            "channels_last": config.trainer.channels_last,
-            "compile": config.trainer.compile,
-            "detect_anomaly": config.trainer.detect_anomaly,
-        },
+        "switches": experiment.switches | {n: getattr(config.trainer, n) for n in switches},
         "precision": trainer.precision.name,
         "data": experiment.data.describe(),
         "threads": experiment.threads,

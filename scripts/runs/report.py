@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,44 +28,35 @@ _IN_WORDS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The seconds of a run by kind of work, by the host's clock.
+def time_text(spent: Mapping[Kind, float]) -> str:
+    """Return the fraction of a run's seconds that went to each kind of work, the largest first.
 
-    The time of a GPU is counted where the host waits for it, which is mostly at the log lines.
+    By the host's clock: the time of a GPU is counted where the host waits for it, which is mostly
+    at the log lines.
     """
+    kinds = sorted(spent, key=lambda kind: -spent[kind])
+    return ", ".join(_share(spent, k) for k in kinds if spent[k] > _SHOWN * sum(spent.values()))
 
-    spent: Mapping[Kind, float]
 
-    @property
-    def seconds(self) -> float:
-        """The sum over all kinds."""
-        return sum(self.spent.values())
+def time_hint(spent: Mapping[Kind, float], config: Mapping[str, Any]) -> str:
+    """Return the setting that reduces the largest avoidable part; empty if it is small."""
+    options, loader = config["trainer"], config["loader"]
+    saver = (config["callbacks"] or {}).get("checkpoint") or {}
+    avoidable: dict[Kind, tuple[str, int | None]] = {
+        "data": ("loader.num_workers", loader["num_workers"] or 2),
+        "evaluation": ("trainer.validate_every_n_epochs", options["validate_every_n_epochs"]),
+        "checkpoints": ("callbacks.checkpoint.every_n_epochs", saver.get("every_n_epochs")),
+        "callbacks": ("trainer.log_every_n_steps", options["log_every_n_steps"]),
+    }
+    kind = max(avoidable, key=lambda kind: spent.get(kind, 0.0))
+    (key, value), seconds = avoidable[kind], sum(spent.values())
+    if not value or seconds < _LONG or spent.get(kind, 0.0) < _WORTH_A_HINT * seconds:
+        return ""
+    return f"{_share(spent, kind)}: {key}={2 * value}"
 
-    def text(self) -> str:
-        """Return the fraction of each kind, the largest first."""
-        kinds = sorted(self.spent, key=lambda kind: -self.spent[kind])
-        return ", ".join(self._share(k) for k in kinds if self.spent[k] > _SHOWN * self.seconds)
 
-    def hint(self, config: Mapping[str, Any]) -> str:
-        """Return the setting that reduces the largest avoidable part; empty if it is small."""
-        options, loader = config["trainer"], config["loader"]
-        saver = (config["callbacks"] or {}).get("checkpoint") or {}
-        avoidable: dict[Kind, tuple[str, int | None]] = {
-            "data": ("loader.num_workers", loader["num_workers"] or 2),
-            "evaluation": ("trainer.validate_every_n_epochs", options["validate_every_n_epochs"]),
-            "checkpoints": ("callbacks.checkpoint.every_n_epochs", saver.get("every_n_epochs")),
-            "callbacks": ("trainer.log_every_n_steps", options["log_every_n_steps"]),
-        }
-        kind = max(avoidable, key=lambda kind: self.spent.get(kind, 0.0))
-        key, value = avoidable[kind]
-        large = self.spent.get(kind, 0.0) >= _WORTH_A_HINT * self.seconds
-        if not value or not large or self.seconds < _LONG:
-            return ""
-        return f"{self._share(kind)}: {key}={2 * value}"
-
-    def _share(self, kind: Kind) -> str:
-        return f"{self.spent[kind] / self.seconds:.0%} {_IN_WORDS.get(kind, kind)}"
+def _share(spent: Mapping[Kind, float], kind: Kind) -> str:
+    return f"{spent[kind] / sum(spent.values()):.0%} {_IN_WORDS.get(kind, kind)}"
 
 
 def results_of(experiment: Experiment, tested: dict[str, float]) -> dict[str, float]:
@@ -97,7 +87,7 @@ def final_block(
     experiment: Experiment,
     run_dir: Path,
     results: Mapping[str, float],
-    account: Account,
+    spent: Mapping[Kind, float],
     columns: int | None = None,
 ) -> str:
     """Return the final report of a run: its directory, its results and the next commands.
@@ -106,9 +96,7 @@ def final_block(
     have at most 100 characters a line, and paths and commands are whole.
     """
     trainer, best = experiment.trainer, best_of(experiment)
-    state, average = trainer.state, trainer.average
-    number = state.skipped_updates
-    skipped = [f"{number} updates that were not finite"] if number else []
+    state, average, number = trainer.state, trainer.average, trainer.state.skipped_updates
     averaged = []
     if average is not None and average.begun:
         averaged = [f"val and test use the average of callbacks.{average.name}"]
@@ -119,10 +107,10 @@ def final_block(
         tested = ["not tested: the run was pruned" if state.pruned else "no test split: see val"]
     facts: list[tuple[str, list[str], str]] = [
         ("data", _data(experiment.data.sets), ", "),
-        ("trained", "; ".join(_trained(experiment, account)).split(" "), " "),
-        ("time", account.text().split(", "), ", "),
-        ("hint", account.hint(request.config).split(" "), " "),
-        ("skipped", skipped, _GAP),
+        ("trained", "; ".join(_trained(experiment, spent)).split(" "), " "),
+        ("time", time_text(spent).split(", "), ", "),
+        ("hint", time_hint(spent, request.config).split(" "), " "),
+        ("skipped", [f"{number} updates that were not finite"] if number else [], _GAP),
         ("train", _values(results, "train"), _GAP),
         ("val", validated and [*validated, f"(step {state.validated_at})"], _GAP),
         ("best", _best(best), _GAP),
@@ -140,11 +128,13 @@ def final_block(
     return "\n" + "\n".join(f"{name:<8} {line}" for name, line in again)
 
 
-def result_line(experiment: Experiment, results: Mapping[str, float], account: Account) -> str:
+def result_line(
+    experiment: Experiment, results: Mapping[str, float], spent: Mapping[Kind, float]
+) -> str:
     """Return what a job of a sweep prints in the end."""
     tested = [f"test/{value}" for value in _values(results, "test")]
     best = [f"best {text}" for text in _best(best_of(experiment))]
-    facts = [*best, *tested, *_trained(experiment, account)]
+    facts = [*best, *tested, *_trained(experiment, spent)]
     return "\n".join(packed(facts, WIDTH, ", "))
 
 
@@ -157,11 +147,11 @@ def _data(sets: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _trained(experiment: Experiment, account: Account) -> list[str]:
+def _trained(experiment: Experiment, spent: Mapping[Kind, float]) -> list[str]:
     """Return how far a run came, and why it ended before its horizon, if it did."""
     state = experiment.trainer.state
     epochs = f"{state.epoch} epoch{'s' * (state.epoch != 1)}"
-    told = [f"{epochs}, {state.global_step} updates, {account.seconds:.1f} s"]
+    told = [f"{epochs}, {state.global_step} updates, {sum(spent.values()):.1f} s"]
     if state.pruned:
         told.append("pruned: its search ended it early")
     elif state.stop_reason == MAX_TIME:

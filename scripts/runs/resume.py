@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ from trainer.files.atomic import (
     write_json,
     write_text,
 )
-from trainer.runs.directory import name_folder, reserve, timestamp
+from trainer.runs.directory import CONFIG, name_folder, reserve, timestamp
 from trainer.runs.status import (
     ENDED_WELL,
     METRICS,
+    TENSORBOARD,
     RunDirectoryError,
     find_unfinished,
     holds_run,
@@ -55,7 +57,7 @@ ABSENT = object()
 _OF_A_START = ("run_dir", "resume", "dry_run", "sweep")  # differ between any two starts of a run
 _ABANDONED = "abandoned"
 _NOTE = "unfinished.json"
-_BOARD, _EVENTS = "tensorboard", "events.out.tfevents.*.regimen"
+_EVENTS = "events.out.tfevents.*.regimen"
 _HORIZON = ("trainer.max_epochs", "trainer.max_steps")
 
 
@@ -69,6 +71,7 @@ class Resume:
     payload: dict[str, Any] | None = None  # None: the run has no checkpoint yet
     notes: list[str] = field(default_factory=list)
     new_values: bool = False  # use the hyper-parameters of the configuration, not the checkpoint's
+    moved: bool = False  # whether the horizon changes
     finished: str | None = None  # why there is nothing left to train
 
     def apply(self, trainer: Trainer) -> None:
@@ -87,23 +90,17 @@ class Resume:
         """Move what the run did beyond this point to `abandoned/`; on the main process."""
         if self.run_dir is None:  # the checkpoint of another run, which stays unchanged
             return
+        moment = Moment()
         if self.payload is not None:
-            _mend_config(self.run_dir / "config.yaml", self.payload["config"])
-        moment = Moment() if self.payload is None else Moment.of(self.payload)
+            moment, path, saved = Moment.of(self.payload), self.run_dir / CONFIG, None
+            with suppress(OSError, ValueError, yaml.YAMLError):
+                saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(saved, dict):
+                logger.warning("warning: %s is damaged: written again from the checkpoint", path)
+                write_text(path, self.payload["config"])
         folder = go_back(self.run_dir, moment)
         if folder is not None:
             logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
-
-
-def _mend_config(path: Path, text: str) -> None:
-    """Restore a damaged `config.yaml` from the checkpoint."""
-    try:
-        if isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
-            return
-    except (OSError, ValueError, yaml.YAMLError):
-        pass
-    logger.warning("warning: %s is damaged: written again from the checkpoint", path)
-    write_text(path, text)
 
 
 def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
@@ -161,8 +158,7 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     except RunDirectoryError as error:
         logger.warning("warning: %s: the run is resumed from its checkpoint", error)
         return resume
-    moved = any(key in _HORIZON for key in changes(saved_config(payload, path), raw))
-    if ended in ENDED_WELL and not passed and not moved:
+    if ended in ENDED_WELL and not passed and not resume.moved:
         counters = payload["state"]["counters"]
         where = f"epoch {counters['epoch']}, step {counters['global_step']}"
         resume.finished = f"{folder}: already {ended} at {where}"
@@ -174,18 +170,25 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
     saved = saved_config(resume.payload, resume.checkpoint)
-    found = changes(saved, raw)
+    before, now = (
+        {key: value for key, value in config.items() if key not in _OF_A_START}
+        for config in (fill_defaults(saved), raw)
+    )
+    found = changes(before, now)
+    resume.moved = any(key in _HORIZON for key in found)
     harmless = {key: pair for key, pair in found.items() if _is_harmless(key, *pair)}
-    shown = {key: f"{key}: {_value(old)} -> {_value(new)}" for key, (old, new) in found.items()}
-    for key, (old, new) in harmless.items():
-        if old is ABSENT and isinstance(new, dict):  # of a part its name is enough
+    serious = []
+    for key, (old, new) in found.items():
+        words = ["(none)" if value is ABSENT else repr(value) for value in (old, new)]
+        shown = f"{key}: {words[0]} -> {words[1]}"
+        if key not in harmless:
+            serious.append(shown)
+        elif old is ABSENT and isinstance(new, dict):  # of a part its name is enough
             resume.notes.append(f"added: {key}")
         elif new is ABSENT and isinstance(old, dict):
             resume.notes.append(f"removed: {key}")
         elif key != "resume_policy":
-            resume.notes.append(f"changed: {shown[key]}")
-    resume.new_values = any(key in _HORIZON for key in harmless)
-    serious = [text for key, text in shown.items() if key not in harmless]
+            resume.notes.append(f"changed: {shown}")
     if serious and config.resume_policy == "error":
         raise CheckpointError(
             "resume: the configuration differs from that of the checkpoint: choose resume_policy="
@@ -193,9 +196,9 @@ def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
             + "".join(f"\n  {text}" for text in serious)
         )
     resume.notes += [f"{config.resume_policy}: {text}" for text in serious]
-    if serious and config.resume_policy == "override":
-        resume.new_values = True
-    elif serious:
+    override = bool(serious) and config.resume_policy == "override"
+    resume.new_values = override or any(key in _HORIZON for key in harmless)
+    if serious and not override:
         resume.config = _with_harmless(saved, raw, harmless)
     return resume
 
@@ -204,10 +207,6 @@ def _is_harmless(key: str, old: Any, new: Any) -> bool:
     if key in _HORIZON:
         return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
     return trains_the_same(key)
-
-
-def _value(value: Any) -> str:
-    return "(none)" if value is ABSENT else repr(value)
 
 
 def _with_harmless(
@@ -229,44 +228,38 @@ def _with_harmless(
 
 def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
     """Return the configuration in a checkpoint, which is untrusted text. Raises CheckpointError."""
-    where = f"{path}: " if path else ""
     try:
-        values = plain_values(payload["config"], "its configuration")
+        values = plain_values(payload["config"], "its configuration") or {}
     except ConfigError as error:
-        raise CheckpointError(f"{where}{error.problems[0]}") from error
-    if values is not None and not isinstance(values, dict):
-        raise CheckpointError(f"{where}its configuration is not a mapping")
-    return dict(values or {})
+        raise CheckpointError(f"{path}: {error.problems[0]}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: its configuration is not a mapping")
+    return dict(values)
 
 
-def changes(saved: dict[str, Any], raw: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs; not what one of the two leaves out and the other has at its default.
+def changes(old: Any, new: Any, key: str = "", given: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Return the leaves of two nested dicts that differ, by dotted key.
 
-    So a run goes on with a later version, whose new keys and arguments are at their defaults and
-    whose new parts are empty.
+    Not what one of the two leaves out and the other has at its default: so a run goes on with a
+    later version, whose new keys and arguments are at their defaults and whose new parts are empty.
+    For transforms and optimizers a different order of keys is a difference as well. `given`:
+    whether what is compared goes to a target.
     """
-    before, now = (
-        {key: value for key, value in config.items() if key not in _OF_A_START}
-        for config in (fill_defaults(saved), raw)
-    )
-    return {
-        key: (old, new)
-        for key, (old, new) in changed_leaves(before, now).items()
-        if not (old is ABSENT and _at_default(now, key))
-        and not (new is ABSENT and _at_default(before, key))
-    }
-
-
-def _at_default(config: dict[str, Any], key: str) -> bool:
-    *parents, name = key.split(".")
-    node: Any = config
-    given = False  # whether what is looked at goes to a target
-    for parent, child in zip(parents, [*parents[1:], name], strict=True):
-        node = node.get(parent) if isinstance(node, dict) else None
-        given |= isinstance(node, dict) and "_target_" in node and takes(node, child)
-    if given or not isinstance(node, dict):
-        return is_default(node, name)
-    return _is_empty(node.get(name))
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new and type(old) is type(new) else {key: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in {**old, **new}:
+        child = f"{key}.{name}" if key else str(name)
+        node = new if name in new else old
+        argument = given or ("_target_" in node and takes(node, name))
+        if name in old and name in new:
+            found |= changes(old[name], new[name], child, argument)
+        elif not (is_default(node, name) if argument else _is_empty(node[name])):
+            found[child] = old.get(name, ABSENT), new.get(name, ABSENT)
+    before, now = [n for n in old if n in new], [n for n in new if n in old]
+    if before != now and key.startswith(("transforms", "optimizer")):
+        found[f"{key} (order)"] = (before, now)
+    return found
 
 
 def _is_empty(value: Any) -> bool:
@@ -274,23 +267,6 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_empty(child) for child in value.values())
     return value is None or value == []
-
-
-def changed_leaves(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the leaves of two nested dicts that differ, by dotted key.
-
-    For transforms and optimizers a different order of keys is a difference as well.
-    """
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new and type(old) is type(new) else {key: (old, new)}
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in {**old, **new}:
-        child = f"{key}.{name}" if key else str(name)
-        found |= changed_leaves(old.get(name, ABSENT), new.get(name, ABSENT), child)
-    before, now = [n for n in old if n in new], [n for n in new if n in old]
-    if before != now and key.startswith(("transforms", "optimizer")):
-        found[f"{key} (order)"] = (before, now)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +282,9 @@ class Moment:
         """Return the point at which the checkpoint `payload` was saved."""
         callbacks: Mapping[str, Any] = payload["callbacks"]
         saver = callbacks.get(snapshot.name_of("saver", payload) or "", {})
-        known = [state.get("sizes") for state in callbacks.values()]
-        parts = [part for part in known if isinstance(part, dict)]
-        sizes = {name: int(size) for part in parts for name, size in part.items()}
+        sizes: dict[str, int] = {}
+        for state in callbacks.values():
+            sizes |= state.get("sizes", {}) if isinstance(state, dict) else {}
         ranking = tuple(int(step) for step, _ in saver.get("ranking", ()))
         return cls(snapshot.saved_step(payload), sizes, ranking)
 
@@ -327,33 +303,28 @@ def go_back(run: Path, moment: Moment) -> Path | None:
 
     Only the process that has locked the run may call this. Raises StorageError.
     """
-    store = CheckpointStore(run / "checkpoints")
-    logs = [run / METRICS, *(run / _BOARD).glob(_EVENTS)]
+    store, away = CheckpointStore(run / "checkpoints"), run / _ABANDONED
+    logs = [run / METRICS, *(run / TENSORBOARD).glob(_EVENTS)]
     sizes = {path: moment.sizes.get(path.name, 0) for path in logs if path.is_file()}
     longer = {path: size for path, size in sizes.items() if path.stat().st_size > size}
-    if going_back_to(run) is None and not longer and max(store.steps(), default=0) <= moment.step:
+    interrupted = going_back_to(run)
+    if interrupted is None and not longer and max(store.steps(), default=0) <= moment.step:
         return None
-    folder = _noted(run, moment.step)
-    for place in (run / _ABANDONED, folder, folder / "checkpoints", folder / _BOARD, store.folder):
+    if interrupted == moment.step:
+        folder = away / Path(str(read_json(away / _NOTE)["folder"])).name
+    else:
+        folder = reserve(away, timestamp())
+        write_json(away / _NOTE, {"step": moment.step, "folder": folder.name})
+    for place in (away, folder, folder / "checkpoints", folder / TENSORBOARD, store.folder):
         remove_orphans(place)
     try:
         store.rewind(moment.step, moment.best, folder / "checkpoints")
         for path, size in longer.items():
             _cut(path, size, folder / path.relative_to(run))
-        (run / _ABANDONED / _NOTE).unlink()
-        sync_folder(run / _ABANDONED)
+        (away / _NOTE).unlink()
+        sync_folder(away)
     except OSError as error:
         raise storage_error(folder, error) from error
-    return folder
-
-
-def _noted(run: Path, step: int) -> Path:
-    """Write the note of a rewind to `step`; return the folder for what is moved."""
-    note = read_json(run / _ABANDONED / _NOTE)
-    if note.get("step") == step:  # an interrupted rewind
-        return run / _ABANDONED / Path(str(note["folder"])).name
-    folder = reserve(run / _ABANDONED, timestamp())
-    write_json(run / _ABANDONED / _NOTE, {"step": step, "folder": folder.name})
     return folder
 
 
@@ -363,7 +334,7 @@ def _cut(path: Path, size: int, into: Path) -> None:
     with open(path, "rb") as source, replacing(into) as copy:
         source.seek(size)
         shutil.copyfileobj(source, copy, 1 << 20)
-    if size or path.parent.name != _BOARD:
+    if size or path.name == METRICS:
         os.truncate(path, size)
     else:  # nothing of it is left
         path.unlink()

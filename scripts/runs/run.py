@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
 
 from callbacks.metrics_log import MetricsLog
 from callbacks.trial import Trial
@@ -23,8 +22,8 @@ from scripts.cli.request import Request
 from scripts.cli.signals import stop_signals
 from scripts.plan import make_plan
 from scripts.runs.record import RUNS, BuiltRun, interrupted, new_folder, outcome, recorded
-from scripts.runs.report import Account, final_block, result_line
-from scripts.runs.resume import changed_leaves, find_resume
+from scripts.runs.report import final_block, result_line
+from scripts.runs.resume import changes, find_resume
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import with_statistics
@@ -60,7 +59,14 @@ def run(request: Request, note: Path | None = None) -> int:
     try:
         with strategy.group.failing_together(), kept_log() as log:
             _tell_device(request, strategy)
-            _compare(strategy.group.gather(request.config))
+            configs = strategy.group.gather(request.config)  # of processes that torchrun started
+            problems = [
+                Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
+                for rank, other in enumerate(configs)
+                if (keys := changes(configs[0], other))
+            ]
+            if problems:
+                raise ConfigError(problems)
             it = _prepared(_restarted(request, strategy), strategy)
             if it is not None:
                 # Signals outermost, around all that writes: a closed terminal sends SIGHUP twice.
@@ -93,17 +99,6 @@ def _tell_device(request: Request, strategy: Strategy) -> None:
         logger.info("device: %s%s", f"{device} ({name})" if name != str(device) else name, number)
 
 
-def _compare(configs: Sequence[dict[str, Any]]) -> None:
-    """Raise ConfigError if torchrun started the processes with different configurations."""
-    problems = [
-        Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
-        for rank, config in enumerate(configs)
-        if (keys := changed_leaves(configs[0], config))
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _restarted(request: Request, strategy: Strategy) -> Request:
     """Continue in the same directory after a launcher has restarted the processes."""
     place = strategy.group.recall_run()
@@ -133,8 +128,7 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
             return None
         request = replace(request, config=resume.config)  # which checkpoints then save
         config, payload = parse(resume.config), resume.payload
-    options = config.trainer
-    remark = tf32_remark(options.precision, options.tf32, strategy.device)
+    remark = tf32_remark(config.trainer.precision, config.trainer.tf32, strategy.device)
     if remark is not None and group.is_main:
         logger.info("%s", remark)
     with nullcontext() if payload is None else no_initial_weights():
@@ -168,7 +162,7 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     tested: dict[str, float] = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()
-        account = Account(dict(trainer.timer.spent))
+        spent = dict(trainer.timer.spent)
         if not trainer.state.stop_code and not trainer.state.pruned:
             tested = _test(experiment)
     it.record_skipped()
@@ -179,10 +173,10 @@ def _train(it: BuiltRun, note: Path | None) -> None:
     trainer.end(results)
     if it.directory is not None:
         if is_job():
-            print(result_line(experiment, results.metrics, account))
+            print(result_line(experiment, results.metrics, spent))
         else:
             place, columns = it.directory.path, columns_of(sys.stdout)
-            print(final_block(request, experiment, place, results.metrics, account, columns))
+            print(final_block(request, experiment, place, results.metrics, spent, columns))
 
 
 def _test(experiment: Experiment) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Loss, Losses
 from trainer.tasks.supervised import Scores, Supervised
 
 
@@ -26,11 +26,11 @@ class Classification(Supervised):
     def __init__(
         self,
         num_classes: int,
-        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        loss: Loss | None = None,
         top_k: Sequence[int] = (1,),
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        super().__init__(Losses.of(loss or nn.CrossEntropyLoss()), metrics)
+        super().__init__(Losses(loss or nn.CrossEntropyLoss()), metrics)
         self.num_classes = num_classes
         if min(top_k, default=1) < 1:
             raise ModelError(Problem("task.top_k", f"expected numbers >= 1, got {list(top_k)}"))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Loss, Losses
 from trainer.tasks.metrics import Perplexity
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -27,11 +27,11 @@ class LanguageModel(Supervised):
     def __init__(
         self,
         num_classes: int,
-        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        loss: Loss | None = None,
         ignore_index: int = -100,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses.of(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
+        losses = Losses(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
         super().__init__(losses, {"perplexity": Perplexity(ignore_index), **(metrics or {})})
         self.num_classes = num_classes
         self._ignore_index = ignore_index

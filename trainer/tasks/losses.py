@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -18,6 +17,8 @@ from trainer.tasks.penalties import GradientPenalty
 
 _REMEMBERED = 256  # batches whose denominators are known; an update has as many micro-batches
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+Loss = nn.Module | Mapping[str, nn.Module | None]
 
 
 def vector(values: Sequence[float]) -> Tensor:
@@ -39,46 +40,38 @@ _Known = tuple[Callable[[], Tensor | None], int | None, Mapping[str, Tensor | in
 _NOTHING: _Known = (lambda: None, None, {})
 
 
-@dataclass(frozen=True, slots=True)
 class Losses:
     """Compute a loss, or several by name, and the denominators of their means.
 
     The `reduction` of a term is a mean over the samples, a sum over them, or one value for each.
     torch's cross entropy takes its mean over the labels other than `ignore_index`, weighted by
-    their class weights.
+    their class weights. A loss that is None is dropped.
     """
 
-    terms: Mapping[str, Term]  # a loss without a name has the name ""
-    single: nn.Module | None  # a loss that needs neither terms nor denominators
-    counted: Sequence[str]  # terms whose denominators depend on the labels
-    ignored: int | None = None  # `ignore_index` of the first cross entropy
-    # What each update asks of the terms: what a penalty is taken with respect to, and sums.
-    wrt: Mapping[str, str | None] = field(default_factory=dict)
-    summed: Sequence[str] = ()
-    _known: dict[int, _Known] = field(default_factory=dict)  # by the `id` of labels
-
-    @classmethod
-    def of(cls, loss: nn.Module | Mapping[str, nn.Module | None]) -> Losses:
-        """Accept one loss module, or several by name (None is dropped), optionally as `Term`s."""
-        named = loss if isinstance(loss, Mapping) else {"": loss}
-        given = {name: module for name, module in named.items() if module is not None}
-        terms = {n: m if isinstance(m, Term) else Term(m) for n, m in given.items()}
-        if all(isinstance(t.loss, GradientPenalty) for t in terms.values()):
+    def __init__(self, loss: Loss) -> None:
+        given = loss if isinstance(loss, Mapping) else {"": loss}
+        named = {name: module for name, module in given.items() if module is not None}
+        self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in named.items()}
+        parts = {name: term.loss for name, term in self.terms.items()}
+        # What a penalty is taken with respect to; None for a loss on the output.
+        self.wrt = {n: m.wrt if isinstance(m, GradientPenalty) else None for n, m in parts.items()}
+        if all(self.wrt.values()):
             raise ModelError("task.loss has only gradient penalties: add a loss on the output")
-        for name, term in terms.items():
-            smoothing = getattr(term.loss, "label_smoothing", 0.0)
+        for name, module in parts.items():
+            smoothing = getattr(module, "label_smoothing", 0.0)
             if smoothing < 0:  # which torch takes as none
                 message = f"label_smoothing must be between 0.0 and 1.0, got {smoothing}"
                 raise ModelError(Problem(f"task.loss.{name}".rstrip("."), message))
-        counted = [name for name, term in terms.items() if _is_counted(term.loss)]
-        simple = not counted and isinstance(loss, nn.Module) and not isinstance(loss, Term)
-        simple = simple and _reduction(terms[""].loss) != "sum"
-        single = loss if simple and isinstance(loss, nn.Module) else None
-        entropies = [t.loss for t in terms.values() if isinstance(t.loss, _CROSS_ENTROPIES)]
-        ignored = entropies[0].ignore_index if entropies else None
-        wrt = {name: _wrt(term) for name, term in terms.items()}
-        summed = [name for name, term in terms.items() if _reduction(term.loss) == "sum"]
-        return cls(terms, single, counted, ignored, wrt, summed)
+        entropies = {n: m for n, m in parts.items() if isinstance(m, _CROSS_ENTROPIES)}
+        # Terms that torch divides by something other than the number of samples.
+        self.counted = [name for name, module in entropies.items() if module.reduction == "mean"]
+        self.summed = [n for n, m in parts.items() if getattr(m, "reduction", "mean") == "sum"]
+        # `ignore_index` of the first cross entropy.
+        self.ignored = next((module.ignore_index for module in entropies.values()), None)
+        # A loss that needs neither terms nor denominators.
+        plain = isinstance(loss, nn.Module) and not isinstance(loss, Term)
+        self.single = parts[""] if plain and not self.counted and not self.summed else None
+        self._known: dict[int, _Known] = {}  # by the `id` of labels
 
     @property
     def names(self) -> list[str]:
@@ -96,17 +89,13 @@ class Losses:
         for name, known in self.counts(target).items():
             if isinstance(known, int):
                 return target, target.shape[0]
-            if self._counts_labels(self.terms[name].loss):
-                count = known
+            loss = self.terms[name].loss
+            if loss.weight is None and loss.ignore_index == self.ignored:
+                count = known  # of the same labels
         if count is None:
             count = (target != self.ignored).count_nonzero()
         labels = target if self.ignored < 0 else target.where(target != self.ignored, -1)
         return labels, count
-
-    def _counts_labels(self, loss: nn.Module) -> bool:
-        """Return whether the denominator of a loss is the number of labels other than `ignored`."""
-        assert isinstance(loss, _CROSS_ENTROPIES)
-        return loss.weight is None and loss.ignore_index == self.ignored
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -153,7 +142,8 @@ class Losses:
                 value = _value(term.loss, output, target)
                 values[name] = value if term.weight == 1 else value * term.weight
             elif torch.is_grad_enabled():
-                sources = [inputs] if wrt == "inputs" else _trained(model)
+                trained = [] if model is None else model.parameters()
+                sources = [inputs] if wrt == "inputs" else [p for p in trained if p.requires_grad]
                 values[name] = term.loss(output, target, sources) * term.weight
         counts: Mapping[str, Any] = self.counts(target)
         if self.summed:
@@ -178,23 +168,6 @@ def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
         return value
     value = loss(*by_place(output, target))
     return value.view(target.shape) if value.ndim else value
-
-
-def _wrt(term: Term) -> str | None:
-    return term.loss.wrt if isinstance(term.loss, GradientPenalty) else None
-
-
-def _trained(model: nn.Module | None) -> list[Tensor]:
-    return [] if model is None else [p for p in model.parameters() if p.requires_grad]
-
-
-def _reduction(loss: nn.Module) -> str:
-    return str(getattr(loss, "reduction", "mean"))
-
-
-def _is_counted(loss: nn.Module) -> bool:
-    """Return whether torch divides this loss by something other than the number of samples."""
-    return isinstance(loss, _CROSS_ENTROPIES) and loss.reduction == "mean"
 
 
 def _count(loss: nn.Module, target: Tensor) -> Tensor | int:

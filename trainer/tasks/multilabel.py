@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Loss, Losses
 from trainer.tasks.metrics import MicroF1
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -25,11 +25,11 @@ class MultiLabel(Supervised):
 
     def __init__(
         self,
-        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        loss: Loss | None = None,
         threshold: float = 0.5,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses.of(loss or nn.BCEWithLogitsLoss())
+        losses = Losses(loss or nn.BCEWithLogitsLoss())
         super().__init__(losses, {"f1": MicroF1(threshold), **(metrics or {})})
         self.threshold = threshold
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Loss, Losses
 from trainer.tasks.metrics import R2
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -25,10 +25,10 @@ class Regression(Supervised):
 
     def __init__(
         self,
-        loss: nn.Module | Mapping[str, nn.Module | None] | None = None,
+        loss: Loss | None = None,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        super().__init__(Losses.of(loss or nn.MSELoss()), {"r2": R2(), **(metrics or {})})
+        super().__init__(Losses(loss or nn.MSELoss()), {"r2": R2(), **(metrics or {})})
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""

@@ -92,8 +92,9 @@ class Supervised(Task):
         except AttributeError as error:
             if isinstance(output, Tensor):
                 raise
+            kind = "nothing (None)" if output is None else f"a {type(output).__name__}"
             raise ModelError(
-                f"{called(model)}.forward returned {_spelled_kind(output)}, where the task takes a "
+                f"{called(model)}.forward returned {kind}, where the task takes a "
                 "tensor: return the model's output itself"
             ) from error
         try:
@@ -107,12 +108,6 @@ class Supervised(Task):
                 f"at 0{more}"
             ) from error
         return StepOutput(loss, counts, self.scores(output, target))
-
-
-def _spelled_kind(output: Any) -> str:
-    if output is None:
-        return "nothing (None)"
-    return f"a {type(output).__name__}"
 
 
 def metric_keys(metrics: Mapping[str, Any]) -> list[str]:

@@ -11,10 +11,10 @@ import pytest
 
 from callbacks.checkpoint import Checkpoint
 from scripts.cli.request import Request
-from scripts.runs.report import Account, final_block, result_line
+from scripts.runs.report import final_block, result_line, time_hint, time_text
 from scripts.runs.run import kept_log
 from trainer.files.append_log import LogFileHandler
-from trainer.state import KINDS, MAX_TIME, PRUNED, Timer, TrainState
+from trainer.state import KINDS, MAX_TIME, PRUNED, Kind, Timer, TrainState
 
 RESULTS = {
     "train/epoch_loss": 0.25,
@@ -48,13 +48,12 @@ def experiment() -> Any:
     return SimpleNamespace(trainer=trainer, config=config, data=SimpleNamespace(sets=sets))
 
 
-def six_seconds() -> Account:
-    return Account(dict.fromkeys(KINDS[:6], 1.0))
+SIX_SECONDS: dict[Kind, float] = dict.fromkeys(KINDS[:6], 1.0)
 
 
 def block(experiment: Any, run_dir: Path, columns: int | None = None) -> str:
     request = Request(CONFIG, [], {}, ["experiment=resnet18"])
-    return final_block(request, experiment, run_dir, RESULTS, six_seconds(), columns)
+    return final_block(request, experiment, run_dir, RESULTS, SIX_SECONDS, columns)
 
 
 def commands_in(text: str, name: str) -> list[str]:
@@ -107,7 +106,7 @@ def test_why_a_run_ended_is_said_in_words(
     experiment: Any, reason: str | None, said: str | None
 ) -> None:
     experiment.trainer.state.stop_reason = reason
-    line = result_line(experiment, RESULTS, six_seconds()).replace("\n", ", ")
+    line = result_line(experiment, RESULTS, SIX_SECONDS).replace("\n", ", ")
     told = "best val/accuracy 0.9000 at step 40, test/accuracy 0.8000, 1 epoch, 60 updates, 6.0 s"
     assert line == ", ".join(filter(None, [told, said]))
 
@@ -119,42 +118,33 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def account(**seconds: float) -> Account:
+def spent(**seconds: float) -> dict[Kind, float]:
     named = {k.replace("_and_", " + "): s for k, s in seconds.items()}
-    return Account({kind: named.get(kind, 0.0) for kind in KINDS})
+    return {kind: named.get(kind, 0.0) for kind in KINDS}
 
 
 def test_shares_are_of_the_whole_time_and_the_largest_comes_first() -> None:
-    it = account(data=4.2, forward_and_backward=5.0, optimizer=0.8, callbacks=0.001)
-    assert it.seconds == pytest.approx(10.001)
-    assert it.text() == "50% forward + backward, 42% waiting for data, 8% optimizer"
+    it = spent(data=4.2, forward_and_backward=5.0, optimizer=0.8, callbacks=0.001)
+    assert time_text(it) == "50% forward + backward, 42% waiting for data, 8% optimizer"
+    assert time_text(spent()) == ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("seconds", "expected"),
     [
-        pytest.param("data", "42% waiting for data: loader.num_workers=4", id="data"),
-        pytest.param(
-            "evaluation", "42% evaluation: trainer.validate_every_n_epochs=2", id="evaluation"
-        ),
-        pytest.param(
-            "checkpoints", "42% checkpoints: callbacks.checkpoint.every_n_epochs=2", id="saves"
-        ),
-        pytest.param(
-            "callbacks", "42% callbacks and logging: trainer.log_every_n_steps=100", id="callbacks"
-        ),
+        ({"data": 4.2}, "42% waiting for data: loader.num_workers=4"),
+        ({"evaluation": 4.2}, "42% evaluation: trainer.validate_every_n_epochs=2"),
+        ({"checkpoints": 4.2}, "42% checkpoints: callbacks.checkpoint.every_n_epochs=2"),
+        ({"callbacks": 4.2}, "42% callbacks and logging: trainer.log_every_n_steps=100"),
+        pytest.param({"forward_and_backward": 9.0, "data": 1.0}, "", id="small"),
+        pytest.param({"forward_and_backward": 1.0, "data": 8.0}, "", id="a short run"),
+        pytest.param({"forward_and_backward": 0.0}, "", id="nothing"),
     ],
 )
-def test_a_large_part_that_can_be_avoided_gets_a_hint(kind: str, expected: str) -> None:
-    it = account(forward_and_backward=5.8, **{kind: 4.2})
-    assert it.hint(OPTIONS) == expected
-
-
-def test_a_small_part_and_the_computation_itself_get_none() -> None:
-    assert account(forward_and_backward=9.0, data=1.0).hint(OPTIONS) == ""
-    assert account(forward_and_backward=1.0, data=8.0).hint(OPTIONS) == ""  # a short run
-    assert account().hint(OPTIONS) == ""
-    assert account().text() == ""
+def test_a_large_part_that_can_be_avoided_gets_a_hint(
+    seconds: dict[str, float], expected: str
+) -> None:
+    assert time_hint(spent(**{"forward_and_backward": 5.8, **seconds}), OPTIONS) == expected
 
 
 class Clock:

@@ -13,12 +13,15 @@ from toys import (
     by_hand,
     distance,
     loader,
+    network,
     points,
     trainer_of,
 )
 from trainer.errors import ModelError
+from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.tasks.losses import Losses, Term, vector
+from trainer.tasks.own_loss import OwnLoss
 from trainer.tasks.penalties import GradientPenalty
 from trainer.trainer import Trainer
 
@@ -39,28 +42,17 @@ def trained(loss, steps: int, data: Samples) -> Trainer:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_soft_targets(steps: int, smoothing: float) -> None:
-    data = soft_points()
-    loss = nn.CrossEntropyLoss(label_smoothing=smoothing)
+@pytest.mark.parametrize(("smoothing", "weights"), [(0.0, None), (0.1, None), (0.0, [1, 2, 5])])
+def test_soft_targets(steps: int, smoothing: float, weights: list[float] | None) -> None:
+    """torch divides by the number of samples there, not by their weights."""
+    data, weight = soft_points(), vector(weights or [1, 1, 1])
+    loss = nn.CrossEntropyLoss(weights and weight, label_smoothing=smoothing)
 
     def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         mixed = y * (1 - smoothing) + smoothing / CLASSES
-        return -(mixed * model(x).log_softmax(1)).sum(1).mean()
+        return -(mixed * weight.double() * model(x).log_softmax(1)).sum(1).mean()
 
     assert_equal(trained(loss, steps, data).model, by_hand(hand, data))
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_class_weights_with_soft_targets(steps: int) -> None:
-    """torch divides by the number of samples there, not by their weights."""
-    data, weights = soft_points(), vector([1, 2, 5])
-    got = trained(nn.CrossEntropyLoss(weight=weights), steps, data)
-
-    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, weight=weights.double())
-
-    assert_equal(got.model, by_hand(hand, data))
 
 
 def test_class_weights_follow_the_number_format() -> None:
@@ -94,33 +86,28 @@ def test_penalty_on_inputs(of_loss: bool, steps: int) -> None:
     assert distance(trainer.model, without) > 1e-4
 
 
-def test_penalty_on_the_distance_from_a_norm() -> None:
+def test_penalty_on_the_distance_from_a_norm_and_on_parameters() -> None:
     data = points()
-    terms = {"ce": nn.CrossEntropyLoss(), "penalty": GradientPenalty(target=1.0)}
+    of_parameters = Term(GradientPenalty("parameters", nn.CrossEntropyLoss()), 0.3)
 
-    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def distant(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         return F.cross_entropy(output, y) + (slope.norm(dim=1) - 1).square().mean()
 
-    guarded = 1e-8  # the root, against 0
-    assert_equal(trained(terms, 2, data).model, by_hand(hand, data), guarded)
-
-
-def test_penalty_on_parameters() -> None:
-    data = points()
-    terms = {
-        "ce": nn.CrossEntropyLoss(),
-        "penalty": Term(GradientPenalty("parameters", nn.CrossEntropyLoss()), 0.3),
-    }
-
-    def hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def steep(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
         slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + 0.3 * sum(s.square().sum() for s in slopes)
 
-    assert_equal(trained(terms, 1, data).model, by_hand(hand, data))
+    guarded = 1e-8  # the root, against 0
+    for penalty, hand, steps in (
+        (GradientPenalty(target=1.0), distant, 2),
+        (of_parameters, steep, 1),
+    ):
+        got = trained({"ce": nn.CrossEntropyLoss(), "penalty": penalty}, steps, data)
+        assert_equal(got.model, by_hand(hand, data), guarded)
 
 
 def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
@@ -134,11 +121,7 @@ def test_terms_are_logged_and_penalties_are_of_training_alone() -> None:
     assert metrics["val/loss"] == pytest.approx(metrics["val/loss_ce"])
     named = {f"val/{name}" for name in trainer.task.metric_names()}
     assert named == {name for name in metrics if name.startswith("val/")}
-
-
-def test_a_term_that_is_null_is_dropped() -> None:
-    losses = Losses.of({"ce": nn.CrossEntropyLoss(), "margin": None})
-    assert losses.names == ["loss", "loss_ce"]
+    assert Losses({"ce": nn.CrossEntropyLoss(), "margin": None}).names == ["loss", "loss_ce"]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +131,9 @@ def test_a_term_that_is_null_is_dropped() -> None:
             lambda: GradientPenalty("inputs", nn.CrossEntropyLoss()), "reduction: sum", id="mean"
         ),
         pytest.param(lambda: GradientPenalty("parameters"), "needs a loss", id="no-loss"),
-        pytest.param(lambda: Losses.of(GradientPenalty()), "only gradient penalties", id="alone"),
+        pytest.param(lambda: Losses(GradientPenalty()), "only gradient penalties", id="alone"),
         pytest.param(
-            lambda: Losses.of(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
+            lambda: Losses(of_inputs(True)).watched(torch.zeros(2, dtype=torch.long)),
             "floating-point tensor",
             id="tokens",
         ),
@@ -176,7 +159,7 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None
         for _ in range(2)
     )
     target = torch.randint(3, (3, *shape), generator=generator)
-    values, _ = Losses.of(loss)(one, target)
+    values, _ = Losses(loss)(one, target)
     value = values[""] if isinstance(values, dict) else values
     expected = loss(other, target)
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
@@ -184,9 +167,39 @@ def test_labels_of_places_give_the_loss_of_torch(kind, shape, reduction) -> None
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-def test_shares_of_classes_at_places_give_the_loss_of_torch() -> None:
-    logits, shares = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 5).softmax(1)
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    values, _ = Losses.of(loss)(logits, shares)
-    value = values[""] if isinstance(values, dict) else values
-    torch.testing.assert_close(value, loss(logits, shares))
+class Answering(nn.Module):
+    """Return logits, or with labels the mean over those that are not -100, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None):
+        logits = self.body(inputs)
+        return logits if labels is None else (F.cross_entropy(logits, labels), logits)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_model_with_its_own_loss_trains_as_the_same_loss_of_a_task(pieces: int) -> None:
+    data = points()
+    data.y[1:7] = -100  # uneven over the parts of a batch
+
+    def run(task: Task, steps: int) -> Trainer:
+        val = loader(data, shuffled=False)
+        trainer = trainer_of(task, data, steps, model=Answering(), val=val, log_every_n_steps=1)
+        trainer.fit()
+        return trainer
+
+    by_task = run(Classification(CLASSES), 1)
+    by_model = run(OwnLoss(Classification(CLASSES)), pieces)
+    assert_equal(by_task.model, by_model.model)
+    assert by_model.metrics == pytest.approx(by_task.metrics, rel=1e-12)
+
+
+def test_a_model_without_a_loss_of_its_own_is_named() -> None:
+    class Plain(nn.Module):
+        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+            return inputs
+
+    with pytest.raises(ModelError, match=r"Plain\.forward\(inputs, labels=\.\.\.\) returned"):
+        OwnLoss(Classification(3)).training_step(Plain(), (torch.ones(2, 3), torch.tensor([0, 1])))

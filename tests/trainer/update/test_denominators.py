@@ -162,7 +162,7 @@ def test_labels_of_one_process_suffice(ranks, caplog) -> None:
 
 
 def test_labels_that_change_in_place_are_counted_again() -> None:
-    counted = losses.Losses.of(nn.CrossEntropyLoss())
+    counted = losses.Losses(nn.CrossEntropyLoss())
     labels = torch.tensor([0, 1, 2])
     assert counted.counts(labels) == {"": 3}
     labels[1] = -100
