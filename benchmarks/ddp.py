@@ -10,6 +10,7 @@ all their processes.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import statistics
 import time
@@ -37,9 +38,9 @@ from data.orders import Shuffled
 from data.sources import ImageTensors
 from data.updates import UpdateSampler
 from models.small_cnn import SmallCNN
+from scripts.cli.signals import end_with_parent
 from trainer.callback import Callback
-from trainer.strategies.ddp import DDP
-from trainer.strategies.replicas import Processes
+from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
 from trainer.trainer import Trainer
 
@@ -113,6 +114,7 @@ def _processes(count: int, rounds: int) -> dict[str, list[Cost]]:
 
 def _rank(rank: int, count: int, port: int, rounds: int, results: Connection) -> None:
     """Be one of the processes: run the contenders in turn."""
+    end_with_parent(signal.SIGKILL)  # or it would wait for the others
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

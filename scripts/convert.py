@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
-from scripts.cli.console import Command, log_to_stderr
-from scripts.cli.output import greet
+from scripts.cli.console import Command, greet, log_to_stderr
 
 
 def main() -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import ConfigError, Problem, raise_problems
-from scripts.cli.arguments import parse_or_help
-from scripts.cli.console import exit_code, importing, log_to_stderr
-from scripts.cli.keys import Take, one_of, only_keys, whole
-from scripts.cli.output import asked_device, greet
+from scripts.cli.arguments import Take, one_of, parse_or_help, take_keys, whole
+from scripts.cli.console import asked_device, exit_code, greet, importing, log_to_stderr
 from scripts.cli.signals import StoppedEarlyError
 
 _HELP = """\
@@ -49,7 +47,7 @@ def demo(argv: Sequence[str]) -> int:
         "device": one_of("auto", "cpu", "cuda", "mps"),
     }
     required = {"run": "regimen demo run=RUN_DIR"}
-    values, problems = only_keys("demo", arguments.overrides, keys, required)
+    values, _, problems = take_keys(arguments.overrides, keys, required, "demo")
     if importlib.util.find_spec("gradio") is None:
         problems.append(Problem("", "demo needs gradio", "pip install -e '.[demo]'"))
     raise_problems(problems)

@@ -33,10 +33,8 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    from scripts.cli import keys
-    from scripts.cli.arguments import parse_or_help
-    from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.output import asked_device, greet
+    from scripts.cli.arguments import of_run, parse_or_help
+    from scripts.cli.console import asked_device, greet, importing, log_to_stderr
 
     if (arguments := parse_or_help(argv, _HELP)) is None:
         return 0
@@ -48,7 +46,7 @@ def evaluate(argv: Sequence[str]) -> int:
     log_to_stderr(verbose=True)
     own, overrides = _taken_apart(arguments.overrides)
     run_dir, split = Path(own["run"]), own.get("split")
-    composed = compose(keys.of_run(arguments, own["run"], overrides))
+    composed = compose(of_run(arguments, own["run"], overrides))
     with importing():
         from trainer.assembly.check import check_targets
         from trainer.files.atomic import write_text
@@ -79,21 +77,18 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     from conf.errors import Problem, raise_problems
-    from scripts.cli import keys
+    from scripts.cli.arguments import Take, one_of, take_keys, true_or_false
 
-    known: dict[str, keys.Take] = {
+    keys: dict[str, Take] = {
         "run": str,
         "checkpoint": str,
-        "split": keys.one_of("test", "val"),
+        "split": one_of("test", "val"),
         "artefact": str,
-        "allow_code": keys.true_or_false,
+        "allow_code": true_or_false,
     }
-    given, others = keys.own_keys(overrides, known)
-    own, problems = keys.taken(given, known)
-    problems += [*keys.misspelt(others, known), *keys.run_problems(given.get("run"))]
-    if not given.get("run"):
-        problems.append(Problem("run", "missing: evaluate run=RUN_DIR"))
-    if "artefact" in given and "checkpoint" in given:
+    required = {"run": "evaluate run=RUN_DIR"}
+    own, others, problems = take_keys(overrides, keys, required)
+    if "artefact" in own and "checkpoint" in own:
         message = "an exported file is tested, or a checkpoint: leave one of both out"
         problems.append(Problem("artefact", message))
     raise_problems(problems)

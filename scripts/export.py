@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import raise_problems
-from scripts.cli.arguments import parse_or_help
-from scripts.cli.console import importing, log_to_stderr
-from scripts.cli.keys import Take, one_of, only_keys, true_or_false, whole
-from scripts.cli.output import greet
+from scripts.cli.arguments import Take, one_of, parse_or_help, take_keys, true_or_false, whole
+from scripts.cli.console import greet, importing, log_to_stderr
 
 _EXPORT = """\
 Write a trained model as a file that other programs load; it is verified before it has its name.
@@ -107,7 +105,8 @@ def _open(
     greet("cpu")
     log_to_stderr(verbose=True)
     required = {"run": f"regimen {command} run=RUN_DIR", **required}
-    values, problems = only_keys(command, arguments.overrides, {**_KEYS, **own}, required)
+    keys = {**_KEYS, **own}
+    values, _, problems = take_keys(arguments.overrides, keys, required, command)
     raise_problems(problems)
     with importing():
         from trainer.inference.run import load_run

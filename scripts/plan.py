@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from data.batch import MicroBatch
-    from scripts.cli.request import Request
+    from scripts.cli.arguments import Request
     from trainer.assembly.experiment import Experiment
 
     Sections = Iterator[tuple[str, list[RenderableType]]]

@@ -19,17 +19,14 @@ def main() -> None:
 
 def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from scripts.cli.arguments import parse_or_help
-    from scripts.cli.console import importing, log_to_stderr
-    from scripts.cli.keys import of_run
-    from scripts.cli.output import asked_device, greet
+    from scripts.cli.arguments import Request, of_run, parse_or_help
+    from scripts.cli.console import asked_device, greet, importing, log_to_stderr
     from scripts.prediction.options import HELP, place_of, take_apart
 
     if (arguments := parse_or_help(argv, HELP)) is None:
         return 0
     greet(asked_device(arguments.overrides, "device"))
-    from scripts.cli.request import Request  # after the first line: these import Hydra
-    from scripts.composition.compose import compose
+    from scripts.composition.compose import compose  # after the first line: it imports Hydra
 
     log_to_stderr(os.environ.get("RANK", "0") == "0")
     options, overrides = take_apart(arguments.overrides)
@@ -46,7 +43,7 @@ def predict(argv: Sequence[str]) -> int:
     )
     with importing():
         if strategy["name"] == "ddp" and "RANK" not in os.environ:
-            from scripts.launching.launch import launch as work
+            from scripts.runs.launch import launch as work
         else:
             from scripts.prediction.work import answer as work
     return work(request)

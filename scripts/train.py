@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.cli.shadow import refuse_shadows
 
 if TYPE_CHECKING:
-    from scripts.cli.request import Request
+    from scripts.cli.arguments import Request
 
 
 def main() -> None:
@@ -22,16 +22,14 @@ def main() -> None:
 
 def train(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys and types are sound."""
-    from scripts.cli.arguments import parse_arguments
-    from scripts.cli.console import importing, log_to_stderr, logger
-    from scripts.cli.output import asked_device, greet
+    from scripts.cli.arguments import Request, parse_arguments
+    from scripts.cli.console import asked_device, greet, importing, log_to_stderr, logger
 
     arguments = parse_arguments(argv)
     if not arguments.asks_for_text:
         greet(asked_device(arguments.overrides))
-    from scripts.cli.request import Request  # after the first line: these import Hydra
     from scripts.cli.shadow import clashes
-    from scripts.composition.compose import compose
+    from scripts.composition.compose import compose  # after the first line: it imports Hydra
     from scripts.composition.identity import refuse_untyped
     from scripts.help import answer
 
@@ -67,7 +65,7 @@ def train(argv: Sequence[str]) -> int:
 
 def _doubts(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was hardly meant by whoever started this process."""
-    from scripts.cli.output import is_job
+    from scripts.cli.console import is_job
 
     if is_job():
         return
@@ -86,7 +84,7 @@ def _starter(config: Mapping[str, Any]) -> Callable[["Request"], int]:
     """Import what trains in this process, or in as many as the strategy asks for."""
     several = config["strategy"]["name"] in ("ddp", "fsdp") and not config["dry_run"]
     if several and "RANK" not in os.environ:
-        from scripts.launching.launch import launch
+        from scripts.runs.launch import launch
 
         return launch
     from scripts.runs.run import run

@@ -51,7 +51,7 @@ ORDER = (
     ("scripts.cli",),
     ("scripts.composition", "scripts.plan"),
     ("scripts.runs", "scripts.prediction"),
-    ("scripts.launching", "scripts.sweeps"),
+    ("scripts.runs.launch", "scripts.sweeps"),
     ("scripts",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

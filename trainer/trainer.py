@@ -16,7 +16,7 @@ from data.batch import MicroBatch, to_device
 from trainer import snapshot
 from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
 from trainer.checkpoints.unsaved import Unsaved
-from trainer.distributed.group import Group
+from trainer.distributed.processes import Group
 from trainer.errors import SampleError
 from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
 from trainer.files.atomic import storage_error

@@ -1,4 +1,8 @@
-"""The output and the end of a command: log lines, the `error:` line, the exit code."""
+"""What a command prints beside its answer, and how it ends: the `error:` line and the exit code.
+
+One line comes first, before torch is imported, so it names a device only where no other can be
+meant. What libraries say goes to the log. Streams whose reader has left take what is written.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,20 @@ import ctypes
 import gc
 import logging
 import os
+import platform
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
 
 from scripts.cli.deferred import defer_imports
-from scripts.cli.output import is_job, log_file, outlive_readers, quiet_others
+from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.cli.signals import end_on_signals
 from trainer.files.layout import (
     VisibleFormatter,
@@ -25,10 +35,13 @@ from trainer.files.layout import (
 )
 
 logger = logging.getLogger("regimen")
+log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
+_JOB = "REGIMEN_SWEEP_JOB"
+AS_JOB: Mapping[str, str] = {_JOB: "1"}  # what the environment of a job of a sweep has
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/proc/driver/nvidia")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
-
-
 _LESS_MEMORY = (
     "raise trainer.gradient_accumulation_steps (the same training in less memory), set "
     "trainer.activation_checkpointing or trainer.precision=bf16, or lower loader.batch_size"
@@ -83,11 +96,27 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Disable garbage collection during imports, which create many objects that all stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def report(error: BaseException) -> int:
     """Print the error that ended the command, and return its exit code."""
     code = exit_code(error)
-    if not _speaks(error):
-        return code
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # of several processes the first to fail speaks
+        from trainer.distributed.peers import Cause, agent_board
+
+        board = agent_board()
+        if board is not None and not board.claim(Cause.of(error, int(os.environ["RANK"]))):
+            return code
     text = describe(error)
     if code == 1:
         shown = traceback.TracebackException.from_exception(error)
@@ -98,27 +127,15 @@ def report(error: BaseException) -> int:
     return code
 
 
-def _speaks(error: BaseException) -> bool:
-    """Return whether this process prints its error: under torchrun the first to fail does."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return True
-    from trainer.distributed.peers import Cause, agent_board
-
-    board = agent_board()
-    return board is None or board.claim(Cause.of(error, int(os.environ["RANK"])))
-
-
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an exception; 1 for an unexpected one."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if is_out_of_memory(error):
-        return 8
-    code = getattr(error, "exit_code", 1)
+    code = 8 if _is_out_of_memory(error) else getattr(error, "exit_code", 1)
     return code if isinstance(code, int) else 1
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether the GPU or the host ran out of memory; does not import torch."""
     named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
@@ -127,15 +144,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Return the message of an exception, or the name of its type if it has none."""
     text = str(error).strip()
-    if is_out_of_memory(error):
-        first = text.splitlines()[0] if text else "no memory is left"
-        return f"out of memory: {first}; {_LESS_MEMORY}"
+    first = text.partition("\n")[0]
+    if _is_out_of_memory(error):
+        return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
     from trainer.user_code import account  # needed by few commands, and only at their end
 
-    first = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
-    return account(error) or first
+    return account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 class _Folding(VisibleFormatter):
@@ -162,13 +178,148 @@ def log_to_stderr(verbose: bool) -> None:
     root.setLevel(logging.INFO)
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Disable garbage collection during imports, which create many objects that all stay."""
-    enabled = gc.isenabled()
-    gc.disable()
+def is_job() -> bool:
+    """Return whether this process works for a job of a sweep, which itself tells what is done."""
+    return os.environ.get(_JOB) == "1"
+
+
+def greet(asked: str = "auto") -> None:
+    """Print versions, device and threads to stderr; not in jobs of a sweep, nor on other ranks.
+
+    `asked`: the kind of device that the command line asks for.
+    """
+    if is_job() or os.environ.get("RANK", "0") != "0":
+        return
+    count, device = threads(), known_device(asked)
+    facts = [f"{name} {metadata.version(name)}" for name in ("regimen", "torch")]
+    facts.append(f"{f'{device}, ' if device else ''}{count} thread{'s' * (count != 1)}")
+    encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+    dot = "·" if encoding.lower().startswith("utf") else "-"
+    print(*facts, sep=f" {dot} ", file=sys.stderr, flush=True)
+
+
+def asked_device(overrides: Sequence[str], key: str = "strategy.accelerator") -> str:
+    """Return the kind of device that a command line names; auto where it names none."""
+    given = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith(f"{key}=")]
+    return given[-1].partition(":")[0] if given else "auto"
+
+
+def known_device(asked: str = "auto") -> str | None:
+    """Return the kind of device that will compute; None where torch has to look."""
+    if asked in ("cpu", "cuda", "mps"):
+        return asked
+    if sys.platform == "darwin":
+        return None if platform.machine() == "arm64" else "cpu"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    driver = sys.platform != "linux" or any(Path(path).exists() for path in _DRIVERS)
+    return None if driver and not hidden else "cpu"
+
+
+def threads() -> int:
+    """Return how many threads an operation of torch will use, by its own default on this CPU."""
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):  # torch asks MKL first
+        given = os.environ.get(name, "").partition(",")[0]
+        if given.isdigit() and int(given):
+            return int(given)
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len({_core(cpu) for cpu in os.sched_getaffinity(0)})  # MKL counts no hyper-threads
+
+
+def _core(cpu: int) -> tuple[str, str]:
+    folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
     try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        package, core = folder / "physical_package_id", folder / "core_id"
+        return package.read_text().strip(), core.read_text().strip()
+    except OSError:
+        return "", str(cpu)
+
+
+class _Outlet:
+    """A text stream that drops its output after a write error (a closed pipe, a full disk)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it after an error."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            # The buffer of the stream goes there as well: Python would flush it again at exit.
+            _into_nothing(self._stream.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, or drop its buffer after an error."""
+        try:
+            self._stream.flush()
+        except OSError:
+            _into_nothing(self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_readers() -> None:
+    """Make stdout and stderr ignore write errors, and open streams that were closed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            try:
+                os.fstat(number)
+            except OSError:  # another file would get its descriptor
+                _into_nothing(number)
+            null = open(os.devnull, "w" if number else "r")  # noqa: SIM115 (until the end)
+            setattr(sys, name, null)
+        elif number and not isinstance(stream, _Outlet):
+            setattr(sys, name, cast(TextIO, _Outlet(stream)))
+
+
+def _into_nothing(number: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+
+
+def quiet_others() -> None:
+    """Show warnings of the user's own code alone, each in one line; those of libraries are logged.
+
+    Whoever reads the terminal can mend nothing in a library; a set TORCH_CPP_LOG_LEVEL stands.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    process, show = os.getpid(), warnings.formatwarning
+
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        theirs = is_library(filename)
+        text = f"{category.__name__}: {' '.join(str(message).split())} ({filename}:{lineno})"
+        if file is not None:
+            file.write(show(message, category, filename, lineno, line))
+        elif os.getpid() == process and logging.getLogger().handlers:
+            log = log_file if theirs else logger
+            log.warning("warning: %s", text)
+        elif not theirs:  # in a worker, which must not write to the log of its parent
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = tell
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a file is part of Python, of an installed package, or of Regimen."""
+    path = Path(filename)
+    return not path.is_absolute() or any(path.is_relative_to(folder) for folder in _libraries())
+
+
+@cache
+def _libraries() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = [Path(sysconfig.get_path(name)) for name in names]
+    return (*installed, *(path.resolve() for path in installed), *(ROOT / p for p in PACKAGES))

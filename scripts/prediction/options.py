@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.errors import Problem, raise_problems
 from conf.schema_trainer import StrategyConfig
-from scripts.cli import keys
+from scripts.cli.arguments import Take, matching, one_of, or_null, take_keys, true_or_false, whole
 
 HELP = """\
 Answer for pictures, or for other samples, with a trained run.
@@ -86,31 +86,28 @@ def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
 
     Raises ConfigError with all mistakes at once.
     """
-    known: dict[str, keys.Take] = {
+    known: dict[str, Take] = {
         "run": str,
         "source": str,
         "checkpoint": str,
         "out": str,
-        "top_k": keys.whole(),
-        "device": keys.or_null(keys.matching(_DEVICE, "cpu, cuda, cuda:NUMBER or mps")),
-        "save": keys.or_null(keys.matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
+        "top_k": whole(),
+        "device": or_null(matching(_DEVICE, "cpu, cuda, cuda:NUMBER or mps")),
+        "save": or_null(matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
         "save_to": str,
-        "on_error": keys.one_of("raise", "skip"),
-        "overwrite": keys.true_or_false,
-        "max_new_tokens": keys.whole(),
-        "sampling": keys.one_of("greedy", "random"),
-        "temperature": lambda t: float(keys.matching(_ABOVE_ZERO, "a number above 0")(t)),
+        "on_error": one_of("raise", "skip"),
+        "overwrite": true_or_false,
+        "max_new_tokens": whole(),
+        "sampling": one_of("greedy", "random"),
+        "temperature": lambda t: float(matching(_ABOVE_ZERO, "a number above 0")(t)),
     }
-    own, others = keys.own_keys(overrides, (*known, "data.on_error"))
-    if (named := own.pop("data.on_error", None)) is not None:  # by the error of a broken file
-        own["on_error"] = named
-    values, problems = keys.taken(own, known)
-    problems += [*keys.misspelt(others, known), *keys.run_problems(own.get("run"))]
-    if not own.get("run"):
-        problems.append(Problem("run", "missing: predict run=RUN_DIR source=DIR"))
-    if not own.get("source"):
-        hint = "a folder, a file, a glob, - (file names on standard input), val or test"
-        problems.append(Problem("source", "missing: what to predict", hint))
+    # data.on_error: as the error of a broken file calls it
+    named = [text.replace("data.on_error=", "on_error=") for text in overrides]
+    required = {
+        "run": "predict run=RUN_DIR source=DIR",
+        "source": "a folder, a file, a glob, - (file names on standard input), val or test",
+    }
+    values, others, problems = take_keys(named, known, required)
     options = Options(**{"run": "", "source": "", **values})
     raise_problems([*problems, *_unfit(options, others)])
     # However a run was trained (in shards, on many devices), it is asked on one; who wants more

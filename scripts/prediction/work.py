@@ -24,7 +24,7 @@ from data.formats.table import TableRows, read_columns
 from data.image_folder import find_pictures
 from data.loading.fetch import path_of
 from data.text import Prompts, find_prompts
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request
 from scripts.prediction.options import Options
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import build_data, build_pipeline

@@ -12,9 +12,8 @@ from typing import Any
 
 from conf.errors import ConfigError
 from conf.schema import Config
-from scripts.cli.console import describe, exit_code
-from scripts.cli.output import log_file
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request
+from scripts.cli.console import describe, exit_code, log_file
 from scripts.runs.report import best_of, results_of
 from scripts.runs.resume import Resume
 from trainer.assembly.experiment import Experiment

@@ -13,7 +13,7 @@ from trainer.runs.status import TENSORBOARD, command
 from trainer.state import MAX_TIME, Kind, epoch_metric
 
 if TYPE_CHECKING:
-    from scripts.cli.request import Request
+    from scripts.cli.arguments import Request
     from trainer.assembly.experiment import Experiment
 
 _GAP = "  "

@@ -17,8 +17,8 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.pretrained import no_initial_weights
-from scripts.cli.output import asked_device, is_job, known_device
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request
+from scripts.cli.console import asked_device, is_job, known_device
 from scripts.cli.signals import stop_signals
 from scripts.plan import make_plan
 from scripts.runs.record import RUNS, BuiltRun, interrupted, new_folder, outcome, recorded

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from scripts.cli.output import AS_JOB
+from scripts.cli.console import AS_JOB
 from scripts.cli.signals import end_with_parent
 from scripts.sweeps.leaderboard import Job
 

@@ -22,9 +22,8 @@ from callbacks.trial import (
 from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import SweepConfig
-from scripts.cli.arguments import Arguments
+from scripts.cli.arguments import Arguments, quoted
 from scripts.cli.console import logger
-from scripts.cli.request import quoted
 from scripts.composition.compose import compose, split_search
 from scripts.composition.identity import identity, refuse_outside, refuse_untyped, trains_the_same
 from scripts.composition.overrides import Dimension, Swept

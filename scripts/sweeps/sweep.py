@@ -16,9 +16,8 @@ import yaml
 from conf.check import parse
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
-from scripts.cli.arguments import PRIMARY, Arguments
+from scripts.cli.arguments import PRIMARY, Arguments, quoted, run_dir_override
 from scripts.cli.console import logger
-from scripts.cli.request import quoted, run_dir_override
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
 from scripts.sweeps.clusters import RayLauncher, SubmititLauncher, options_of

@@ -17,9 +17,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from models.small_cnn import SmallCNN
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.keys import of_run
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request, of_run, parse_arguments
 from scripts.composition.compose import compose
 from scripts.prediction.options import take_apart
 from trainer import load_run

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.updates import UpdateSampler
-from trainer.distributed.group import Group
-from trainer.strategies.ddp import DDP
-from trainer.strategies.replicas import Processes, Replicas
+from trainer.distributed.processes import Group
+from trainer.strategies.ddp import DDP, Processes, Replicas
 
 
 class Block(nn.Module):

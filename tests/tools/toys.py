@@ -11,8 +11,7 @@ from data.orders import Sequential, Shuffled
 from data.updates import UpdateSampler
 from trainer.callback import Callback
 from trainer.options import TrainerOptions
-from trainer.strategies.ddp import DDP
-from trainer.strategies.replicas import Processes
+from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.trainer import Trainer

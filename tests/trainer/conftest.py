@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import traceback
 
 import pytest
 import torch
 import torch._dynamo  # or every process would import it with its first optimizer
+
+from scripts.cli.signals import end_with_parent
 
 
 def free_port():
@@ -19,6 +22,7 @@ def free_port():
 
 def be_rank(rank, world_size, port, function, pipe):
     """Run `function` with the environment of a launcher, and send what it returns or raises."""
+    end_with_parent(signal.SIGKILL)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -28,10 +28,14 @@ from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.build import target_nodes as schedule_nodes
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.optimizers.optimizers import Optimizers, build_optimizers, sections
-from trainer.strategies.ddp import DDP
-from trainer.strategies.dp import DataParallel
-from trainer.strategies.replicas import Processes
-from trainer.strategies.strategy import Planned, Strategy, check_processes, count_devices
+from trainer.strategies.ddp import DDP, Processes
+from trainer.strategies.strategy import (
+    DataParallel,
+    Planned,
+    Strategy,
+    check_processes,
+    count_devices,
+)
 from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate
 from trainer.task import Task, named_modules

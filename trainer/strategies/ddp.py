@@ -1,24 +1,126 @@
-"""Distributed data parallelism: a model replica on each process, averaged gradients."""
+"""Several processes with a replica each: their base, DistributedDataParallel, BatchNorm on CPUs."""
 
 # No `from __future__ import annotations`: torch compares the hook's annotations as types.
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.functional import batch_norm
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
-from trainer.errors import ModelError
-from trainer.strategies.replicas import Processes, Replicas
+from trainer.distributed.processes import ProcessGroup
+from trainer.errors import ModelError, ResourceError
+from trainer.internals import BATCH_NORMS
+from trainer.strategies.strategy import Strategy
+
+logger = logging.getLogger("regimen")
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """How the processes of a run meet, and on which devices; for every strategy that has several.
+
+    backend: None for nccl on GPUs, else gloo. timeout: seconds. numbers: of the GPUs.
+    """
+
+    backend: str | None = None
+    timeout: float = 1800.0
+    accelerator: str = "auto"
+    numbers: Sequence[int] | None = None
+    sync_batchnorm: bool = False
+
+
+class Replicas(Strategy):
+    """Train in several processes, each of which computes a part of every update's batch."""
+
+    # Whether forward passes begin with the main process's buffers (BatchNorm's statistics).
+    shares_buffers = False
+    group: ProcessGroup
+
+    def __init__(self, processes: Processes | None = None) -> None:
+        given = processes or Processes()
+        use_cuda = given.accelerator in ("auto", "cuda") and torch.cuda.is_available()
+        group = ProcessGroup(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
+        super().__init__(_gpu(group.local_rank, given.numbers) if use_cuda else "cpu", group)
+        self.devices = group.world_size
+        self._sync_batchnorm = given.sync_batchnorm
+        self._share = Share()
+
+    @property
+    def gradient_scale(self) -> float:
+        """The number of processes, over which gradients are averaged."""
+        return float(self.group.world_size)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
+        if self._sync_batchnorm and self.device.type == "cpu":
+            group = dist.new_group(backend="gloo", timeout=self.group.timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            model = synchronize(model, group, self._share)
+        elif self._sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return super().prepare(model)
+
+    @contextmanager
+    def accumulate(self, wrapped: nn.Module, last: bool, counts: bool = True) -> Iterator[None]:
+        """Exchange gradients in the last micro-batch of an update only."""
+        self._share.counts = counts
+        try:
+            with self._exchanging(wrapped, last):
+                yield
+        finally:
+            self._share.counts = True
+
+    def _exchanging(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Return the context in which `wrapped` exchanges gradients if `last`, else keeps them."""
+        return nullcontext()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Evaluate what is saved: the weights with the main process's buffers."""
+        buffers = list(model.buffers())
+        own = [] if self.shares_buffers else [b.clone() for b in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=False):
+                buffer.copy_(value)
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return this process's buffers, if they differ between processes."""
+        if self.shares_buffers:
+            return {}
+        return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
+
+    @torch.no_grad()
+    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load this process's buffers."""
+        for name, buffer in model.named_buffers():
+            if name in state.get("buffers", {}):
+                buffer.copy_(state["buffers"][name])
+
+
+def _gpu(local_rank: int, numbers: Sequence[int] | None) -> torch.device:
+    number, count = numbers[local_rank] if numbers else local_rank, torch.cuda.device_count()
+    if number >= count:
+        raise ResourceError(
+            f"strategy.devices: process {local_rank} of this machine needs GPU {number}, but it has"
+            f" {count}; strategy.accelerator=cpu trains on the CPU"
+        )
+    return torch.device("cuda", number)
 
 
 def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -29,8 +131,6 @@ def _powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
         exchanged.wait()
     return exchanged
 
-
-logger = logging.getLogger("regimen")
 
 # torch 2.15 renamed the argument. DDP synchronizes buffers at construction in any case.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -117,17 +217,104 @@ class DDP(Replicas):
 
     def _recognize(self, error: Exception) -> Exception | None:
         """Return an error with the names of unused parameters; DDP's error has their indices."""
-        if isinstance(error, RuntimeError) and _UNUSED in str(error):
-            return ModelError(_unused(str(error), self._trained))
-        return None
+        text = str(error)
+        if not isinstance(error, RuntimeError) or _UNUSED not in text:
+            return None
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        numbers = [int(n) for n in found.group(1).split()] if found else []
+        listed = ", ".join(self._trained[n] for n in numbers[:8]) or "some parameters"
+        more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
+        return ModelError(
+            f"no gradient reached {listed}{more}: set strategy.find_unused_parameters=true, or "
+            "freeze the parameters that the model does not use"
+        )
 
 
-def _unused(text: str, names: list[str]) -> str:
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    numbers = [int(n) for n in found.group(1).split()] if found else []
-    listed = ", ".join(names[n] for n in numbers[:8] if n < len(names))
-    more = f" (+{len(numbers) - 8} more)" if len(numbers) > 8 else ""
-    return (
-        f"no gradient reached {listed or 'some parameters'}{more}: set "
-        "strategy.find_unused_parameters=true, or freeze the parameters that the model does not use"
-    )
+@dataclass(slots=True)
+class Share:
+    """Whether this process's samples count: a process without any in a short batch borrows one."""
+
+    counts: bool = True
+
+
+class SyncBatchNorm(nn.BatchNorm1d):
+    """Normalize by mean and variance over the samples of all processes (Ioffe, Szegedy 2015).
+
+    The input is (N, C, ...), as for nn.BatchNorm1d to 3d; parameters and buffers are those of
+    `norm`. Processes may have different numbers of samples. nn.SyncBatchNorm, which is used on
+    GPUs, counts borrowed samples as well.
+    """
+
+    def __init__(self, norm: Any, group: dist.ProcessGroup, share: Share) -> None:
+        tracks = norm.track_running_stats
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, tracks)
+        self.weight, self.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            setattr(self, name, buffer)
+        self.train(norm.training)
+        self._group, self._share = group, share
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input`; in training a collective. Raises ValueError for a single value."""
+        if not self.training:  # without communication: numbers of batches may differ
+            mean, variance = self.running_mean, self.running_var
+            parts = (self.weight, self.bias, mean is None)
+            return batch_norm(input, mean, variance, *parts, eps=self.eps)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        dims = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        counts = float(self._share.counts)
+        # `x` is part of the graph even if it does not count: backward is a collective, too.
+        own = torch.cat([x.new_tensor([x.numel() / x.shape[1]]), x.sum(dims)]) * counts
+        total, sums = _Sum.apply(own, self._group).split([1, x.shape[1]])
+        if total <= 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        mean = sums / total
+        centered = x - mean.view(shape)
+        squares = centered.square().sum(dims) * counts
+        variance = _Sum.apply(squares, self._group) / total
+        self._remember(mean, variance * total / (total - 1))
+        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            normalized = normalized * self.weight.view(shape)
+        if self.bias is not None:
+            normalized = normalized + self.bias.view(shape)
+        result: Tensor = normalized.to(input.dtype)
+        return result
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics; without a momentum they are the mean over all batches."""
+        if self.num_batches_tracked is None or self.running_mean is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / float(self.num_batches_tracked)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(value.to(running.dtype), momentum)
+
+
+def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
+    """Return `module` with its BatchNorm layers replaced."""
+    if isinstance(module, BATCH_NORMS):
+        return SyncBatchNorm(module, group, share)
+    for name, child in module.named_children():
+        setattr(module, name, synchronize(child, group, share))
+    return module
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes; backward sums the gradients, and can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None]:
+        return _Sum.apply(gradients[0], ctx.group), None

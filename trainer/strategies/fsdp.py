@@ -24,7 +24,7 @@ from conf.errors import Problem
 from data.batch import map_tensors
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.errors import ModelError
-from trainer.strategies.replicas import Processes, Replicas
+from trainer.strategies.ddp import Processes, Replicas
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 

@@ -1,22 +1,23 @@
-"""The interface of strategies, and training on a single device.
+"""The interface of strategies, and training in one process, on a single device or several GPUs.
 
 `Strategy` does nothing but move the model to its device, so that neither the loop nor a callback
-has to ask where a run computes. `trainer/strategies/dp.py` uses several devices in one process,
-`trainer/strategies/replicas.py` several processes. Communication belongs to the `group`.
+has to ask where a run computes. `trainer/strategies/ddp.py` uses several processes. Communication
+belongs to the `group`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.group import Group
+from data.batch import map_tensors
+from trainer.distributed.processes import Group
 from trainer.errors import ResourceError
 
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model,
@@ -56,8 +57,8 @@ def check_processes(processes: int, accelerator: str = "auto", backend: str = "a
 
 def check_workers(workers: int) -> None:
     """Raise ResourceError if the machine lacks the memory for the workers of one loader."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    _check_memory("loader.num_workers", "workers", workers, workers * ranks, _WORKER)
+    count = workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _check_memory("loader.num_workers", "workers", workers, count, _WORKER)
 
 
 def _check_memory(key: str, kind: str, value: int, count: int, each: int) -> None:
@@ -172,3 +173,97 @@ class Planned(Strategy):
         super().__init__(device)
         self.name = name
         self.devices = devices
+
+
+class DataParallel(Strategy):
+    """Train in one process on several GPUs; the loss is taken over the gathered outputs.
+
+    The loss is therefore exact for shards of uneven size, too. `device_ids`, `output_device` and
+    `dim` are the arguments of nn.DataParallel; `devices`, a number or a list, is used without
+    `device_ids`.
+    """
+
+    name = "dp"
+
+    def __init__(
+        self,
+        device_ids: Sequence[int] | None = None,
+        output_device: int | None = None,
+        dim: int = 0,
+        devices: int | Sequence[int] | str = "auto",
+        accelerator: str = "auto",
+    ) -> None:
+        super().__init__(None if accelerator in ("auto", "cuda") else accelerator)
+        on_gpus = accelerator in ("auto", "cuda")
+        self.device_ids = _numbers(device_ids, devices) if on_gpus else []
+        self._output_device = output_device
+        self._dim = dim
+        self.devices = max(1, len(self.device_ids))
+        if self.device_ids:
+            self.device = torch.device("cuda", self.device_ids[0])
+
+    @property
+    def computing(self) -> list[torch.device]:
+        """The GPUs of this process."""
+        gpus = [torch.device("cuda", number) for number in self.device_ids]
+        return gpus or super().computing
+
+    def explain(self) -> str | None:
+        """Return what happens on a machine without two GPUs; None if there are two."""
+        if len(self.device_ids) > 1:
+            return None
+        return (
+            f"strategy=dp: there is no second GPU to split a batch with, so {self.device} trains "
+            "alone, with the same result; strategy=ddp uses several processes, on CPUs as well"
+        )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Split each forward pass over the GPUs, if there are two or more."""
+        if len(self.device_ids) < 2:
+            return model
+        inner = _InFormat(model)
+        gpus = self.device_ids
+        return _Gathered(nn.DataParallel(inner, gpus, self._output_device, self._dim), self.device)
+
+
+class _Gathered(nn.Module):
+    """Compute on all GPUs, and move the outputs to the device of the targets."""
+
+    def __init__(self, parallel: nn.DataParallel[_InFormat], device: torch.device) -> None:
+        super().__init__()
+        self._parallel, self._device = parallel, device
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+        self._parallel.module.formats = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+        return map_tensors(lambda t: t.to(self._device), self._parallel(*inputs, **named))
+
+
+class _InFormat(nn.Module):
+    """Compute in the autocast dtype of the caller. Autocast is a state of each thread, and torch
+    passes to the threads of replicas whether it is enabled, but not its dtype."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.formats: dict[str, torch.dtype] = {}
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with ExitStack() as formats:
+            for kind, dtype in self.formats.items():
+                formats.enter_context(torch.autocast(kind, dtype=dtype))
+            return self.model(*inputs, **named)
+
+
+def _numbers(device_ids: Sequence[int] | None, devices: int | Sequence[int] | str) -> list[int]:
+    count = torch.cuda.device_count()
+    if device_ids is None and isinstance(devices, int | str):
+        return list(range(min(devices, count) if isinstance(devices, int) else count))
+    chosen = devices if device_ids is None else device_ids
+    assert not isinstance(chosen, int | str)
+    missing = [number for number in chosen if number >= count]
+    if missing:
+        raise ResourceError(
+            f"strategy.device_ids={list(chosen)}: this machine has {count} GPUs and no {missing[0]}"
+        )
+    return list(chosen)

@@ -1,21 +1,69 @@
-"""Exit codes, error lines, memory between updates, and the keys of commands."""
+"""What a command prints beside its answer, how it ends, its keys, and who answers to its name."""
 
+import io
 import logging
 import os
 import platform
 import subprocess
 import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from conf.errors import ConfigError
 from data.errors import UnreadableError
-from scripts.cli.console import describe, exit_code, log_to_stderr, report
-from scripts.cli.keys import misspelt
+from scripts.cli import console as module
+from scripts.cli.arguments import one_of, parse_arguments, take_keys, true_or_false, whole
+from scripts.cli.console import (
+    AS_JOB,
+    asked_device,
+    describe,
+    exit_code,
+    greet,
+    is_library,
+    known_device,
+    log_to_stderr,
+    quiet_others,
+    report,
+    threads,
+)
+from scripts.cli.shadow import ROOT
+from scripts.train import train
 from trainer.errors import CheckpointError, StorageError
 from trainer.files.layout import indented_lines, visible
 from trainer.summary.text import table, to_text
+
+EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
+TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
+MINE = "/home/me/project/mine.py"
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *AS_JOB):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@contextmanager
+def console(*more: logging.Handler) -> Iterator[None]:
+    """Set up what a command sets up, for a while."""
+    root = logging.getLogger()
+    kept = root.handlers, root.level
+    log_to_stderr(True)
+    root.handlers += more
+    try:
+        with warnings.catch_warnings():
+            quiet_others()
+            yield
+    finally:
+        root.handlers = kept[0]
+        root.setLevel(kept[1])
 
 
 def host() -> None:
@@ -45,12 +93,12 @@ def test_an_unexpected_exception_is_one_line() -> None:
     assert (exit_code(error), describe(error)) == (1, "ValueError: first")
 
 
-EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
-
-
 def test_text_keeps_its_lines_and_shows_its_codes() -> None:
     assert visible("é\t1\n\x1b[0m\u202e") == "é\t1\n\\x1b[0m\\u202e"
     assert indented_lines("first\n  second\nnone") == ["first", "  second\\nnone"]
+    tables = to_text(table(["name"], [[EVIL]]), f"below {EVIL}", width=200)
+    assert "\x1b" not in tables
+    assert r"a\nerror: b\x1b[2J" in tables
 
 
 @pytest.mark.parametrize(
@@ -77,24 +125,12 @@ def test_a_traceback_shows_codes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_log_lines_show_paths_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    before, level = root.handlers, root.level
-    try:
-        log_to_stderr(verbose=True)
+    with console():
         logging.getLogger("regimen").info("read %s, then %s", Path(EVIL), "x\x1b[0m")
         logging.getLogger("regimen").info("two\n  lines")
-    finally:
-        root.handlers = before
-        root.setLevel(level)
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == r"read a\nerror: b\x1b[2J\x9b31m\r\u202ec.png, then x\x1b[0m"
     assert rest == ["two", "  lines"]
-
-
-def test_tables_show_cells_on_one_line() -> None:
-    text = to_text(table(["name"], [[EVIL]]), f"below {EVIL}", width=200)
-    assert "\x1b" not in text
-    assert r"a\nerror: b\x1b[2J" in text
 
 
 UPDATES = """
@@ -111,33 +147,26 @@ with Command():
     print([update() for _ in range(4)][-1])
 """
 PAGES = 8 * 2**24 // 4096
+GIVEN_BACK = (PAGES // 2, 2 * PAGES)
+TUNED = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told")
 @pytest.mark.parametrize(
-    ("environment", "least", "most"),
+    ("environment", "pages"),
     [
-        pytest.param({}, 0, PAGES // 20, id="kept"),
-        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, PAGES // 2, 2 * PAGES, id="as-asked"),
-        pytest.param(
-            {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
-            PAGES // 2,
-            2 * PAGES,
-            id="as-tuned",
-        ),
+        pytest.param({}, (0, PAGES // 20), id="kept"),
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, GIVEN_BACK, id="as-asked"),
+        pytest.param(TUNED, GIVEN_BACK, id="as-tuned"),
     ],
 )
 def test_pages_are_not_taken_from_the_system_for_every_update(
-    environment: dict[str, str], least: int, most: int
+    environment: dict[str, str], pages: tuple[int, int]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UPDATES],
-        env={k: v for k, v in os.environ.items() if "MALLOC" not in k} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert least <= int(done.stdout) <= most
+    env = {k: v for k, v in os.environ.items() if "MALLOC" not in k} | environment
+    command = [sys.executable, "-c", UPDATES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert pages[0] <= int(done.stdout) <= pages[1]
 
 
 @pytest.mark.parametrize(
@@ -151,4 +180,233 @@ def test_pages_are_not_taken_from_the_system_for_every_update(
     ],
 )
 def test_a_key_that_is_nearly_one_of_a_command_is_told(override: str, meant: list[str]) -> None:
-    assert [p.hint for p in misspelt([override], ["run", "checkpoint", "split"])] == meant
+    keys = dict.fromkeys(("run", "checkpoint", "split"), str)
+    _, others, problems = take_keys([override], keys, {})
+    assert (others, [p.hint for p in problems]) == ([override], meant)
+
+
+def test_all_mistakes_of_a_command_without_other_keys_are_told_at_once(tmp_path: Path) -> None:
+    keys = {"run": str, "format": one_of("a", "b"), "n": whole(2, 5), "yes": true_or_false}
+    (tmp_path / "config.yaml").write_text("")
+    good = [f"run={tmp_path}", "format=a", "n=6", "n=5", "yes=true"]
+    values, _, problems = take_keys(good, keys, {"run": "x"}, "export")
+    assert values == {"run": str(tmp_path), "format": "a", "n": 5, "yes": True}
+    assert problems == []
+    bad = ["run=nowhere", "format=c", "n=6", "yes=1", "fromat=a"]
+    _, _, problems = take_keys(bad, keys, {"run": "x", "out": "a folder"}, "export")
+    assert str(ConfigError(problems)).splitlines()[1:] == [
+        "  fromat: is no key of export; did you mean format?",
+        "  format: is 'c', not one of a, b",
+        "  n: is '6', not a number from 2 to 5",
+        "  yes: is '1', not one of true, false",
+        "  out: missing: a folder",
+        "  run: nowhere holds no run: it has no config.yaml",
+    ]
+
+
+def test_the_first_line_names_versions_device_and_threads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    greet("cpu")
+    out, err = capsys.readouterr()
+    version = torch.__version__.partition("+")[0]
+    assert (out, err.endswith(f" · torch {version} · cpu, 3 threads\n")) == ("", True)
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    greet("cpu")
+    assert raw.getvalue().endswith(b" - cpu, 1 thread\n")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param({"RANK": "1"}, id="a further rank"), pytest.param(AS_JOB, id="a job")],
+)
+def test_it_is_printed_once_a_run(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    greet()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drivers are looked for on Linux only")
+@pytest.mark.parametrize(
+    ("drivers", "visible", "overrides", "expected"),
+    [
+        pytest.param((), None, [], "cpu", id="no driver"),
+        pytest.param(("/",), None, ["seed=1"], None, id="a driver"),
+        pytest.param(("/",), "", [], "cpu", id="hidden"),
+        pytest.param(("/",), None, ["strategy.accelerator=cpu"], "cpu", id="asked"),
+        pytest.param((), None, ["+strategy.accelerator=cuda:1"], "cuda", id="of a number"),
+    ],
+)
+def test_a_device_that_torch_has_to_find_is_not_guessed(
+    monkeypatch: pytest.MonkeyPatch,
+    drivers: tuple[str, ...],
+    visible: str | None,
+    overrides: list[str],
+    expected: str | None,
+) -> None:
+    monkeypatch.setattr(module, "_DRIVERS", drivers)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert known_device(asked_device(overrides)) == expected
+
+
+@pytest.mark.slow
+def test_this_machine_is_read_as_torch_reads_it() -> None:
+    code = "import torch; print(torch.get_num_threads(), torch.accelerator.is_available())"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, accelerated = asked.stdout.split()
+    assert threads() == int(count)
+    assert known_device() in ((None,) if accelerated == "True" else (None, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--cfg", "job"], ["--version"], ["--info"], ["--hydra-help"], ["-sc", "x=1"]],
+)
+def test_what_asks_for_text_is_no_run(argv: list[str]) -> None:
+    assert parse_arguments(argv).asks_for_text
+    assert not parse_arguments(["seed=1", "-m"]).asks_for_text
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "told"),
+    [
+        pytest.param({}, ["sweep.jobs=2"], "sweep has no effect without -m", id="sweep"),
+        pytest.param(AS_JOB, ["sweep.jobs=2"], "", id="job"),
+        pytest.param({"SLURM_NTASKS": "4"}, [], "torchrun once a node", id="srun"),
+        pytest.param({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, [], "", id="srun-another"),
+        pytest.param({"SLURM_NTASKS": "4", "RANK": "0"}, [], "", id="torchrun"),
+        pytest.param({"SLURM_NTASKS": "1"}, [], "", id="one-task"),
+    ],
+)
+def test_what_was_hardly_meant_is_told(
+    environment: dict[str, str],
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scripts.train._starter", lambda config: lambda request: 0)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with console():
+        assert train(["experiment=resnet18", *words]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == bool(told)
+    assert told in "".join(warnings)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = Kept()
+    with console(kept):
+        warnings.showwarning(UserWarning("too many\n  workers"), UserWarning, TORCH, 3)
+        assert capsys.readouterr() == ("", "")
+        warnings.showwarning(DeprecationWarning("use x"), DeprecationWarning, MINE, 7)
+    line = f"warning: DeprecationWarning: use x ({MINE}:7)"
+    assert capsys.readouterr().err == f"{line}\n"
+    assert kept.lines == [f"warning: UserWarning: too many workers ({TORCH}:3)", line]
+
+
+@pytest.mark.parametrize(
+    ("file", "theirs"),
+    [
+        (TORCH, True),
+        (logging.__file__, True),
+        ("<frozen importlib._bootstrap>", True),
+        (str(ROOT / "trainer" / "trainer.py"), True),
+        (str(Path(__file__)), False),
+        (MINE, False),
+    ],
+)
+def test_whose_file_it_is(file: str, theirs: bool) -> None:
+    assert is_library(file) is theirs
+
+
+def test_a_job_of_a_sweep_prints_warnings_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*next(iter(AS_JOB.items())))
+    with console():
+        logging.getLogger("regimen").info("run directory: here")
+        logging.getLogger("regimen").warning("warning: something")
+    assert capsys.readouterr().err == "warning: something\n"
+
+
+# What a run does with its streams, without one: many lines to both, a bar's pieces, an exit code.
+COMMAND = """
+import logging, sys
+from scripts.cli.console import Command, log_to_stderr
+
+def command():
+    log_to_stderr(True)
+    for i in range(5000):
+        print("a line to be read", i)
+        logging.getLogger("regimen").info("a line of the log %s", i)
+        sys.stderr.write("\\r50%")
+        sys.stderr.flush()
+    print("the end", flush=True)
+    open(sys.argv[1], "w").write("done")
+    return 5
+
+with Command() as it:
+    it.code = command()
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "first", "last"),
+    [
+        pytest.param("2>&1 | head -1", None, None, id="both-to-head"),
+        pytest.param("> /dev/full 2>&1", None, None, id="both-full"),
+        pytest.param("2> /dev/null >&-", None, None, id="closed"),
+        pytest.param("<&- >&- 2>&-", None, None, id="all-closed"),
+        pytest.param("2> /dev/null | cat", "a line to be read 0", "the end", id="read"),
+    ],
+)
+def test_nobody_need_read_to_the_end(
+    tmp_path: Path, redirection: str, first: str | None, last: str | None
+) -> None:
+    done = tmp_path / "done"
+    words = [sys.executable, "-c", COMMAND, str(done)]
+    shell = f'"$0" "$@" {redirection}; exit ${{PIPESTATUS[0]}}'
+    result = subprocess.run(
+        ["bash", "-c", shell, *words], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    read = (result.stdout + result.stderr).splitlines()
+    assert (result.returncode, done.exists()) == (5, True), read
+    assert "Error" not in "".join(read)
+    if last is None:
+        assert len(read) <= 1
+    else:
+        assert (read[0], read[-1]) == (first, last)
+
+
+def test_a_terminal_that_is_gone_is_no_failure(tmp_path: Path) -> None:
+    own, theirs = os.openpty()
+    done = tmp_path / "done"
+    words = [sys.executable, "-c", COMMAND, str(done)]
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT)
+    os.close(theirs)
+    os.read(own, 10)
+    os.close(own)  # from here on each write is an EIO; without a session, no signal comes
+    assert process.wait(60) == 5
+    assert done.exists()

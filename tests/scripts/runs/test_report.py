@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from callbacks.checkpoint import Checkpoint
-from scripts.cli.request import Request
+from scripts.cli.arguments import Request
 from scripts.runs.report import final_block, result_line, time_hint, time_text
 from scripts.runs.run import kept_log
 from trainer.files.append_log import LogFileHandler

@@ -16,8 +16,7 @@ import yaml
 
 from conf.errors import ConfigError
 from conf.yaml_file import dump
-from scripts.cli.arguments import parse_arguments
-from scripts.cli.request import quoted
+from scripts.cli.arguments import parse_arguments, quoted
 from scripts.composition.compose import compose, split_jobs
 from scripts.sweeps.grid import sweep
 from scripts.sweeps.sweep import newest_unfinished

@@ -17,8 +17,8 @@ from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.reader import model_only, read_whole
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError, StorageError
+from trainer.strategies.ddp import Processes
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
 
 ROWS = 7  # which no number of processes divides
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from trainer.distributed import agreement
+from trainer.distributed import processes as agreement
 from trainer.distributed.processes import ProcessGroup
 
 

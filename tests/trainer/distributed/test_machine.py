@@ -11,7 +11,7 @@ from conf.check import parse
 from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
-from scripts.launching.launch import launch
+from scripts.runs.launch import launch
 from trainer.assembly import experiment as build_data
 from trainer.assembly.parts import build_strategy
 from trainer.distributed import processes as distributed

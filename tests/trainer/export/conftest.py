@@ -12,7 +12,7 @@ SMALL = ("resnet18", "model=small_cnn", "optimizer=sgd_nesterov", "optimizer.lr=
 @pytest.fixture(scope="session")
 def trained():
     """Train for three epochs, a small network on the digits if nothing else is said."""
-    from scripts.cli.request import Request
+    from scripts.cli.arguments import Request
     from scripts.runs.run import run as train
 
     def run(path, *more, experiment=SMALL):

@@ -9,7 +9,7 @@ from torch import nn
 from trainer import rng
 from trainer.errors import ResourceError
 from trainer.options import TrainerOptions
-from trainer.strategies import dp
+from trainer.strategies import strategy as dp
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer

@@ -15,8 +15,7 @@ from toy_blocks import Points, in_group, loaders
 from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
-from trainer.strategies.ddp import DDP
-from trainer.strategies.replicas import Processes
+from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.strategies.sync_batchnorm import Share, SyncBatchNorm, synchronize
+from trainer.strategies.ddp import Share, SyncBatchNorm, synchronize
 from trainer.update.activation_checkpointing import checkpoint_modules
 
 KINDS = [

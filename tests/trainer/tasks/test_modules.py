@@ -16,8 +16,8 @@ from trainer.errors import ModelError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.options import TrainerOptions
+from trainer.strategies.ddp import Processes
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.replicas import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import named_modules
 from trainer.tasks.classification import Classification

@@ -1,36 +1,85 @@
-"""Start the processes of a run with torch's elastic launcher, and report their failure."""
+"""Several processes of a run: started by torch's elastic launcher, each `python -m` this module.
+
+They tell each other what happens through a folder (`Notes`), and the launcher reports the failure
+that caused the others.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import ConfigError, Problem
-from scripts.cli.request import Request
-from scripts.cli.signals import leave_after_second_interrupt
-from scripts.launching.rank import STOPPED, Failure, Notes
-from trainer.errors import PeerError, stopping_signals
+from scripts.cli.arguments import Request
+from scripts.cli.console import describe, exit_code, importing, log_to_stderr, set_up
+from scripts.cli.signals import end_with_parent, leave_after_second_interrupt
+from trainer.errors import PeerError, SilentPeerError, leave_at_once, stopping_signals
 from trainer.files.layout import indented_lines, visible
 from trainer.runs.status import amend_failure
-from trainer.strategies.strategy import check_processes, count_devices
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+# Exit codes after which a restart may help: an unexpected error, a lost process, out of memory.
+_MENDABLE = (1, 6, 8)
+_STOPPED = (130, 143)
 # Seconds after a failure in which torch's launcher kills nothing: after 30 it kills what hangs.
 _PATIENCE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a process failed."""
+
+    rank: int
+    code: int
+    text: str
+    time: float = 0.0
+    traceback: str = ""
+    by_peer: bool = False  # another process's failure was the cause
+    unanswered: bool = False  # another process did not answer
+    problems: Sequence[Mapping[str, Any]] = ()  # the fields of each problem of a ConfigError
+
+
+class Notes:
+    """A launcher's folder: the request, a file for each process, and three that tell by existing.
+
+    `stopping`: a signal arrived, and starting processes exit. `finished`: the run ended without a
+    failure. `run_dir` holds the path of the run directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir, self.stopping = folder / "run_dir", folder / "stop"
+        self.finished = folder / "finished"
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a file as JSON, whole at every moment."""
+        temporary = self.folder / f".{name}"
+        temporary.write_text(json.dumps(content))
+        temporary.replace(self.folder / name)
+
+    def sign(self, rank: int, failure: Failure | None = None) -> None:
+        """Tell the id of this process, and how it failed; in place of an earlier attempt's."""
+        self.write(f"rank-{rank}", {"pid": os.getpid(), "failure": failure and asdict(failure)})
+
+    def signed(self) -> list[dict[str, Any]]:
+        """Return what the processes have told."""
+        return [json.loads(path.read_text()) for path in self.folder.glob("rank-*")]
 
 
 def launch(request: Request) -> int:
@@ -39,6 +88,12 @@ def launch(request: Request) -> int:
     Raises ResourceError if the machine cannot run them, ConfigError for a configuration error that
     a process found.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from trainer.strategies.strategy import check_processes, count_devices
+
     strategy = request.config["strategy"]
     processes = count_devices(strategy["devices"], strategy["accelerator"])
     check_processes(processes, strategy["accelerator"], strategy["backend"])
@@ -63,15 +118,16 @@ def launch(request: Request) -> int:
     error = None
     try:
         notes.write("request", {"request": asdict(request), "path": sys.path})
+        # -P: a folder `scripts` in the working directory would shadow ours.
+        command = ("-P", "-m", "scripts.runs.launch", str(notes.folder), str(os.getpid()))
         with _passing_signals_on(notes):
             try:
-                # -P: a folder `scripts` in the working directory would shadow ours.
-                command = ("-P", "-m", "scripts.launching.rank", str(notes.folder))
                 elastic_launch(options, sys.executable)(*command)
             except (ChildFailedError, SignalException) as failed:
-                error = failed
-        if error is None and notes.finished.exists():
-            return 0
+                error = failed if isinstance(failed, ChildFailedError) else None
+            else:
+                if notes.finished.exists():
+                    return 0
         return _answer(first_failure(error, processes, notes), request, notes)
     finally:
         shutil.rmtree(notes.folder, ignore_errors=True)
@@ -102,14 +158,14 @@ def _passing_signals_on(notes: Notes) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def first_failure(error: BaseException | None, processes: int, notes: Notes) -> Failure:
+def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) -> Failure:
     """Return the failure that caused the others; `error` is what torch's launcher raised."""
     told = [Failure(**signed["failure"]) for signed in notes.signed() if signed["failure"]]
     stopping, lost = notes.stopping.exists(), None
-    if isinstance(error, ChildFailedError):
+    if error is not None:
         lost = _killed(error)
         if not stopping:  # torch's launcher stopped these, since another process had failed
-            told = [failure for failure in told if failure.code not in STOPPED]
+            told = [failure for failure in told if failure.code not in _STOPPED]
     first = min(told, key=lambda failure: (failure.by_peer, failure.time), default=None)
     if first is not None and not first.by_peer:
         return first
@@ -153,3 +209,63 @@ def _answer(first: Failure, request: Request, notes: Notes) -> int:
     line, *rest = indented_lines(first.text + way_out)
     print(f"error: {line}", *rest, sep="\n", file=sys.stderr)
     return first.code
+
+
+def main() -> None:
+    """Run one process's part of a run; a failure is reported in the folder of the launcher."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):  # it died before this process could ask for that
+        leave_at_once(PeerError.exit_code)
+    set_up()
+    notes, rank = Notes(Path(sys.argv[1])), int(os.environ["RANK"])
+    log_to_stderr(rank == 0)
+    code = 0
+    try:
+        notes.sign(rank)
+        if not notes.stopping.exists():
+            code = _work(notes, rank)
+    except BaseException as error:
+        code = _fail(error, rank, notes)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # without waiting for threads that wait for other processes
+        leave_at_once(code)
+    sys.exit(0)
+
+
+def _work(notes: Notes, rank: int) -> int:
+    asked = json.loads((notes.folder / "request").read_text())
+    sys.path[:] = asked["path"]
+    request = Request(**asked["request"])
+    with importing():
+        from scripts.prediction.work import answer
+        from scripts.runs.run import run
+
+    predicts = request.prediction is not None
+    code = answer(request) if predicts else run(request, notes.run_dir)
+    if rank == 0:
+        notes.finished.touch()
+    return code
+
+
+def _fail(error: BaseException, rank: int, notes: Notes) -> int:
+    """Report an exception; return 0 if the launcher must not restart the processes."""
+    code = exit_code(error)
+    failure = Failure(
+        rank,
+        code,
+        describe(error),
+        time.time(),
+        "".join(traceback.format_exception(error)),
+        isinstance(error, PeerError),
+        isinstance(error, SilentPeerError),
+        [asdict(p) for p in error.problems] if isinstance(error, ConfigError) else (),
+    )
+    notes.sign(rank, failure)
+    restarts = os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    hopeless = restarts and code not in _MENDABLE
+    return 0 if code in _STOPPED or notes.stopping.exists() or hopeless else code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,16 @@
-"""Imports that a command leaves out until they are needed, tried in processes of their own."""
+"""Imports that a command leaves out until they are needed; common names, and who answers to them.
 
+Tried in processes of their own.
+"""
+
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from scripts.cli.shadow import ROOT, clashes
 
 PACKAGE = {
     "large/__init__.py": "print('executed'); from large.part import value; from large import other",
@@ -70,7 +76,7 @@ def run(tmp_path):
     def run(script, **environment):
         ended = subprocess.run(
             [sys.executable, "-c", script],
-            cwd=Path(__file__).parents[3],
+            cwd=ROOT,
             env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **environment},
             capture_output=True,
             text=True,
@@ -137,3 +143,69 @@ def test_training_does_without_the_compiler(run) -> None:
 @pytest.mark.slow
 def test_once_the_compiler_is_there_torch_has_its_way(run) -> None:
     assert run(UNTIL_NEEDED + AND_THEN) == ["done", "done"]
+
+
+def package(folder: Path, name: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("beside", "on_path", "flags", "refused"),
+    [
+        pytest.param(None, None, [], False, id="ours"),
+        pytest.param("data", None, [], False, id="in the working folder"),
+        pytest.param(None, "trainer", ["-P"], True, id="on the path"),
+    ],
+)
+def test_a_package_of_a_common_name_does_not_take_the_place_of_ours(
+    tmp_path: Path, beside: str | None, on_path: str | None, flags: list[str], refused: bool
+) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    here.mkdir()
+    for folder, name in ((here, beside), (other, on_path)):
+        if name is not None:
+            package(folder, name)
+    code = f"import sys; sys.path.append({str(ROOT)!r}); from scripts.cli import shadow; "
+    code += "shadow.refuse_shadows(); import data; print(data.__file__)"
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(other)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if refused:
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: the package 'trainer' is taken by")
+        assert str(other) in line
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip() == str(ROOT / "data" / "__init__.py")
+
+
+@pytest.mark.parametrize("line", ["from trainer import load_run", "from trainer.task import Task"])
+def test_a_script_beside_such_a_package_is_told_when_it_imports_ours(
+    tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "data.py").write_text("")
+    (tmp_path / "go.py").write_text(f"{line}\n")
+    command = [sys.executable, "go.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "the package 'data' is taken by" in last
+    assert str(tmp_path / "data.py") in last
+
+
+def test_a_clash_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert clashes() == []
+    package(tmp_path, "models")
+    (tmp_path / "data").mkdir()  # of data sets: no package
+    monkeypatch.chdir(tmp_path)
+    (clash,) = clashes()
+    assert str(tmp_path / "models") in clash

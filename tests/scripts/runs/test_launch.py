@@ -6,8 +6,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from scripts.launching.launch import first_failure
-from scripts.launching.rank import Failure, Notes
+from scripts.runs.launch import Failure, Notes, first_failure
 
 SILENT = Failure(0, 6, "another process did not answer", 9.0, by_peer=True, unanswered=True)
 LOST = Failure(0, 6, "another process was lost", 1.0, by_peer=True)

@@ -1,1 +1,0 @@
-"""Start and supervise the processes of a run."""
