@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ Call = Callable[[nn.Module, Any], Any]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
+class ModuleRow(NamedTuple):
     """One module, including all modules inside it."""
 
     name: str  # empty for the model itself
@@ -78,11 +78,6 @@ class MemoryEstimate:
         return None not in (self.optimizer, self.activations, self.data)
 
 
-def _size(shape: Sequence[int], samples: int) -> str:
-    sizes = ["N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape)]
-    return " x ".join(sizes) or "scalar"
-
-
 def summarize(
     model: nn.Module,
     example: Any,
@@ -110,23 +105,25 @@ def summarize(
             continue
         own, shapes = list(module.parameters()), found.shapes.get(name) if found else None
         flops = sum(counted.get(f"_Step.model.{name}".rstrip("."), {}).values())
-        sizes = [_size(shape, samples) for shape in shapes or ()]
-        rows.append(
-            ModuleRow(
-                name,
-                type(module).__name__,
-                level,
-                ", ".join(sizes),
-                sum(p.numel() for p in own),
-                sum(p.numel() for p in own if p.requires_grad),
-                None if shapes is None else flops // samples,
-            )
+        sizes = [
+            " x ".join("N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape))
+            for shape in shapes or ()
+        ]
+        row = ModuleRow(
+            name,
+            type(module).__name__,
+            level,
+            ", ".join(size or "scalar" for size in sizes),
+            sum(p.numel() for p in own),
+            sum(p.numel() for p in own if p.requires_grad),
+            None if shapes is None else flops // samples,
         )
+        rows.append(row)
     parameters = list(model.parameters())
     return Summary(
         rows=tuple(rows),
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        parameters=rows[0].parameters,
+        trainable=rows[0].trainable,
         parameter_bytes=sum(p.nbytes for p in parameters),
         gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
@@ -147,62 +144,50 @@ class _Step(nn.Module):
         return self.model(example) if self._call is None else self._call(self.model, example)
 
 
-class _Observation:
+class _Observation(NamedTuple):
     """One forward pass: output shapes by module, FLOPs, bytes that autograd saves."""
 
-    def __init__(self, step: _Step, example: Any, device: torch.device, autocast: Context) -> None:
-        self.shapes: dict[str, list[tuple[int, ...]]] = {}  # of all its outputs
-        self.flops = FlopCounterMode(display=False)
-        self.saved = 0
-        tensors = {name: _stand_in(t, device) for name, t in step.named_parameters()}
-        tensors |= {name: _stand_in(t, device) for name, t in step.named_buffers()}
-        self._alive = list(tensors.values())  # the address of a freed storage would be reused
-        batch = map_tensors(lambda t: self._known(t.to(device)), example)
-        self._seen = {_storage(tensor) for tensor in self._alive}
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
-        with (
-            preserved(device),
-            self._watching(step.model),
-            self.flops,
-            saving,
-            torch.enable_grad(),
-            autocast(),
-        ):
-            functional_call(step, tensors, (batch,))
-        self._alive.clear()
+    shapes: dict[str, list[tuple[int, ...]]]  # of all its outputs
+    flops: FlopCounterMode
+    saved: int
 
-    def _known(self, tensor: Tensor) -> Tensor:
-        self._alive.append(tensor)
+
+def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Observation:
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    saved: dict[int, int] = {}  # the bytes of a storage
+    alive: list[Tensor] = []  # the address of a freed storage would be reused
+
+    def known(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
         return tensor
 
-    def _save(self, tensor: Tensor) -> Tensor:
-        if (key := _storage(tensor)) not in self._seen:
-            self._seen.add(key)
-            self.saved += tensor.untyped_storage().nbytes()
-        return self._known(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
+        return known(tensor)
 
-    @contextmanager
-    def _watching(self, model: nn.Module) -> Iterator[None]:
-        """Record each module's output shape; put back what the pass assigns to attributes."""
+    def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if found := [tuple(tensor.shape) for tensor in tensors_of(output)]:
+            shapes[name] = found
 
-        def watch(name: str, module: nn.Module) -> Any:
-            def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-                shapes = [tuple(tensor.shape) for tensor in tensors_of(output)]
-                if shapes:
-                    self.shapes[name] = shapes
-
-            return module.register_forward_hook(leave)
-
-        before = [(module, dict(vars(module))) for module in model.modules()]
-        handles = [watch(name, module) for name, module in model.named_modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module, attributes in before:
-                vars(module).clear()
-                vars(module).update(attributes)
+    named = [*step.named_parameters(), *step.named_buffers()]
+    tensors = {name: known(_stand_in(tensor, device)) for name, tensor in named}
+    batch = map_tensors(lambda t: known(t.to(device)), example)
+    saved |= {_storage(tensor): 0 for tensor in alive}
+    # What the pass assigns to attributes is put back.
+    before = [(module, dict(vars(module))) for module in step.model.modules()]
+    flops, saving = FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks
+    modules = step.model.named_modules()
+    handles = [module.register_forward_hook(partial(leave, name)) for name, module in modules]
+    try:
+        with preserved(device), flops, saving(save, lambda t: t), torch.enable_grad(), autocast():
+            functional_call(step, tensors, (batch,))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+    return _Observation(shapes, flops, sum(saved.values()))
 
 
 def _observed(
@@ -219,7 +204,7 @@ def _observed(
     meta, problem = torch.device("meta"), None
     for device in (own, meta) if compute and own.type == "cpu" and counted else (meta, own):
         try:
-            return _Observation(_Step(model, call), example, device, autocast), None
+            return _observe(_Step(model, call), example, device, autocast), None
         except Exception as error:
             # A tensor created on the CPU, an operator without a meta kernel, ...: the own device's
             # error is the one to tell.
@@ -230,9 +215,9 @@ def _observed(
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    meta = device.type == "meta"
+    copied = torch.empty_like(tensor, device=device) if meta else tensor.detach().clone()
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -248,23 +233,22 @@ def fitting_table(summary: Summary, width: int) -> Table:
     """Return the modules as a table, without `output` and then `type` where it is too wide."""
     columns, cells = ["module", "type", "output", "parameters", "FLOPs"], []
     for row in summary.rows:
-        name = "  " * row.level + (row.name.rpartition(".")[2] or "(model)")
         frozen = " frozen" if row.parameters and not row.trainable else ""
-        figures = f"{row.parameters:,}{frozen}" if row.parameters else "-"
-        flops = count(row.flops) if row.flops else "-"
-        cells.append([name, row.kind, row.output or "-", figures, flops])
-    for unwanted in (None, "output", "type"):
-        if unwanted is not None:
-            place = columns.index(unwanted)
-            columns, cells = _without(columns, place), [_without(row, place) for row in cells]
-        drawn = table(columns, cells, right=("parameters", "FLOPs"))
+        values = (
+            "  " * row.level + (row.name.rpartition(".")[2] or "(model)"),
+            row.kind,
+            row.output or "-",
+            f"{row.parameters:,}{frozen}" if row.parameters else "-",
+            count(row.flops) if row.flops else "-",
+        )
+        cells.append(dict(zip(columns, values, strict=True)))
+    for unwanted in ("", "output", "type"):
+        columns = [name for name in columns if name != unwanted]
+        shown = [[row[name] for name in columns] for row in cells]
+        drawn = table(columns, shown, right=("parameters", "FLOPs"))
         if natural_width(drawn) <= width:
             break
     return drawn
-
-
-def _without(items: Sequence[str], place: int) -> list[str]:
-    return [*items[:place], *items[place + 1 :]]
 
 
 def totals(summary: Summary) -> str:
@@ -299,21 +283,19 @@ def state_bytes(optimizer: Optimizer) -> int | None:
     optimizer. None for an optimizer that needs a closure or does not accept meta parameters.
     """
     known = inspect.signature(type(optimizer)).parameters
+    plain = {"fused": False, "foreach": False, "capturable": False}
     groups = []
     for group in optimizer.param_groups:
         parameters = [torch.empty_like(p, device="meta").requires_grad_() for p in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        groups.append(_unfused(group) | {"params": parameters})
+        own = {k: plain.get(k, v) for k, v in group.items()}
+        groups.append(own | {"params": parameters})
     try:
-        defaults = {k: v for k, v in optimizer.defaults.items() if k in known}
-        twin = type(optimizer)(groups, **_unfused(defaults))
+        defaults = {k: plain.get(k, v) for k, v in optimizer.defaults.items() if k in known}
+        twin = type(optimizer)(groups, **defaults)
         take_step(twin)
     except Exception:  # any optimizer class, on tensors that it may not support
         return None
     values = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(value.nbytes for value in values)
-
-
-def _unfused(options: dict[str, Any]) -> dict[str, Any]:
-    return options | {k: False for k in ("fused", "foreach", "capturable") if k in options}
