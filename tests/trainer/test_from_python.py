@@ -1,21 +1,31 @@
 """A Trainer that a person builds in Python does what they expect from YAML."""
 
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.overfit import Overfit
+from conf.check import parse
 from conf.schema import TrainerConfig
+from scripts.composition.compose import compose
+from toys import assert_equal
 from trainer import snapshot
+from trainer.assembly import experiment
+from trainer.assembly.experiment import eval_loader, limited, overfit_samples
 from trainer.callback import Callback
-from trainer.errors import CheckpointError, ModelError, StorageError
-from trainer.options import TrainerOptions
+from trainer.errors import CheckpointError, ModelError, SampleError, StorageError
+from trainer.options import TrainerOptions, count
 from trainer.task import StepOutput
 from trainer.tasks.classification import Classification
+from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
 
 
@@ -198,3 +208,192 @@ def test_overfitting_ends_near_zero_and_says_how_long_it_takes(caplog):
     snapshot.restore(again, snapshot.take(trainer))  # killed after a save, before the end
     again.fit()
     assert again.state.global_step == trainer.state.global_step
+
+
+BATCHES = [(torch.full((4, 2), float(i)), torch.ones(4)) for i in range(3)]
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without a number of them."""
+
+    def __init__(self, source: Any = None) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = ((x, y) for xs, ys in BATCHES for x, y in zip(xs, ys, strict=True))
+        return samples if self.source is None else self.source
+
+
+def test_a_loader_without_a_length_trains_and_validates() -> None:
+    loader = DataLoader(Endless(), batch_size=4)
+    trainer = trained_on(loader, loader, max_epochs=2)
+    assert trainer.state.global_step == 6
+    assert trainer.metrics["val/loss"] >= 0
+    assert trained_on(loader, max_epochs=None, max_steps=7).state.global_step == 7
+
+
+@pytest.mark.parametrize("place", ["train_loader", "val_loader"])
+def test_what_can_be_read_only_once_is_refused(place: str) -> None:
+    given = [iter(BATCHES)] if place == "train_loader" else [BATCHES, (b for b in BATCHES)]
+    with pytest.raises(TypeError, match=f"{place} is an iterator .* only once"):
+        trained_on(*given)
+    with pytest.raises(TypeError, match=f"{place} is not an iterable of batches: "):
+        trained_on(*given[:-1], 3)
+
+
+@pytest.mark.parametrize("horizon", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 20}])
+def test_an_epoch_without_batches_ends_the_training(horizon: dict[str, Any]) -> None:
+    once = DataLoader(Endless(iter(Endless())))
+    with pytest.raises(SampleError, match="no batch in epoch 1"):
+        trained_on(once, **horizon)
+
+
+def trained_on(train: Any, val: Any = None, **options: Any) -> Trainer:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(
+        model,
+        Regression(),
+        optimizer,
+        train,
+        val,
+        options=TrainerOptions(**{"max_epochs": 1, **options}),
+    )
+    trainer.fit()
+    return trainer
+
+
+class Whole(nn.Module):
+    """A model without a length, as most are and nn.Sequential is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        self.layers = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def images() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 3, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (12,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+@pytest.mark.parametrize("switch", ["channels_last", "compiled"])
+def test_memory_format_and_compilation_change_no_number(switch: str) -> None:
+    model, seen, other = Whole(), [], Whole()
+    compiled, options = None, {}
+    if switch == "channels_last":
+        model.layers[0].register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].stride()[1] == 1)
+        )
+        options = {"channels_last": True}
+    else:
+        backend = lambda graph, inputs: seen.append(True) or graph.forward  # noqa: E731
+        compiled = torch.compile(model, backend=backend)
+    Trainer(
+        model,
+        Classification(3),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        images(),
+        precision="fp64",
+        options=TrainerOptions(max_epochs=1, **options),
+        compiled=compiled,
+    ).fit()
+    assert seen
+    assert all(seen)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in images():
+        optimizer.zero_grad()
+        cross_entropy(other(x), y).backward()
+        optimizer.step()
+    assert_equal(model, other)
+
+
+@pytest.mark.parametrize(("options", "dynamic"), [({}, False), ({"dynamic": None}, True)])
+def test_each_shape_is_compiled_by_itself(options: dict[str, Any], dynamic: bool) -> None:
+    """Torch's own choice would make a resumed run's kernels depend on the shapes it has met."""
+    torch._dynamo.reset()
+    symbols = []
+
+    def backend(graph, inputs):
+        symbols.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    model = experiment._compile(Whole(), {"backend": backend, **options})
+    for size in (4, 3, 4):
+        model(torch.zeros(size, 3, 6, 6, dtype=torch.float64))
+    assert symbols == [False, dynamic]
+
+
+def config_of(*overrides: str) -> Any:
+    return parse(compose(["experiment=resnet18", "loader.batch_size=8", *overrides]).config)
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 45  # five batches of 8, and a shorter one
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def read(config: Any, limit: float | None, world_size: int, samples: int | None = None) -> set[int]:
+    """Return the samples that all processes together evaluate; none of them twice."""
+    seen: list[int] = []
+    for rank in range(world_size):
+        group = SimpleNamespace(rank=rank, world_size=world_size)
+        strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
+        for micro_batch in eval_loader(config, Numbers(), strategy, limit, samples).epoch(0):
+            seen += micro_batch.batch.tolist()[: micro_batch.piece.count]
+    assert len(seen) == len(set(seen))
+    return set(seen)
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"),
+    [(0.28, 28), (0.29, 29), (0.57, 57), (0.58, 58), (0.145, 15), (0.004, 1), (1.0, 100), (7, 7)],
+)
+def test_a_fraction_is_rounded_as_it_is_written(limit: float, batches: int) -> None:
+    assert count(limit, 100) == batches
+    config = config_of(f"trainer.overfit_batches={limit}")
+    assert overfit_samples(config, range(800)) == batches * 8
+    assert limited(800, limit, config) == batches * 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("eval_batch_size", ["null", "5", "64"])
+@pytest.mark.parametrize(
+    ("limit", "samples"),
+    [
+        pytest.param(None, 45, id="none"),
+        pytest.param(2, 16, id="count"),
+        pytest.param(100, 45, id="more-than-there-are"),
+        pytest.param(0.5, 24, id="share"),
+        pytest.param(0.01, 8, id="at-least-one"),
+    ],
+)
+def test_evaluation(
+    limit: float | None, samples: int, eval_batch_size: str, world_size: int
+) -> None:
+    config = config_of(f"loader.eval_batch_size={eval_batch_size}")
+    assert read(config, limit, world_size) == set(range(samples))
+
+
+def test_of_few_samples() -> None:
+    assert read(config_of(), 0.5, 2, samples=32) == set(range(16))
+
+
+@pytest.mark.parametrize(
+    ("few", "samples"), [("null", None), ("1", 8), ("0.5", 24), ("9", 45)], ids=str
+)
+def test_overfitting(few: str, samples: int | None) -> None:
+    assert overfit_samples(config_of(f"trainer.overfit_batches={few}"), Numbers()) == samples
+
+
+def test_no_limit_is_everything() -> None:
+    assert limited(45, None, config_of()) == 45

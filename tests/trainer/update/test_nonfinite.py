@@ -1,27 +1,276 @@
-"""A non-finite update changes nothing: neither weights, buffers nor optimizer state."""
+"""A non-finite update changes nothing; the device's guard ends with the state of the host's."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from toys import batches, normed
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA
+from callbacks.swa import SWA
+from scripts.composition.compose import compose
+from toy_trees import differences
+from toys import Log, batches, in_group, loader, normed, points
+from trainer import snapshot
 from trainer.callback import Callback
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import DivergedError
-from trainer.options import TrainerOptions
+from trainer.optimizers.optimizers import build_optimizers
+from trainer.options import GradientNoise, TrainerOptions
+from trainer.strategies.ddp import DDP
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 from trainer.update import sums
 
-BAD = 2  # the update whose batch holds a NaN, counted from 0
+CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
-@pytest.fixture(params=["cpu", "as-on-a-gpu"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+NODES = {
+    path.stem: compose([f"optimizer={path.stem}"]).config["optimizer"]
+    for path in sorted((CONF / "optimizer").glob("*.yaml"))
+    if path.stem != "gan"  # two networks in turns
+} | {
+    "sgd_plain": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "sgd_damped": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "rprop": {"_target_": "torch.optim.Rprop"},
+    "asgd": {"_target_": "torch.optim.ASGD", "t0": 1},
+    "adadelta": {"_target_": "torch.optim.Adadelta"},
+    "adamax": {"_target_": "torch.optim.Adamax"},
+}
+
+
+ON_DEVICE = {"adam", "adamw", "muon", "sgd", "sgd_nesterov", "sgd_plain"}
+
+
+if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_amp_scaling"):
+    ON_DEVICE.add("adagrad")  # later than torch 2.11
+
+
+EACH = pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in NODES])
+
+
+DECIDED = pytest.mark.parametrize("name", [pytest.param(n, id=n) for n in sorted(ON_DEVICE)])
+
+
+UPDATES = 6  # of an epoch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Return a function that makes the CPU a device that the host waits for, or not."""
+    return lambda waits: monkeypatch.setattr(sums, "waits_for", lambda device: waits)
+
+
+@pytest.fixture(params=[False, True], ids=["cpu", "as-on-a-gpu"])
+def device(request: pytest.FixtureRequest, gpu: Callable[[bool], None]) -> None:
     """Whether reading a number of the device is taken to cost a wait."""
-    monkeypatch.setattr(sums, "waits_for", lambda device: request.param != "cpu")
-    return str(request.param)
+    gpu(request.param)
+
+
+def trainer_of(
+    name: str, folder: Path, data: list[Any] | None = None, more: Any = None, **options: Any
+) -> Trainer:
+    """Build a trainer with whatever has a state around the optimizer, as for a GPU."""
+    model = normed()
+    optimizers = build_optimizers(model, copy.deepcopy(NODES[name]), prefer_fused=True)
+    first = next(iter(optimizers.optimizers.values()))
+    free = {"clip_grad_norm": 0.5, "gradient_noise": GradientNoise(eta=0.01, gamma=0.5)}
+    callbacks = {
+        "log": Log(),
+        "ema": EMA(0.9),
+        "swa": SWA(1, use_for_evaluation=False),
+        "checkpoint": Checkpoint(every_n_steps=4, save_top_k=-1),
+    }
+    options = {"max_epochs": 2, "log_every_n_steps": 3, **options}
+    return Trainer(
+        model,
+        Classification(3),
+        optimizers,
+        batches(UPDATES) if data is None else data,
+        batches(UPDATES),
+        torch.optim.lr_scheduler.CosineAnnealingLR(first, 2 * UPDATES),
+        callbacks={**callbacks, **(more or {})},
+        options=TrainerOptions(**({} if name == "lbfgs" else free) | options),  # type: ignore[arg-type]
+        run_dir=folder,
+    )
+
+
+def changed_by_updates(trainer: Trainer) -> dict[str, Any]:
+    """Return what an update that is left out must not change."""
+    state = snapshot.take(trainer)
+    return {"model": state["model"], "optimizer": state["optimizer"]}
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    store = CheckpointStore(folder / "checkpoints")
+    paths = sorted(store.folder.glob("step-*.pt"))
+    return {p.name: {**store.load(p), "config": ""} for p in paths}
+
+
+@EACH
+def test_who_decides(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+    for waits, choice in ((True, "stop"), (True, "skip"), (False, "stop")):
+        gpu(waits)
+        guard = trainer_of(name, tmp_path, on_nonfinite=choice).updater.guard
+        assert guard.by_device == (waits and choice == "stop" and name in ON_DEVICE)
+
+
+def test_a_scaled_loss_is_checked_on_the_host(gpu: Callable[[bool], None]) -> None:
+    gpu(True)
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trainer = Trainer(model, Classification(3), optimizer, batches(UPDATES), precision="fp16")
+    assert not trainer.updater.guard.by_device
+
+
+@EACH
+def test_a_whole_run_is_the_same(name: str, gpu: Callable[[bool], None], tmp_path: Path) -> None:
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        trainer = trainer_of(name, tmp_path / str(waits))
+        begun = changed_by_updates(trainer)
+        trainer.fit()
+        assert differences(begun, changed_by_updates(trainer))  # LBFGS once did nothing at all
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        runs[waits] = {"log": log, "saved": saved(tmp_path / str(waits))}
+        assert set(runs[waits]["saved"]) >= {"step-00000004.pt", "step-00000012.pt"}
+    assert differences(runs[False], runs[True]) == []
+
+
+@DECIDED
+@pytest.mark.parametrize("bad", [0, 4])
+def test_a_bad_update_ends_both_in_the_same_place(
+    name: str, bad: int, gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        folder = tmp_path / str(waits)
+        trainer = trainer_of(name, folder, batches(UPDATES, bad), log_every_n_steps=6)
+        with pytest.raises(DivergedError, match=rf"update {bad + 1} \(step {bad + 1}, epoch 0\)"):
+            trainer.fit()
+        assert trainer.state.global_step == bad
+        assert trainer.updater.guard.by_device == waits
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        runs[waits] = {**changed_by_updates(trainer), "log": log, "saved": saved(folder)}
+    # The host had let the schedule go on: the only thing that is not undone.
+    rates = [path for path in differences(runs[False], runs[True]) if path.endswith("/lr")]
+    assert differences(runs[False], runs[True]) == rates
+
+
+@EACH
+def test_after_a_first_update_left_out_the_rest_is_undisturbed(
+    name: str, gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    gpu(True)
+    good = batches(UPDATES)
+    options = {"on_nonfinite": "skip", "max_epochs": 1, "gradient_noise": None}
+    whole = trainer_of(name, tmp_path / "whole", good, **options)
+    whole.fit()
+    bad = (torch.full_like(good[0][0], float("nan")), good[0][1])
+    disturbed = trainer_of(name, tmp_path / "disturbed", [bad, *good], **options)
+    disturbed.fit()
+    state = disturbed.state
+    assert (state.global_step, state.skipped_updates) == (UPDATES, 1)
+    assert differences(changed_by_updates(whole), changed_by_updates(disturbed)) == []
+
+
+class Follow(Callback):
+    """Keep the counters and rates after each update, and have the first checkpoint disturb."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        ema = trainer.callbacks["ema"].state_dict()["model"]
+        self.seen.append(copy.deepcopy((trainer.state.state_dict(), trainer.learning_rates(), ema)))
+
+
+def test_skipping_on_a_gpu_is_skipping_on_a_cpu(
+    gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    """Schedule, counters, log and average follow the updates that were applied, one by one."""
+    data = batches(UPDATES, bad=2)
+    data[3] = data[2]
+    runs = {}
+    for waits in (False, True):
+        gpu(waits)
+        follow = Follow()
+        folder = tmp_path / str(waits)
+        trainer = trainer_of(
+            "adamw", folder, data, {"follow": follow}, on_nonfinite="skip", log_every_n_steps=1
+        )
+        trainer.fit()
+        steps = [counters["global_step"] for counters, _, _ in follow.seen]
+        assert steps == [1, 2, 2, 2, 3, 4, 5, 6, 6, 6, 7, 8]
+        log = trainer.callbacks["log"].lines  # type: ignore[attr-defined]
+        assert all(line["train/loss"] > 0 for _, line in log if "train/loss" in line)
+        runs[waits] = {"seen": follow.seen, "log": log, "saved": saved(folder)}
+    assert differences(runs[False], runs[True]) == []
+
+
+@pytest.mark.usefixtures("device")
+def test_weights_that_are_lost_end_a_run_that_skips() -> None:
+    model = normed()
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = TrainerOptions(max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7)
+    trainer = Trainer(model, Classification(3), optimizer, batches(UPDATES), options=options)
+    with pytest.raises(DivergedError, match="last 7 updates"):
+        trainer.fit()
+
+
+class Observer(Callback):
+    """Note the steps at which something looks at the model."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_validation_start(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.at.append(trainer.state.global_step)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"validate_every_n_steps": 4}, id="validation"),
+        pytest.param({}, id="epoch"),
+        pytest.param({"max_steps": 4}, id="end"),
+    ],
+)
+def test_nothing_looks_at_a_run_whose_device_left_an_update_out(
+    options: dict[str, Any], gpu: Callable[[bool], None], tmp_path: Path
+) -> None:
+    gpu(True)
+    callback = Observer()
+    trainer = trainer_of(
+        "adamw",
+        tmp_path / "run",
+        batches(UPDATES, bad=2),
+        {"callback": callback},
+        log_every_n_steps=99,
+        **options,
+    )
+    with pytest.raises(DivergedError, match="update 3"):
+        trainer.fit()
+    assert callback.at == []
+
+
+BAD = 2  # the update whose batch holds a NaN, counted from 0
 
 
 class Record(Callback):
@@ -85,30 +334,80 @@ def test_stopping_names_the_sample_and_keeps_finite_weights() -> None:
     assert trainer.state.global_step == BAD
 
 
-@pytest.mark.usefixtures("device")
-def test_too_many_in_a_row_end_the_run() -> None:
-    model = normed()
-    with torch.no_grad():
-        model[0].weight[0, 0] = float("inf")
-    options = TrainerOptions(max_epochs=9, on_nonfinite="skip", max_skipped_in_a_row=7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, Classification(3), optimizer, batches(5), options=options)
-    with pytest.raises(DivergedError, match="last 7 updates"):
-        trainer.fit()
+class Infinite(nn.Module):
+    """An infinite value whose gradient is finite: it is added."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output[:, :3], target) + output[:, 3].mean()
+
+
+class Network(nn.Module):
+    """Logits, of which one class more says that the loss is infinite."""
+
+    def __init__(self, inputs: int = 5) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        infinite = torch.where(x[:, :1] > 50, torch.inf, 0.0).to(x)
+        return torch.cat([self.layer(x), infinite], 1)
 
 
 @pytest.mark.usefixtures("device")
 def test_an_infinite_loss_with_a_finite_gradient_stops_the_run() -> None:
-    model = normed()
-
-    class Infinite(nn.Module):
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(output, target) + float("inf")
-
+    model, data = Network(4), batches(5)
+    data[0][0][1, 0] = 100.0
+    before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, Classification(3, Infinite()), optimizer, batches(5))
+    trainer = Trainer(model, Classification(4, Infinite(), metrics={}), optimizer, data)
     with pytest.raises(DivergedError, match="the loss is not finite"):
         trainer.fit()
     assert trainer.state.global_step == 0
-    for parameter, before in zip(model.parameters(), normed().parameters(), strict=True):
-        assert torch.equal(parameter, before)
+    assert differences(before, model.state_dict()) == []
+
+
+def train_split(strategy, on_nonfinite="skip", accumulation=1):
+    """Train an epoch; return the weights, the counters and what it ended with."""
+    torch.manual_seed(0)
+    model = strategy.prepare(Network().double())
+    data = points(21)  # the last update has one sample: one of two processes borrows it
+    data.x[9, 0] = 100.0  # the loss does not like it
+    trainer = Trainer(
+        model,
+        Classification(4, Infinite(), metrics={}),
+        torch.optim.AdamW(model.parameters(), lr=0.05),
+        loader(data, accumulation, 4, shuffled=False, strategy=strategy),
+        strategy=strategy,
+        precision="fp64",
+        options=TrainerOptions(max_epochs=1, on_nonfinite=on_nonfinite, log_every_n_steps=1),
+    )
+    error = ""
+    try:
+        trainer.fit()
+    except DivergedError as caught:
+        error = str(caught)
+    weights = strategy.gather_tensors({n: p.detach() for n, p in model.named_parameters()})
+    counters = trainer.state.state_dict()
+    del counters["micro_batches"]
+    return {n: w.clone() for n, w in weights.items()}, counters, error
+
+
+CASES = [("skip", 1), ("skip", 2), ("stop", 1)]
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+def test_several_processes_skip_the_same_updates(ranks, kind):
+    def run(strategy):
+        return {case: train_split(strategy, *case) for case in CASES}
+
+    alone = run(Strategy("cpu"))
+    for _, counters, error in alone.values():
+        assert error or (counters["global_step"], counters["skipped_updates"]) == (5, 1)
+    assert "the loss is not finite, at update 3" in alone["stop", 1][2]
+    for results in ranks(2, in_group(run, kind)):
+        for case, (weights, counters, error) in results.items():
+            assert counters == alone[case][1]
+            assert error[:40] == alone[case][2][:40]
+            for name, weight in weights.items():
+                assert torch.isfinite(weight).all()
+                torch.testing.assert_close(weight, alone[case][0][name], rtol=0, atol=1e-10)

@@ -1,17 +1,18 @@
-"""Number formats: what is autocast, what is stored, and when a scaled loss overflows."""
-
-import copy
+"""Number formats, complex parameters too; recomputed activations: what is stored and computed."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.errors import DivergedError
+from callbacks.ema import EMA
+from trainer.errors import DivergedError, ModelError
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
+from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
+from trainer.update.activation_checkpointing import checkpoint_modules, checkpoint_segments
 from trainer.update.precision import Precision
 
 
@@ -26,15 +27,18 @@ def data() -> TensorDataset:
     return TensorDataset(x, torch.randint(3, (40,), generator=generator))
 
 
-def trained(precision, clip: float | None = None, **options) -> Trainer:
-    model = network()
+def trained(precision, model: nn.Module | None = None, **options) -> Trainer:
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma=0.5)
     trainer = Trainer(
         model,
         Classification(3),
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        optimizer,
         DataLoader(data(), batch_size=8),
+        lr_scheduler=schedule,
         precision=precision,
-        options=TrainerOptions(**{"max_epochs": 1, "clip_grad_norm": clip, **options}),
+        options=TrainerOptions(**{"max_epochs": 1, **options}),
     )
     trainer.fit()
     return trainer
@@ -66,7 +70,7 @@ def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
-    ours = trained(name, clip).model
+    ours = trained(name, clip_grad_norm=clip).model
     for a, b in zip(model.parameters(), ours.parameters(), strict=True):
         assert a.dtype == b.dtype == stored
         assert torch.equal(a, b)
@@ -77,29 +81,12 @@ def overflowing(**scaler) -> Precision:
 
 
 def test_an_overflow_moves_nothing_but_the_scale() -> None:
-    model = network()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     precision = overflowing(backoff_factor=2.0**-10)
-    loader = DataLoader(data(), batch_size=8)
-    options = TrainerOptions(max_epochs=1, limit_train_batches=2)
-    trainer = Trainer(
-        model,
-        Classification(3),
-        optimizer,
-        loader,
-        None,
-        schedule,
-        precision=precision,
-        options=options,
-    )
-    trainer.fit()
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
-    )
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    trainer = trained(precision, limit_train_batches=2)
+    for name, tensor in network().state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], tensor)
+    assert not trainer.optimizers.optimizers["optimizer"].state
+    assert trainer.lr_schedule.updates == 0
     assert precision.scale == 2.0**20
     state = trainer.state
     assert (state.global_step, state.updates, state.skipped_updates) == (0, 2, 2)
@@ -117,17 +104,8 @@ def test_a_scale_that_collapses_ends_the_run() -> None:
     model = network()
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(
-        model,
-        Classification(3),
-        optimizer,
-        DataLoader(data(), batch_size=8),
-        precision="fp16",
-        options=TrainerOptions(max_epochs=10, max_skipped_in_a_row=12),
-    )
     with pytest.raises(DivergedError, match=r"last 12 updates.*loss scale 16"):
-        trainer.fit()
+        trained("fp16", model, max_epochs=10, max_skipped_in_a_row=12)
 
 
 def test_gradients_of_single_elements_share_no_memory() -> None:
@@ -159,3 +137,160 @@ def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward_pass() -> None:
     Precision().backward(parameter.sum().as_subclass(Loss))
     assert Loss.called == 1
     assert parameter.grad.tolist() == [1, 1, 1]
+
+
+class Rotated(nn.Module):
+    """A linear map of complex numbers, and the size of what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.zeros(()))
+        self.register_buffer("phase", torch.tensor(1j))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return (z * self.weight * self.phase).sum(1).abs() + self.bias
+
+
+def complex_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draws = [torch.randn(8, 5, dtype=torch.complex64, generator=generator) for _ in range(3)]
+    return [(z, z.abs().sum(1)) for z in draws]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["plain", "clipped"])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_training_is_the_same_as_by_hand(precision: str, clip: float | None) -> None:
+    model = Rotated()
+    options = TrainerOptions(max_epochs=1, clip_grad_value=clip)
+    optimizer = torch.optim.Adam(Precision(precision).convert(model).parameters(), lr=0.1)
+    ema = EMA(decay=0.5, warmup=False)
+    Trainer(
+        model,
+        Regression(),
+        optimizer,
+        complex_batches(),
+        precision=precision,
+        callbacks={"ema": ema},
+        options=options,
+    ).fit()
+    wanted = Rotated()
+    if precision == "fp64":
+        wanted.weight.data = wanted.weight.data.to(torch.complex128)
+        wanted.bias.data = wanted.bias.data.double()
+        wanted.phase = wanted.phase.to(torch.complex128)
+    average = wanted.weight.detach().clone()
+    adam = torch.optim.Adam(wanted.parameters(), lr=0.1)
+    for z, y in complex_batches():
+        adam.zero_grad()
+        z, y = z.to(wanted.weight.dtype), y.to(wanted.bias.dtype)
+        nn.functional.mse_loss(wanted(z), y).backward()
+        if clip is not None:
+            torch.view_as_real(wanted.weight.grad).clamp_(-clip, clip)
+            wanted.bias.grad.clamp_(-clip, clip)
+        adam.step()
+        average = 0.5 * average + 0.5 * wanted.weight.detach()
+    tolerance = 1e-12 if precision == "fp64" else 1e-5
+    torch.testing.assert_close(model.weight, wanted.weight, rtol=0, atol=tolerance)
+    averaged = ema.state_dict()["model"]["weight"]
+    torch.testing.assert_close(averaged, average, rtol=0, atol=tolerance)
+
+
+def test_what_cannot_be_scaled_is_refused() -> None:
+    with pytest.raises(ModelError, match="complex gradients; use fp32, bf16"):
+        Precision("fp16").convert(Rotated())
+
+
+def test_complex_parameters_keep_their_precision() -> None:
+    model = Precision("bf16_true").convert(Rotated())
+    assert [p.dtype for p in model.parameters()] == [torch.complex64, torch.bfloat16]
+    assert torch.equal(model.weight, Rotated().weight)
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lambda m: checkpoint_modules(m, ["0", "0.*", "1"]), id="globs"),
+        pytest.param(lambda m: checkpoint_segments(m, 2), id="segments"),
+        pytest.param(lambda m: checkpoint_segments(m, 4), id="a-segment-a-layer"),
+    ],
+)
+def test_gradients_and_statistics_are_those_without_checkpointing(apply) -> None:
+    plain, saving = convolutions(), convolutions()
+    apply(saving)
+    x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
+    for model in (plain, saving):
+        for step in range(3):
+            torch.manual_seed(step)
+            model(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert plain.state_dict().keys() == saving.state_dict().keys()
+    for a, b in zip(plain.state_dict().values(), saving.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_activations_are_really_dropped() -> None:
+    saved: list[int] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t.numel())
+        return t
+
+    sizes = []
+    for checkpointed in (False, True):
+        model = convolutions()
+        if checkpointed:
+            checkpoint_modules(model, ["0", "1"])
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(torch.randn(5, 1, 8, 8, dtype=torch.float64))
+        sizes.append(sum(saved))
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_the_outermost_match_wins() -> None:
+    assert checkpoint_modules(convolutions(), ["*"]) == ["0", "1", "2", "3"]
+
+
+def test_a_pattern_without_a_match_is_an_error() -> None:
+    with pytest.raises(ModelError, match="layer9"):
+        checkpoint_modules(convolutions(), ["layer9.*"])
+
+
+@pytest.mark.parametrize(
+    ("model", "segments"),
+    [
+        pytest.param(nn.Linear(2, 2), 2, id="no-sequential"),
+        pytest.param(nn.Sequential(nn.ReLU()), 2, id="too-many"),
+    ],
+)
+def test_segments_that_cannot_be_cut(model: nn.Module, segments: int) -> None:
+    with pytest.raises(ModelError, match=r"trainer\.activation_checkpointing_segments"):
+        checkpoint_segments(model, segments)
+
+
+def test_gradients_of_gradients() -> None:
+    """A penalty on gradients goes back through a pass twice, and so repeats it twice."""
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), nn.Linear(4, 1)
+        ).double()
+        if checkpointed:
+            checkpoint_modules(model, ["0"])
+        x = torch.randn(6, 4, dtype=torch.float64).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    for plain, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, plain, rtol=0, atol=1e-12)
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(1)
+    first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3))
+    second = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())
+    return nn.Sequential(first, second, nn.Flatten(), nn.Linear(4 * 16, 3)).double()

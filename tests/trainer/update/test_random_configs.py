@@ -9,11 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import toys
 from conf.check import fill_defaults, parse
 from data.orders import Shuffled
 from trainer.assembly.check import check_targets
 from trainer.assembly.experiment import build
+from trainer.options import GradientNoise, TrainerOptions
+from trainer.rng import derived
 from trainer.strategies.strategy import Strategy
+from trainer.tasks.classification import Classification
+from trainer.update.gradients import add_noise
 
 SAMPLES, FEATURES, CLASSES, BATCH, UPDATES = 19, 6, 3, 8, 5
 
@@ -112,6 +117,7 @@ def configs(draw) -> dict:
         "clip_grad_norm_type": draw(st.sampled_from([1.0, 2.0, float("inf")])),
         "clip_grad_per_group": norm is not None and draw(st.booleans()),
         "clip_grad_value": draw(st.none() | st.just(0.01)),
+        "gradient_noise": draw(st.none() | st.just({"eta": 0.1, "gamma": 0.5})),
     }
     node = {"_target_": "table.Table"}
     return fill_defaults(
@@ -181,7 +187,7 @@ def by_hand(config: dict, model: nn.Module) -> None:
     optimizer = kind(groups_by_hand(model, node), **own)
     scheduler = scheduler_by_hand(config["lr_scheduler"], optimizer)
     loss = nn.CrossEntropyLoss(label_smoothing=config["task"]["loss"]["label_smoothing"])
-    for batch in batches_by_hand(config["seed"], loader["drop_last"]):
+    for update, batch in enumerate(batches_by_hand(config["seed"], loader["drop_last"])):
         optimizer.zero_grad()
         loss(model(data.x[batch]), data.y[batch]).backward()
         if trainer["clip_grad_norm"] is not None:
@@ -193,9 +199,19 @@ def by_hand(config: dict, model: nn.Module) -> None:
                 )
         if trainer["clip_grad_value"] is not None:
             nn.utils.clip_grad_value_(model.parameters(), trainer["clip_grad_value"])
+        if trainer["gradient_noise"] is not None:
+            members = [p for g in optimizer.param_groups for p in g["params"]]
+            noise_by_hand(members, config["seed"], update)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+
+
+def noise_by_hand(parameters: list[nn.Parameter], seed: int, update: int) -> None:
+    generator = torch.Generator().manual_seed(derived(seed, "gradient noise", update, ""))
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad += (0.1 / (1 + update) ** 0.5) ** 0.5 * noise
 
 
 def scheduler_by_hand(node: dict | None, optimizer):
@@ -240,3 +256,45 @@ def test_updates_are_those_of_the_plain_loop(table_module, monkeypatch, config: 
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10, msg=name)
     moved = any(not torch.equal(ours[name], start[name]) for name in ours)
     assert moved
+
+
+def test_noise_counts_the_updates_that_were_skipped_and_leaves_other_draws_alone() -> None:
+    data = toys.batches(4, bad=1)
+    noise = GradientNoise(eta=0.1, gamma=0.5)
+    options = {"momentum": 0.0, "seed": 3, "max_epochs": 1, "on_nonfinite": "skip"}
+    model, plain = toys.normed().double(), toys.normed().double()
+    trainer = toys.trainer_of(Classification(3), data, model=model, gradient_noise=noise, **options)
+    torch.manual_seed(0)
+    trainer.fit()
+    assert trainer.state.skipped_updates == 1
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), drawn)
+    for update, (x, y) in enumerate(data):
+        if update == 1:
+            continue
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x.double()), y).backward()
+        noise_by_hand([*plain.parameters()], 3, update)
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    toys.assert_equal(model, plain)
+
+
+def noise_at(update: int, turn: str = "", gamma: float = 0.55) -> Tensor:
+    parameter, unused = nn.Parameter(torch.zeros(200, 200)), nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.zeros_like(parameter)
+    options = TrainerOptions(gradient_noise=GradientNoise(eta=0.5, gamma=gamma))
+    add_noise(options, [parameter, unused], update, turn)
+    assert unused.grad is None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("update", [0, 9, 999])
+def test_the_variance_of_the_noise_is_the_published_one(update: int) -> None:
+    expected = 0.5 / (1 + update) ** 0.55
+    assert noise_at(update).var().item() == pytest.approx(expected, rel=0.05)
+
+
+def test_each_update_and_each_turn_has_its_own_noise() -> None:
+    drawn = [noise_at(0).flatten(), noise_at(1, gamma=0.0).flatten(), noise_at(0, "a").flatten()]
+    assert (torch.corrcoef(torch.stack(drawn)) - torch.eye(3)).abs().max() < 0.03

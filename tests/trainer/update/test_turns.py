@@ -1,4 +1,4 @@
-"""An update of a task with turns is applied as a whole, or not at all (I10)."""
+"""Optimizers that take turns, or search: an update is applied as a whole or not at all (I10)."""
 
 import copy
 import itertools
@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from callbacks.ema import EMA
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.composition.compose import compose
+from toy_trees import differences
+from toys import batches
 from trainer.callback import Callback
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, ModelError
 from trainer.optimizers.optimizers import build_optimizers
-from trainer.options import TrainerOptions
+from trainer.options import GradientNoise, TrainerOptions
 from trainer.task import StepOutput
+from trainer.tasks.classification import Classification
 from trainer.tasks.gan import DISCRIMINATOR, GAN, GENERATOR
 from trainer.trainer import Trainer
 from trainer.update import sums
 
 NODE = compose(["experiment=gan", "optimizer=gan"]).config["optimizer"]
+
+
 UPDATES = 5
 
 
@@ -64,19 +69,9 @@ class History(Callback):
         self.states.append(copy.deepcopy(state_of(trainer)))
 
 
-def state_of(trainer: Trainer) -> tuple[Any, Any]:
+def state_of(trainer: Trainer) -> list[Any]:
     optimizer = trainer.optimizers.state_dict()["optimizers"]
-    return trainer.model.state_dict(), {n: o["state"] for n, o in optimizer.items()}
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return all(map(equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    return bool(one == other)
+    return [trainer.model.state_dict(), {n: o["state"] for n, o in optimizer.items()}]
 
 
 def trainer_of(task: GAN, **options: Any) -> Trainer:
@@ -104,7 +99,7 @@ def test_a_non_finite_turn_undoes_those_before_it(turn: str, waits: bool) -> Non
     trainer = trainer_of(Failing(turn, (0, 2)), on_nonfinite="skip")
     trainer.fit()
     states = trainer.callbacks["history"].states  # type: ignore[attr-defined]
-    moved = [not equal(a, b) for a, b in itertools.pairwise(states)]
+    moved = [bool(differences(a, b)) for a, b in itertools.pairwise(states)]
     assert moved == [False, True, False, True, True]
     counters = trainer.state
     assert (counters.global_step, counters.updates, counters.skipped_updates) == (3, 5, 2)
@@ -129,9 +124,9 @@ def test_a_run_that_a_turn_ends_is_as_before_the_update(turn: str, bad: int, wai
         trainer.fit()
     before = trainer.callbacks["history"].states[bad]  # type: ignore[attr-defined]
     weights, optimizers = state_of(trainer)
-    assert equal(before[0], weights)
+    assert not differences(before[0], weights)
     # A kernel that leaves the very first step out has begun its state, with zeros.
-    assert bad == 0 or equal(before[1], optimizers)
+    assert bad == 0 or not differences(before[1], optimizers)
     assert (
         all(not v.any() for o in optimizers.values() for s in o.values() for v in s.values()) or bad
     )
@@ -147,5 +142,75 @@ def test_the_device_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = trainer_of(GAN(), max_epochs=2)
         trainer.fit()
         assert trainer.updater.guard.by_device == decides
-        ends.append((*state_of(trainer), trainer.metrics))
-    assert equal(ends[0], ends[1])
+        ends.append([*state_of(trainer), trainer.metrics])
+    assert differences(ends[0], ends[1]) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad_norm": 1.0},
+        {"clip_grad_value": 1.0},
+        {"gradient_noise": GradientNoise(eta=0.1, gamma=0.5)},
+        {"precision": "fp16"},
+    ],
+)
+def test_options_that_lbfgs_would_ignore_are_refused(options: dict[str, Any]) -> None:
+    (key,) = options
+    model = nn.Linear(4, 3)
+    precision = options.pop("precision", "fp32")
+    optimizer, given = torch.optim.LBFGS(model.parameters()), TrainerOptions(**options)
+    with pytest.raises(ModelError, match=f"LBFGS.*trainer.{key}"):
+        Trainer(model, Classification(3), optimizer, batches(6), options=given, precision=precision)
+
+
+class Counting(nn.Module):
+    """Count forward passes; from the one called `bad` on, answer NaN."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.calls, self._bad = 0, bad
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        lost = self._bad is not None and self.calls >= self._bad
+        return torch.as_tensor(self.layer(x)) * (float("nan") if lost else 1.0)
+
+
+def test_a_search_takes_what_was_computed_as_its_first_evaluation(waits: bool) -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    by_hand = copy.deepcopy(model.layer)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    trainer = Trainer(model, Classification(3), optimizer, batches(6))
+    trainer.fit()
+    other, calls = torch.optim.LBFGS(by_hand.parameters(), lr=0.1, max_iter=4), 0
+
+    for x, y in batches(6):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            nonlocal calls
+            calls += 1
+            other.zero_grad()
+            loss = nn.functional.cross_entropy(by_hand(x), y)
+            loss.backward()
+            return loss
+
+        other.step(closure)  # type: ignore[arg-type]
+    assert model.calls == calls
+    for ours, theirs in zip(model.layer.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_search_that_ends_in_nan_is_undone() -> None:
+    torch.manual_seed(0)
+    model = Counting(bad=2)  # the first evaluation is finite, the search meets NaN
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    options = TrainerOptions(max_epochs=1, on_nonfinite="skip", max_skipped_in_a_row=99)
+    trainer = Trainer(model, Classification(3), optimizer, batches(6), options=options)
+    trainer.fit()
+    assert trainer.state.skipped_updates == 6
+    assert differences(before, model.state_dict()) == []
+    assert not optimizer.state
