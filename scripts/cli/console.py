@@ -38,7 +38,7 @@ logger = logging.getLogger("regimen")
 log_file = logging.getLogger("regimen.log")  # for `train.log`: the terminal does not show it
 _JOB = "REGIMEN_SWEEP_JOB"
 AS_JOB: Mapping[str, str] = {_JOB: "1"}  # what the environment of a job of a sweep has
-_TOPOLOGY = Path("/sys/devices/system/cpu")
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/proc/driver/nvidia")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MOST_KEPT, _LARGEST_KEPT = 2**31 - 1, 2**25  # bytes: the most that mallopt takes
@@ -223,16 +223,9 @@ def threads() -> int:
             return int(given)
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    return len({_core(cpu) for cpu in os.sched_getaffinity(0)})  # MKL counts no hyper-threads
-
-
-def _core(cpu: int) -> tuple[str, str]:
-    folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
-    try:
-        package, core = folder / "physical_package_id", folder / "core_id"
-        return package.read_text().strip(), core.read_text().strip()
-    except OSError:
-        return "", str(cpu)
+    # MKL counts no hyper-threads: those of a core share a list.
+    lists = (_TOPOLOGY.format(cpu) for cpu in os.sched_getaffinity(0))
+    return len({Path(p).read_text() if os.path.exists(p) else p for p in lists})
 
 
 class _Outlet:
@@ -289,27 +282,17 @@ def quiet_others() -> None:
     Whoever reads the terminal can mend nothing in a library; a set TORCH_CPP_LOG_LEVEL stands.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    process, show = os.getpid(), warnings.formatwarning
+    process = os.getpid()
 
-    def tell(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        theirs = is_library(filename)
-        text = f"{category.__name__}: {' '.join(str(message).split())} ({filename}:{lineno})"
-        if file is not None:
-            file.write(show(message, category, filename, lineno, line))
-        elif os.getpid() == process and logging.getLogger().handlers:
-            log = log_file if theirs else logger
-            log.warning("warning: %s", text)
+    def tell(text: Warning | str, kind: type[Warning], file: str, line: int, *_: object) -> None:
+        theirs, message = is_library(file), " ".join(str(text).split())
+        said = f"warning: {kind.__name__}: {message} ({file}:{line})"
+        if os.getpid() == process and logging.getLogger().handlers:
+            (log_file if theirs else logger).warning("%s", said)
         elif not theirs:  # in a worker, which must not write to the log of its parent
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            print(said, file=sys.stderr, flush=True)
 
-    warnings.showwarning = tell
+    warnings.showwarning = tell  # type: ignore[assignment]
 
 
 def is_library(filename: str) -> bool:

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 PACKAGES = ("torchvision.datasets", "torchvision.models", "torchvision.ops")
 _COMPILER = "torch._dynamo"
+Execute = Callable[[ModuleType, Loader], None]
 
 
 def defer_imports() -> None:
@@ -37,39 +38,30 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        wrapper = _LOADERS.get(name)
-        spec = None if wrapper is None else PathFinder.find_spec(name, path)
-        if wrapper is not None and spec is not None and spec.loader is not None:
-            spec.loader = wrapper(spec.loader)
+        spec = PathFinder.find_spec(name, path) if name in _MODULES else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, _MODULES[name])
         return spec
 
 
-class _Around(Loader):
-    """Stand for a loader until the module exists."""
+class _Loader(Loader):
+    """Stand for a loader until the module exists, which `execute` then fills.
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    Without one a package's `__init__` waits for the first use of a name; its modules can be
+    imported.
+    """
+
+    def __init__(self, loader: Loader, execute: Execute | None) -> None:
+        self.loader, self.execute = loader, execute
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+        return _Deferred(spec.name) if self.execute is None else self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
-        self.execute(module)
-
-    def execute(self, module: ModuleType) -> None:
-        raise NotImplementedError
-
-
-class _Deferring(_Around):
-    """Leave the package's `__init__` to the first use of a name; its modules can be imported."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Deferred(spec.name)
-
-    def execute(self, module: ModuleType) -> None:
-        """Do nothing yet."""
+        if self.execute is not None:
+            self.execute(module, self.loader)
 
 
 class _Deferred(ModuleType):
@@ -105,57 +97,51 @@ class _Deferred(ModuleType):
             self.__class__ = ModuleType  # type: ignore[assignment]
 
 
-class _Decorator(_Around):
-    """Of `torch._compile`: what its decorator marks is called as it is, until there is a compiler.
+def _decorator(module: ModuleType, loader: Loader) -> None:
+    """Execute `torch._compile`: what it marks is called as it is, until there is a compiler.
 
     The decorated function looks its marked form up at each call, as an attribute of the plain one.
     """
+    loader.exec_module(module)
+    if (decorator := vars(module).get(_DECORATOR)) is None:
+        return  # another version of torch, which then imports what it imports
 
-    def execute(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        if (decorator := vars(module).get(_DECORATOR)) is None:
-            return  # another version of torch, which then imports what it imports
+    def deferring(fn: Any = None, recursive: bool = True) -> Any:
+        if fn is None:
+            return functools.partial(deferring, recursive=recursive)
+        decorated = decorator(fn, recursive)
+        if isinstance(fn, FunctionType) and _COMPILER not in sys.modules:
+            setattr(fn, _FORM, fn)
+            _unmarked.add(fn)
+        return decorated
 
-        def deferring(fn: Any = None, recursive: bool = True) -> Any:
-            if fn is None:
-                return functools.partial(deferring, recursive=recursive)
-            decorated = decorator(fn, recursive)
-            if isinstance(fn, FunctionType) and _COMPILER not in sys.modules:
-                setattr(fn, _FORM, fn)
-                _unmarked.add(fn)
-            return decorated
-
-        setattr(module, _DECORATOR, deferring)
+    setattr(module, _DECORATOR, deferring)
 
 
-class _Tensors(_Around):
-    """Of `torchvision.tv_tensors`, which uses the compiler's decorator where that one would do."""
-
-    def execute(self, module: ModuleType) -> None:
-        torch = importlib.import_module("torch")
-        marking = torch.compiler.disable
-        torch.compiler.disable = getattr(torch, _DECORATOR, marking)
-        try:
-            self.loader.exec_module(module)
-        finally:
-            torch.compiler.disable = marking
+def _tensors(module: ModuleType, loader: Loader) -> None:
+    """Execute `torchvision.tv_tensors`, which uses the compiler's decorator in place of torch's."""
+    torch = importlib.import_module("torch")
+    marking = torch.compiler.disable
+    torch.compiler.disable = getattr(torch, _DECORATOR, marking)
+    try:
+        loader.exec_module(module)
+    finally:
+        torch.compiler.disable = marking
 
 
-class _Compiler(_Around):
-    """Of `torch._dynamo`: from here on every mark counts."""
-
-    def execute(self, module: ModuleType) -> None:
-        for function in _unmarked:
-            delattr(function, _FORM)
-        _unmarked.clear()
-        self.loader.exec_module(module)
+def _compiler(module: ModuleType, loader: Loader) -> None:
+    """Execute `torch._dynamo`: from here on every mark counts."""
+    for function in _unmarked:
+        delattr(function, _FORM)
+    _unmarked.clear()
+    loader.exec_module(module)
 
 
 _DECORATOR, _FORM = "_disable_dynamo", "__dynamo_disable"
 _unmarked: WeakSet[Any] = WeakSet()
-_LOADERS: dict[str, Callable[[Loader], _Around]] = {
-    **dict.fromkeys(PACKAGES, _Deferring),
-    "torch._compile": _Decorator,
-    "torchvision.tv_tensors": _Tensors,
-    _COMPILER: _Compiler,
+_MODULES: dict[str, Execute | None] = {
+    **dict.fromkeys(PACKAGES),
+    "torch._compile": _decorator,
+    "torchvision.tv_tensors": _tensors,
+    _COMPILER: _compiler,
 }

@@ -22,7 +22,7 @@ PACKAGE = {
 }
 PREPARED = """
 from scripts.cli import deferred
-deferred._LOADERS |= dict.fromkeys(("large", "slow", "broken"), deferred._Deferring)
+deferred._MODULES |= dict.fromkeys(("large", "slow", "broken"))
 deferred.defer_imports()
 """
 UNTIL_NEEDED = """
