@@ -22,7 +22,7 @@ from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.files.append_log import LogFileHandler
 from trainer.inference.facts import facts_of
 from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp
-from trainer.runs.status import CHECKPOINTS, ENDED_WELL
+from trainer.runs.status import CHECKPOINTS, ENDED_WELL, INFERENCE, LOG
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
@@ -53,7 +53,7 @@ class BuiltRun:
             self.directory = RunDirectory.create(
                 new_folder(config), config_yaml=text, overrides=overrides, facts=facts
             )
-        if not self.directory.inference_path.exists():
+        if not (self.directory.path / INFERENCE).exists():
             self._write_inference_facts(self.directory)
         # For a run that is killed by SIGKILL.
         self.directory.running(resume=self.request.resume_command(self.directory.path))
@@ -118,7 +118,7 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
     trainer = run.experiment.trainer
     directory = run.hold() if trainer.is_main else None
     trainer.run_dir = trainer.group.broadcast(directory and directory.path)
-    file = logging.NullHandler() if directory is None else LogFileHandler(directory.log_path)
+    file = logging.NullHandler() if directory is None else LogFileHandler(directory.path / LOG)
     log.setTarget(file)
     log.flush()
     try:

@@ -9,7 +9,6 @@ from trainer.files.atomic import storage_error
 from trainer.files.layout import VisibleFormatter
 
 _BLOCK = 1 << 16
-_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _log = logging.getLogger(__name__)
 
 
@@ -77,24 +76,16 @@ class AppendLog:
             _log.warning("%s; training continues without it", storage_error(self.path, error))
 
 
-class LogFileHandler(logging.Handler):
+class LogFileHandler(logging.StreamHandler[AppendLog]):
     """Append records to a file as complete lines. Raises StorageError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
-        self._log = AppendLog(path)  # first: what logging knows of it closes at exit
-        super().__init__()
-        self.setFormatter(VisibleFormatter(_FORMAT))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append one record."""
-        try:
-            self._log.write(self.format(record))
-        except Exception:
-            self.handleError(record)
+        super().__init__(AppendLog(path))  # opened first: what logging knows of closes at exit
+        self.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
 
     def close(self) -> None:
         """Close the file."""
-        self._log.close()
+        self.stream.close()
         super().close()
 
 

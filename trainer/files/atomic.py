@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ from trainer.errors import StorageError
 TEMPORARY = ".tmp-"
 _log = logging.getLogger(__name__)
 _kept: set[int] = set()  # descriptors that a forked process closes
-_registered: list[bool] = []  # once, and only by a process that keeps something
 _REASONS = {
     errno.ENOSPC: "no space left",
     errno.EDQUOT: "disk quota exceeded",
@@ -137,9 +137,7 @@ def sync_folder(folder: Path) -> None:
 
 def keep_from_children(descriptor: int) -> None:
     """Have processes forked from here on close their copy of `descriptor`: they may live longer."""
-    if not _registered:
-        os.register_at_fork(after_in_child=_close_kept)
-        _registered.append(True)
+    _register()
     _kept.add(descriptor)
 
 
@@ -150,9 +148,13 @@ def forget(descriptor: int) -> bool:
     return found
 
 
-def _close_kept() -> None:
-    while _kept:
-        os.close(_kept.pop())
+@functools.cache  # once, and only by a process that keeps something
+def _register() -> None:
+    def close() -> None:
+        while _kept:
+            os.close(_kept.pop())
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _temporary(path: Path) -> Path:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -64,13 +64,14 @@ class RunDirectory:
             run._refuse_existing()
             run._refuse_foreign()
         run._made = make_folder(run.path)
-        run._hold()
-        try:
+        with run._held():
             run._refuse_existing()
-            run._begin(config_yaml, overrides, facts)
-        except BaseException:
-            run.release()
-            raise
+            remove_orphans(run.path)
+            run.configure(config_yaml, overrides)
+            run._write_status(state="running", started=manifest.now())
+            start = manifest.start_record(facts)
+            # Last: the run exists from here on.
+            write_json(run.path / MANIFEST, {"created": start["started"], **start, "resumed": []})
         return run
 
     @classmethod
@@ -79,23 +80,24 @@ class RunDirectory:
         if not holds_run(path):
             raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
         run = cls(path)
-        run._hold()
-        try:
-            run._continue(facts)
-        except BaseException:
-            run.release()
-            raise
+        with run._held():
+            for folder in (run.path, run.path / CHECKPOINTS):
+                remove_orphans(folder)
+            try:
+                former = run.manifest()
+            except RunDirectoryError as error:
+                _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
+                former = {}
+            with contextlib.suppress(RunDirectoryError):
+                status = read_json(run.path / STATUS)
+                killed = status.get("state") == "running"
+                run._seconds = (
+                    seconds_until_killed(run.path, status) if killed else seconds_of(status)
+                )
+            resumed = [*former.get("resumed", []), manifest.start_record(facts)]
+            write_json(run.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
+            run._write_status(state="running", started=manifest.now())
         return run
-
-    @property
-    def log_path(self) -> Path:
-        """The path of the run's log."""
-        return self.path / LOG
-
-    @property
-    def inference_path(self) -> Path:
-        """The path of the facts about the data that predictions need."""
-        return self.path / INFERENCE
 
     def manifest(self) -> dict[str, Any]:
         """Read the manifest; an unreadable one is a RunDirectoryError."""
@@ -149,12 +151,19 @@ class RunDirectory:
         """Release the lock."""
         self._lock.release()
 
-    def _hold(self) -> None:
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Acquire the lock, and release it if the block fails."""
         self._refuse_links()
         holder = self._lock.acquire()
         if holder is not None:
             message = f"{self.path} is in use by {holder}"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def _refuse_links(self) -> None:
         """Refuse links that lead out of a received run: what they name would be changed."""
@@ -182,53 +191,21 @@ class RunDirectory:
             message = f"{self.path} holds {', '.join(found)}, and no run: they would be overwritten"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
 
-    def _begin(self, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]) -> None:
-        remove_orphans(self.path)
-        self.configure(config_yaml, overrides)
-        self._write_status(state="running", started=manifest.now())
-        start = manifest.start_record(facts)
-        # Last: the run exists from here on.
-        write_json(self.path / MANIFEST, {"created": start["started"], **start, "resumed": []})
-
-    def _continue(self, facts: Mapping[str, Any]) -> None:
-        for folder in (self.path, self.path / CHECKPOINTS):
-            remove_orphans(folder)
-        try:
-            former = self.manifest()
-        except RunDirectoryError as error:
-            _log.warning("warning: %s: the records of the run's earlier starts are lost", error)
-            former = {}
-        self._seconds = self._seconds_before()
-        resumed = [*former.get("resumed", []), manifest.start_record(facts)]
-        write_json(self.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
-        self._write_status(state="running", started=manifest.now())
-
     def _write_status(self, **fields: Any) -> None:
         holder, started = read_holder(self.path), None
         with contextlib.suppress(RunDirectoryError):
             started = read_json(self.path / STATUS).get("started")
-        identity = {
+        status: dict[str, Any] = {
+            **dict.fromkeys(("state", "code", "reason", "resume")),
+            "results": {},
+            "best": None,
             "pid": holder.pid if holder else os.getpid(),
             "host": holder.host if holder else None,
             "started": started,
             "updated": manifest.now(),
+            "seconds": self._seconds,
         }
-        ended: dict[str, Any] = {
-            "code": None,
-            "reason": None,
-            "resume": None,
-            "results": {},
-            "best": None,
-        }
-        facts = {"state": None, **ended, **identity, "seconds": self._seconds}
-        write_json(self.path / STATUS, {**facts, **fields})
-
-    def _seconds_before(self) -> float:
-        with contextlib.suppress(RunDirectoryError):
-            status = read_json(self.path / STATUS)
-            killed = status.get("state") == "running"
-            return seconds_until_killed(self.path, status) if killed else seconds_of(status)
-        return 0.0
+        write_json(self.path / STATUS, {**status, **fields})
 
 
 def name_folder(root: Path, name: str) -> Path:

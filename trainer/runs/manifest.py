@@ -8,21 +8,20 @@ import platform
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_DISTRIBUTIONS = (
+_DISTRIBUTIONS: tuple[str, ...] = (
     "regimen",
     "torch",
     "torchvision",
     "hydra-core",
     "omegaconf",
     "numpy",
-    "pillow",
-    "scikit-learn",
-    "tensorboard",
 )
+_DISTRIBUTIONS += ("pillow", "scikit-learn", "tensorboard")
 _GIT_SECONDS = 10.0
 
 
@@ -46,22 +45,16 @@ def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries without importing them.
 
     As of the first call: a process imports a library once.
     """
-    return dict(_versions())
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -88,11 +81,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=_GIT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -3,19 +3,19 @@
 import contextlib
 import json
 import os
-import shutil
 import socket
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
-from toy_runs import create, kill
-from trainer.checkpoints.store import CheckpointStore
+from toy_runs import create
 from trainer.errors import StorageError
 from trainer.runs import directory as module
-from trainer.runs.directory import RunDirectory, reserve
+from trainer.runs import manifest
+from trainer.runs.directory import RunDirectory, name_folder, reserve
 from trainer.runs.lock import LOCK_FILE, is_held
 from trainer.runs.status import (
     RunDirectoryError,
@@ -67,19 +67,6 @@ def test_a_run_exists_once_its_manifest_does(tmp_path, monkeypatch):
     create(tmp_path / "run").release()
     assert written[-1] == "manifest.json"
     assert sorted(written[:-1]) == ["config.yaml", "overrides.yaml", "status.json"]
-
-
-def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, monkeypatch):
-    def fail(*_):
-        raise StorageError("full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "write_json", fail)
-        with pytest.raises(StorageError):
-            create(tmp_path / "run")
-    assert not holds_run(tmp_path / "run")
-    assert not is_held(tmp_path / "run")
-    create(tmp_path / "run").release()
 
 
 def test_an_existing_run_is_refused_and_left_alone(tmp_path):
@@ -141,34 +128,6 @@ def test_no_run_is_no_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_a_storage_error(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(StorageError, match="file exists"):
-        create(tmp_path / "run")
-
-
-def test_a_damaged_status_names_its_file(tmp_path):
-    create(tmp_path / "run").release()
-    (tmp_path / "run" / "status.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match=r"status\.json"):
-        read_status(tmp_path / "run")
-
-
-@pytest.mark.parametrize("seconds", ['"x"', "[1]", "null"])
-def test_a_status_whose_seconds_are_no_number_tells_of_none(tmp_path, seconds):
-    create(tmp_path / "run").release()
-    (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
-    assert read_status(tmp_path / "run")["seconds"] == 0.0
-
-
-@pytest.mark.parametrize("seconds", ["1e400", "NaN", "-Infinity", "1" + "0" * 400])
-def test_a_status_with_a_number_that_is_not_finite_is_damaged(tmp_path, seconds):
-    create(tmp_path / "run").release()
-    (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
-    with pytest.raises(RunDirectoryError, match=r"status\.json"):
-        read_status(tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", [".lock", "status.json", "manifest.json", "metrics.jsonl"])
 def test_a_pipe_in_a_run_is_not_waited_for(tmp_path, name):
     path = tmp_path / "run"
@@ -190,6 +149,8 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_refused(tmp_path, name):
     victim, link = tmp_path / "victim", tmp_path / "run" / name
     victim.write_text("theirs")
     link.parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / "latest").symlink_to("status.json")  # within the run it may stay
+    RunDirectory.resume(tmp_path / "run", facts={}).release()
     link.unlink(missing_ok=True)
     link.symlink_to(victim)
     with pytest.raises(RunDirectoryError, match=f"{name} is a link that leads out of the run"):
@@ -200,13 +161,6 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_refused(tmp_path, name):
     assert victim.read_text() == "theirs"
 
 
-def test_a_link_within_a_run_may_stay(tmp_path):
-    create(tmp_path / "run").release()
-    (tmp_path / "run" / "wandb").mkdir()
-    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
-    RunDirectory.resume(tmp_path / "run", facts={}).release()
-
-
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
     folders = [reserve(tmp_path / "a" / "b", "2026-01-01_00-00-00") for _ in range(3)]
     assert [path.name for path in folders] == [
@@ -215,12 +169,6 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
         "2026-01-01_00-00-00-3",
     ]
     create(folders[0]).release()
-
-
-def ended(path, state):
-    run = create(path)
-    run.finish(state)
-    run.release()
 
 
 def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
@@ -243,57 +191,6 @@ def test_seconds_add_up_over_all_starts_a_killed_one_included(tmp_path):
     assert read_status(tmp_path)["seconds"] == pytest.approx(43.5)
 
 
-def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding):
-    assert find_unfinished(tmp_path / "none") is None
-    assert find_unfinished(tmp_path) is None
-    ended(tmp_path / "z-oldest", "preempted")
-    ended(tmp_path / "failed", "failed")
-    kill(holding(tmp_path / "killed"))
-    ended(tmp_path / "finished", "finished")
-    living = holding(tmp_path / "running")
-    (tmp_path / "sweeps" / "x").mkdir(parents=True)
-    ended(tmp_path / "sweeps" / "x" / "0", "failed")
-    ended(tmp_path / "damaged", "failed")
-    (tmp_path / "damaged" / "status.json").write_text("")
-    assert find_unfinished(tmp_path) == tmp_path / "damaged"  # its checkpoints tell how far it is
-    shutil.rmtree(tmp_path / "damaged")
-    assert find_unfinished(tmp_path) == tmp_path / "killed"
-    ended_run = RunDirectory.resume(tmp_path / "killed", facts={})
-    assert find_unfinished(tmp_path) == tmp_path / "failed"
-    ended_run.finish("finished")
-    ended_run.release()
-    assert find_unfinished(tmp_path) == tmp_path / "failed"
-    kill(living)
-    assert find_unfinished(tmp_path) == tmp_path / "running"
-
-
-def test_the_folder_may_go_while_the_run_lasts(tmp_path):
-    import shutil
-
-    run = create(tmp_path / "run")
-    shutil.rmtree(run.path)
-    with pytest.raises(StorageError, match="does not exist"):
-        run.finish("finished")
-    run.release()
-
-
-def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path, holding):
-    path = tmp_path / "run"
-    run, store = create(path), CheckpointStore(path / "checkpoints")
-    path.rename(tmp_path / "moved")
-    other = holding(path)
-    before = {file: file.read_bytes() for file in path.rglob("*")}
-    for write in (store.prepare, lambda: run.finish("finished")):
-        with pytest.raises(StorageError, match=f"another run is there now .pid {other.pid} "):
-            write()
-    assert {file: file.read_bytes() for file in path.rglob("*")} == before
-    kill(other)  # what it has written stays its own
-    with pytest.raises(StorageError, match="another run is there now"):
-        store.prepare()
-    run.release()
-    store.prepare()
-
-
 def test_relative_paths_survive_a_change_of_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = create(Path("run"))
@@ -313,28 +210,114 @@ def test_files_that_no_run_has_made_are_neither_overwritten_nor_removed(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml"]
 
 
-def test_what_a_run_left_that_was_killed_before_it_existed_is_replaced(tmp_path):
+def test_a_run_that_could_not_begin_is_none_and_can_be_begun_again(tmp_path, monkeypatch):
+    (tmp_path / "plan.txt").write_text("a dry run's, which may stand beside a run")
+
+    def fail(*_):
+        raise StorageError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_json", fail)
+        with pytest.raises(StorageError):
+            create(tmp_path)
+    assert not holds_run(tmp_path)
+    assert not is_held(tmp_path)
     create(tmp_path).release()
-    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").unlink()  # as if it were killed before it existed
     create(tmp_path).release()
     assert holds_run(tmp_path)
 
 
-def test_files_of_other_names_may_stand_beside_a_run(tmp_path):
-    (tmp_path / "plan.txt").write_text("a dry run's")
-    create(tmp_path).release()
-    assert holds_run(tmp_path)
+@pytest.mark.parametrize("seconds", ['"x"', "[1]", "null", "1e400", "NaN", "1" + "0" * 400, "{"])
+def test_a_status_is_read_or_named_as_damaged(tmp_path, seconds):
+    create(tmp_path / "run").release()
+    (tmp_path / "run" / "status.json").write_text(f'{{"state": "running", "seconds": {seconds}}}')
+    if seconds in ('"x"', "[1]", "null"):  # tells of none
+        assert read_status(tmp_path / "run")["seconds"] == 0.0
+    else:
+        with pytest.raises(RunDirectoryError, match=r"status\.json"):
+            read_status(tmp_path / "run")
 
 
-def test_a_file_cannot_be_a_run_directory(tmp_path):
+@pytest.mark.parametrize("target", ["nowhere", "link", "file"], ids=["dangling", "loop", "file"])
+def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, target):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    for path in (tmp_path / "link", tmp_path / "file" / "run"):
         with pytest.raises(RunDirectoryError, match="is no folder"):
             check_run_dir(path)
 
 
-@pytest.mark.parametrize("target", ["nowhere", "link"], ids=["dangling", "loop"])
-def test_a_link_that_leads_to_no_folder_cannot_be_a_run_directory(tmp_path, target):
-    (tmp_path / "link").symlink_to(tmp_path / target)
-    with pytest.raises(RunDirectoryError, match="is no folder"):
-        check_run_dir(tmp_path / "link")
+@pytest.mark.parametrize(
+    "name",
+    ["", "..", "../x", "a/../../x", "/abs", "a//b", "a/./b", "x\0y", "x" * 300, "é" * 150, "a/"],
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path, name):
+    with pytest.raises(RunDirectoryError, match="name: ") as caught:
+        name_folder(tmp_path / "runs", name)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_out_of_the_root_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "out").symlink_to(tmp_path)
+    with pytest.raises(RunDirectoryError, match="leads out"):
+        name_folder(tmp_path / "runs", "out")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "ä b", "a..b", "..a", "2026"])
+def test_a_plain_name_is_taken(tmp_path, name):
+    assert name_folder(tmp_path, name) == tmp_path / name
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "remote", "add", "origin", "https://user:swordfish@example.org/x.git")
+    (tmp_path / "a.txt").write_text("one\n")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-qm", "x")
+    return tmp_path
+
+
+def test_a_checkout_is_its_commit_and_what_changed(repository):
+    clean = manifest.code_record(repository)
+    assert len(clean["commit"]) == 40
+    assert (clean["changed_files"], clean["diff_sha256"]) == ([], None)
+    (repository / "a.txt").write_text("two\n")
+    (repository / "new.txt").write_text("untracked\n")
+    changed = manifest.code_record(repository)
+    assert changed["commit"] == clean["commit"]
+    assert changed["changed_files"] == ["a.txt"]
+    (repository / "a.txt").write_text("three\n")
+    assert manifest.code_record(repository)["diff_sha256"] != changed["diff_sha256"]
+
+
+def test_without_a_repository_or_git_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert manifest.code_record(tmp_path) == {"path": str(tmp_path), "commit": None}
+    monkeypatch.setenv("PATH", "")
+    assert manifest.code_record(module.Path(__file__).parent)["commit"] is None
+
+
+def test_secrets_stay_out(repository, monkeypatch):
+    monkeypatch.setenv("MY_API_TOKEN", "hunter2")
+    monkeypatch.chdir(repository)
+    text = json.dumps(manifest.start_record({"seed": 1}))
+    assert "hunter2" not in text
+    assert "swordfish" not in text
+
+
+def test_a_start_names_versions_process_and_facts():
+    record = manifest.start_record({"seed": 1, "device": "cpu"})
+    assert record["seed"] == 1
+    assert record["versions"].keys() >= {"python", "torch", "numpy"}
+    assert record.keys() >= {"started", "pid", "host", "code", "platform", "cpu_count"}
+    assert manifest.now() > record["started"]

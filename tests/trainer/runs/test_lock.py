@@ -2,16 +2,38 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
 
 import pytest
 
-from toy_runs import FORK, create, kill
+from toy_runs import FORK, create, hold, kill
+from trainer.checkpoints.store import CheckpointStore
+from trainer.errors import StorageError
 from trainer.runs.directory import RunDirectory
 from trainer.runs.lock import LOCK_FILE, RunLock, is_held
-from trainer.runs.status import RunDirectoryError, read_status
+from trainer.runs.status import RunDirectoryError, find_unfinished, read_status
+
+
+@pytest.fixture
+def holding():
+    """Start processes that hold a run; end them with the test."""
+    started = []
+
+    def start(path, **options):
+        ready = FORK.Event()
+        process = FORK.Process(target=hold, args=(path, ready), kwargs=options)
+        process.start()
+        started.append(process)
+        assert ready.wait(20)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
 
 
 def test_a_second_run_is_refused_naming_the_first(tmp_path, holding):
@@ -119,3 +141,50 @@ def test_where_locks_are_not_supported_the_recorded_process_decides(tmp_path, mo
     (run.path / LOCK_FILE).write_text(json.dumps(holder))
     assert not is_held(run.path)
     run.release()
+
+
+def ended(path, state):
+    run = create(path)
+    run.finish(state)
+    run.release()
+
+
+def test_the_newest_unfinished_run_that_nobody_holds_is_found(tmp_path, holding):
+    assert find_unfinished(tmp_path / "none") is None
+    assert find_unfinished(tmp_path) is None
+    ended(tmp_path / "z-oldest", "preempted")
+    ended(tmp_path / "failed", "failed")
+    kill(holding(tmp_path / "killed"))
+    ended(tmp_path / "finished", "finished")
+    living = holding(tmp_path / "running")
+    (tmp_path / "sweeps" / "x").mkdir(parents=True)
+    ended(tmp_path / "sweeps" / "x" / "0", "failed")
+    ended(tmp_path / "damaged", "failed")
+    (tmp_path / "damaged" / "status.json").write_text("")
+    assert find_unfinished(tmp_path) == tmp_path / "damaged"  # its checkpoints tell how far it is
+    shutil.rmtree(tmp_path / "damaged")
+    assert find_unfinished(tmp_path) == tmp_path / "killed"
+    ended_run = RunDirectory.resume(tmp_path / "killed", facts={})
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    ended_run.finish("finished")
+    ended_run.release()
+    assert find_unfinished(tmp_path) == tmp_path / "failed"
+    kill(living)
+    assert find_unfinished(tmp_path) == tmp_path / "running"
+
+
+def test_a_run_whose_folder_was_moved_writes_nothing_into_the_next_one(tmp_path, holding):
+    path = tmp_path / "run"
+    run, store = create(path), CheckpointStore(path / "checkpoints")
+    path.rename(tmp_path / "moved")
+    other = holding(path)
+    before = {file: file.read_bytes() for file in path.rglob("*")}
+    for write in (store.prepare, lambda: run.finish("finished")):
+        with pytest.raises(StorageError, match=f"another run is there now .pid {other.pid} "):
+            write()
+    assert {file: file.read_bytes() for file in path.rglob("*")} == before
+    kill(other)  # what it has written stays its own
+    with pytest.raises(StorageError, match="another run is there now"):
+        store.prepare()
+    run.release()
+    store.prepare()
