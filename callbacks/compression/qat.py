@@ -46,19 +46,10 @@ def rounded_weight(weight: Tensor) -> Tensor:
     return rounded
 
 
-class _Conv1d(nn.Conv1d):
+class _Conv:
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, rounded_weight(weight), bias)  # type: ignore[no-any-return]
-
-
-class _Conv2d(nn.Conv2d):
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, rounded_weight(weight), bias)  # type: ignore[no-any-return]
-
-
-class _Conv3d(nn.Conv3d):
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, rounded_weight(weight), bias)  # type: ignore[no-any-return]
+        plain: Any = super()
+        return plain._conv_forward(x, rounded_weight(weight), bias)  # type: ignore[no-any-return]
 
 
 class _Linear(nn.Linear):
@@ -66,10 +57,9 @@ class _Linear(nn.Linear):
         return F.linear(x, rounded_weight(self.weight), self.bias)
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = {
-    nn.Conv1d: _Conv1d,
-    nn.Conv2d: _Conv2d,
-    nn.Conv3d: _Conv3d,
+    **{kind: type(f"Rounded{kind.__name__}", (_Conv, kind), {}) for kind in _CONVOLUTIONS},
     nn.Linear: _Linear,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,10 @@ def take_apart(overrides: Sequence[str]) -> tuple[Options, list[str]]:
 
     Raises ConfigError with all mistakes at once.
     """
-    known: dict[str, Take] = {
-        "run": str,
-        "source": str,
-        "checkpoint": str,
-        "out": str,
+    known: dict[str, Take] = dict.fromkeys((f.name for f in fields(Options)), str) | {
         "top_k": whole(),
         "device": or_null(matching(_DEVICE, "cpu, cuda, cuda:NUMBER or mps")),
         "save": or_null(matching(_SAVED, "logits, probabilities or embeddings:MODULE")),
-        "save_to": str,
         "on_error": one_of("raise", "skip"),
         "overwrite": true_or_false,
         "max_new_tokens": whole(),

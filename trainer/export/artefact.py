@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import shutil
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,6 +56,7 @@ logger = logging.getLogger("regimen")
 FACTS = "export.json"
 _SAMPLES = 32
 _BATCHES = (1, 2, 3, _SAMPLES)
+_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 _EVALUATED = ("logits", "classes", "labels", "values", "mask")  # outputs that a task can measure
 
 
@@ -92,18 +93,12 @@ def export_run(
 
 def _facts(run: Run, name: str, checkpoint: str) -> dict[str, Any]:
     """Return what is known of a run's model before it is written."""
-    known = run.facts
-    return {
+    return asdict(run.facts) | {
         "format": name,
         "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
-        "model": known.model,
-        "transforms_of_the_caller": known.transforms,
-        "input": known.model_inputs,
+        "transforms_of_the_caller": run.facts.transforms,
+        "input": run.facts.inputs,
         "output": "logits",
-        "outputs": known.outputs,
-        "inputs": known.inputs,
-        "classes": known.classes,
-        "num_classes": known.num_classes,
         "provenance": provenance(run, checkpoint),
     }
 
@@ -204,17 +199,16 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
                 raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
             inputs = inputs[:, 0] if inputs.ndim == 5 else inputs  # the caller averages over views
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
-    form = run.facts.model_inputs
-    if not form:
+    form = run.facts.inputs
+    if form["kind"] != "picture":
         raise ModelError(
             "the form of the model's inputs is not known, and the run's data are not there: "
             "put them back (data.root), or use format=safetensors"
         )
-    shape = (_SAMPLES, *form["shape"][-3:])
+    shape = (_SAMPLES, form["channels"], *(form["size"] or _ANY_SIZE))
     generator = torch.Generator().manual_seed(0)
-    if len(names) < len(run.config.transforms.eval):
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator), False
-    return torch.randn(shape, dtype=getattr(torch, form["dtype"]), generator=generator), False
+    pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return torch.stack([*map(build_pipeline(config, "eval"), pictures)]), False
 
 
 def with_transforms(config: Config, names: Sequence[str]) -> Config:
@@ -230,12 +224,8 @@ def with_transforms(config: Config, names: Sequence[str]) -> Config:
 
 def milliseconds(answer: Answer, batch: Tensor) -> float:
     """Return the time of a call: the median of 20, after three for warm-up."""
-    times = []
     with torch.inference_mode():
-        for _ in range(23):
-            begin = time.perf_counter()
-            answer(batch)
-            times.append(time.perf_counter() - begin)
+        times = timeit.repeat(lambda: answer(batch), number=1, repeat=23)
     return 1e3 * median(times[3:])
 
 

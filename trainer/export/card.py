@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.export.formats import GRAPHS
-from trainer.inference.run import Run
+from trainer.inference.run import Run, origin_of
 from trainer.runs.status import MANIFEST, read_json
 
 WEIGHTS = "safetensors"  # the format without a graph
@@ -18,7 +18,7 @@ _FINE_TUNED = "models.pretrained.fine_tune"  # returns the network that it is gi
 
 def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
     """Return the provenance of a model: run, checkpoint and its results, data, versions."""
-    origin = run.origin(checkpoint)
+    origin = origin_of(run.path, run.trainer(checkpoint), checkpoint)
     return {
         **origin,
         "name": run.config.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.batch import inputs_of
-from data.errors import DataError
 from data.keys import preserved_rng
 from data.transforms import Pipeline
-from trainer.assembly.data import Data, build_pipeline
+from trainer.assembly.data import Data
 from trainer.assembly.parts import with_classes
 from trainer.files.atomic import write_json
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.task import Task
 
 FORMAT_VERSION = 1
-_ANY_SIZE = (256, 256)  # of pictures that the transforms bring to one size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,6 @@ class InferenceFacts:
     classes: list[str] | None  # names, by class number
     num_classes: int | None
     inputs: dict[str, Any]  # of the transforms: kind "picture" (channels, size), "table", "array"
-    model_inputs: dict[str, Any] | None  # of the network: shape and type of one sample
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
@@ -47,7 +43,6 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     """Return the facts of a run whose data are open."""
     known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
     classes = next((c for s in known if (c := getattr(s, "classes", None))), None)
-    inputs = _input_form(known[0])
     outputs: dict[str, Any] = {"kind": task.output_kind}
     if (threshold := getattr(task, "threshold", None)) is not None:
         outputs["threshold"] = threshold
@@ -56,8 +51,7 @@ def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
     return InferenceFacts(
         classes=[str(name) for name in classes] if classes else None,
         num_classes=data.num_classes,
-        inputs=inputs,
-        model_inputs=_transformed_form(config, inputs) if inputs["kind"] == "picture" else None,
+        inputs=_input_form(known[0]),
         outputs=outputs,
         transforms=dict(config.transforms.eval),
         model=with_classes(config.model, data.num_classes),
@@ -113,16 +107,3 @@ def _picture_form(value: Any) -> tuple[int, int, int] | None:
     if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
         return (len(value), *value.shape[1:]) if len(value) in (1, 3) else None
     return None
-
-
-def _transformed_form(config: Config, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return shape and type of a picture after the transforms of evaluation; None if unknown."""
-    size: Sequence[int] = inputs["size"] or _ANY_SIZE
-    black = torch.zeros(inputs["channels"], *size, dtype=torch.uint8)
-    try:
-        made = build_pipeline(config, "eval")(black)
-    except DataError:  # a transform of the user that does not accept such a picture
-        return None
-    if not isinstance(made, Tensor):
-        return None
-    return {"shape": list(made.shape), "dtype": str(made.dtype).removeprefix("torch.")}

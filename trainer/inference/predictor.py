@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ class Answers:
     indices: Sequence[int]  # of the samples that were read
     values: Mapping[str, Tensor]  # what `Task.interpret` returned, [n, ...] by name
     kept: Mapping[str, Tensor]  # the values to save for each sample, [n, ...] by name
-    broken: Mapping[int, str]  # samples that could not be read, and why
+    broken: dict[int, str] = field(default_factory=dict)  # samples not read, and why
 
 
 class Predictor:
@@ -145,16 +145,17 @@ class Predictor:
             expected = loader.sampler.walk(0, 0, len(loader))
             for whole, micro in zip(expected, loader.epoch(0, 0), strict=True):
                 indices = micro.piece.indices[: micro.piece.count]
-                values, kept = self.ask(trainer.to_device(micro.batch), len(indices))
+                own = self.ask(trainer.to_device(micro.batch), indices)
                 reasons = {s.index: s.reason for s in loader.skipped[told:]}
                 told = len(loader.skipped)
                 lost = set(whole.indices[: whole.count]) - set(indices)
-                own = Answers(indices, values, kept, {i: reasons[i] for i in lost})
+                own.broken.update((index, reasons[index]) for index in lost)
                 yield from trainer.group.gather(own)
 
-    def ask(self, batch: Any, count: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the outputs for the first `count` samples of a batch, and the values to keep."""
+    def ask(self, batch: Any, indices: Sequence[int]) -> Answers:
+        """Return the outputs for the samples that a batch begins with; behind them are others."""
         step = partial(self.trainer.task.prediction_step, self.trainer.model)
+        self._embedding = None
         try:
             with self.trainer.precision.autocast():
                 if self._generation is None:
@@ -166,13 +167,12 @@ class Predictor:
             if (known := misfit(error, batch, 0)) is not None:
                 raise known from error
             raise
-        if self._keep is None:
-            return _on_host(values, count), {}
-        kept = {"logits": output, "probabilities": values}.get(self._keep, self._embedding)
-        if kept is None:
+        kept = {"logits": output, "probabilities": values}.get(self._keep or "", self._embedding)
+        if self._keep is not None and kept is None:
             raise ModelError(f"save={self._keep}: the model does not call it in its forward")
-        self._embedding = None
-        return _on_host(values, count), _on_host(kept, count)
+        count = len(indices)
+        saved = {} if self._keep is None else _on_host(kept, count)
+        return Answers(indices, _on_host(values, count), saved)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -218,32 +218,29 @@ class Rows:
 
     def __call__(self, answers: Answers) -> Iterator[Row]:
         """Yield the rows of a batch in the order of its samples, including broken ones."""
-        indices, found = answers.indices, answers.values.get(OUTPUT)
-        rows = {index: {"error": reason} for index, reason in answers.broken.items()}
-        kind = self.facts.outputs["kind"]
-        if not indices:
-            made: list[Row] = []
-        elif found is None or kind not in ("classes", "labels", "values", "mask", "text"):
-            made = _columns(answers.values, len(indices))
-        elif kind == "classes":
-            made = self._likeliest(found)
-        elif kind == "labels":
-            made = self._labels(found)
-        elif kind == "values":
-            made = self._values(found)
-        elif kind == "mask":
-            masks = zip(indices, found, strict=True)
-            made = [
-                {"prediction": self.mask_of(i, m) if self.mask_of else m.tolist()} for i, m in masks
-            ]
-        elif self.prompts is None:
-            made = _columns(answers.values, len(indices))
-        else:
-            texts = zip(indices, found.tolist(), strict=True)
-            made = [{"prompt": self.prompts[i], "prediction": self._text(t)} for i, t in texts]
-        rows |= dict(zip(indices, made, strict=True))
+        rows: dict[int, Row] = {index: {"error": why} for index, why in answers.broken.items()}
+        if answers.indices:
+            made = self._made(answers.indices, answers.values)
+            rows |= dict(zip(answers.indices, made, strict=True))
         for index in sorted(rows):
             yield {"file": self.name_of(index)} | rows[index]
+
+    def _made(self, indices: Sequence[int], values: Mapping[str, Tensor]) -> list[Row]:
+        kind = self.facts.outputs["kind"] if OUTPUT in values else None
+        if kind == "classes":
+            return self._likeliest(values[OUTPUT])
+        if kind == "labels":
+            return self._labels(values[OUTPUT])
+        if kind == "values":
+            return self._values(values[OUTPUT])
+        if kind == "mask":
+            masks = zip(indices, values[OUTPUT], strict=True)
+            path_of: Callable[[int, Tensor], Any] = self.mask_of or (lambda _, mask: mask.tolist())
+            return [{"prediction": path_of(index, mask)} for index, mask in masks]
+        if kind == "text" and self.prompts is not None:
+            texts = zip(indices, values[OUTPUT].tolist(), strict=True)
+            return [{"prompt": self.prompts[i], "prediction": self._text(t)} for i, t in texts]
+        return _columns(values, len(indices))
 
     def _name(self, number: int) -> str:
         return self.facts.classes[number] if self.facts.classes else str(number)

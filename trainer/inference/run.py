@@ -36,7 +36,7 @@ from trainer.checkpoints.reader import check_payload
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, read_facts
-from trainer.inference.predictor import Answers, Generation, Predictor, Row, Rows, Sampling
+from trainer.inference.predictor import Generation, Predictor, Row, Rows, Sampling
 from trainer.runs import manifest
 from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
@@ -105,10 +105,6 @@ class Run:
             )
         return self._trainers[checkpoint]
 
-    def origin(self, checkpoint: str = "best") -> dict[str, Any]:
-        """Return where the weights of a checkpoint come from, as plain values."""
-        return origin_of(self.path, self.trainer(checkpoint), checkpoint)
-
     def model(self, checkpoint: str = "best") -> nn.Module:
         """Return the network in evaluation mode, with the weights that the run was evaluated with.
 
@@ -137,10 +133,8 @@ class Run:
         Raises DataError for anything else.
         """
         predictor = Predictor(self.trainer(checkpoint))
-        found = list(self._answers(predictor, self._samples(images), top_k, None, batch_size))
-        for row in found:
-            del row["file"]
-        return found
+        rows = Rows(self.facts, top_k)
+        return list(self._rows(predictor, self._samples(images), rows, batch_size))
 
     def generate(
         self,
@@ -167,8 +161,8 @@ class Run:
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
         predictor = Predictor(self.trainer(checkpoint), generation=generation)
         samples = map(dataset.__getitem__, range(len(texts)))
-        found = self._answers(predictor, samples, 1, texts, batch_size)
-        return [row["prediction"] for row in found]
+        rows = Rows(self.facts, prompts=texts)
+        return [row["prediction"] for row in self._rows(predictor, samples, rows, batch_size)]
 
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
@@ -178,23 +172,17 @@ class Run:
         loader, _ = build_split(config, build_strategy(config), split)
         return (micro.batch for micro in loader.epoch(0))
 
-    def _answers(
-        self,
-        predictor: Predictor,
-        samples: Iterator[Any],
-        top_k: int,
-        prompts: Sequence[str] | None,
-        batch_size: int | None,
+    def _rows(
+        self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
     ) -> Iterator[Row]:
         """Yield the row of each sample, computed batch by batch."""
-        loader, rows = self.config.loader, Rows(self.facts, top_k, prompts=prompts)
-        size = batch_size or loader.eval_batch_size or loader.batch_size
+        size = batch_size or self.config.loader.eval_batch_size or self.config.loader.batch_size
         first = 0
         with torch.inference_mode(), predictor.ready():
             while some := list(islice(samples, size)):
                 batch = predictor.trainer.to_device(collate(some))
-                values, kept = predictor.ask(batch, len(some))
-                yield from rows(Answers(range(first, first + len(some)), values, kept, {}))
+                for row in rows(predictor.ask(batch, range(first, first + len(some)))):
+                    yield {name: value for name, value in row.items() if name != "file"}
                 first += len(some)
 
     def _samples(self, images: Any) -> Iterator[Any]:
@@ -236,11 +224,11 @@ def _as_picture(image: Any, channels: int) -> Tensor:
     if isinstance(image, bytes):
         return decode_image(image, "the picture", channels)
     if hasattr(image, "convert"):  # Pillow's
-        image = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    tensor = torch.as_tensor(np.array(image)) if not isinstance(image, Tensor) else image
+        image = image.convert("L" if channels == 1 else "RGB")
+    tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
     if tensor.ndim == 2:
         tensor = tensor[None]
-    elif tensor.ndim == 3 and tensor.shape[0] != channels and tensor.shape[2] == channels:
+    elif tensor.ndim == 3 and tensor.shape[0] != channels == tensor.shape[2]:
         tensor = tensor.permute(2, 0, 1)
     if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] != channels:
         raise DataError(

@@ -261,7 +261,6 @@ def test_the_facts_of_a_run_are_plain(run):
     facts = facts_of(run.config, build_data(run.config, ("val",)), run.trainer().task)
     assert facts == run.facts
     assert facts.inputs == {"kind": "picture", "channels": 1, "size": [16, 16]}
-    assert facts.model_inputs == {"shape": [1, 16, 16], "dtype": "float32"}
 
 
 def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
