@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.cli.shadow import refuse_shadows
 
@@ -33,20 +32,28 @@ def main() -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of one split with one checkpoint, print them and keep them."""
-    from scripts.cli.arguments import of_run, parse_or_help
+    from scripts.cli import arguments as cli
     from scripts.cli.console import asked_device, greet, importing, log_to_stderr
 
-    if (arguments := parse_or_help(argv, _HELP)) is None:
+    if (arguments := cli.parse_or_help(argv, _HELP)) is None:
         return 0
     greet(asked_device(arguments.overrides))
     from conf.check import parse  # after the first line: these import Hydra
-    from conf.errors import one_line
+    from conf.errors import Problem, one_line, raise_problems
     from scripts.composition.compose import compose
 
     log_to_stderr(verbose=True)
-    own, overrides = _taken_apart(arguments.overrides)
+    keys: dict[str, cli.Take] = dict.fromkeys(("run", "checkpoint", "artefact"), str)
+    keys |= {"split": cli.one_of("test", "val"), "allow_code": cli.true_or_false}
+    required = {"run": "evaluate run=RUN_DIR"}
+    own, overrides, problems = cli.take_keys(arguments.overrides, keys, required)
+    if "artefact" in own and "checkpoint" in own:
+        message = "an exported file is tested, or a checkpoint: leave one of both out"
+        problems.append(Problem("artefact", message))
+    raise_problems(problems)
+    own = {"checkpoint": "best", **own}
     run_dir, split = Path(own["run"]), own.get("split")
-    composed = compose(of_run(arguments, own["run"], overrides))
+    composed = compose(cli.of_run(arguments, own["run"], overrides))
     with importing():
         from trainer.assembly.check import check_targets
         from trainer.files.atomic import write_text
@@ -73,26 +80,6 @@ def evaluate(argv: Sequence[str]) -> int:
     write_text(run_dir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     print(f"written to {one_line(str(run_dir / 'evaluation.json'))}")
     return 0
-
-
-def _taken_apart(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    from conf.errors import Problem, raise_problems
-    from scripts.cli.arguments import Take, one_of, take_keys, true_or_false
-
-    keys: dict[str, Take] = {
-        "run": str,
-        "checkpoint": str,
-        "split": one_of("test", "val"),
-        "artefact": str,
-        "allow_code": true_or_false,
-    }
-    required = {"run": "evaluate run=RUN_DIR"}
-    own, others, problems = take_keys(overrides, keys, required)
-    if "artefact" in own and "checkpoint" in own:
-        message = "an exported file is tested, or a checkpoint: leave one of both out"
-        problems.append(Problem("artefact", message))
-    raise_problems(problems)
-    return {"checkpoint": "best", **own}, others
 
 
 if __name__ == "__main__":

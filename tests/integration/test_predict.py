@@ -1,4 +1,4 @@
-"""`predict`: a row for each sample, in order, whatever reads it; and the same from Python."""
+"""`predict`: a row for each sample, in order, whatever reads it; of text too, and from Python."""
 
 import csv
 import json
@@ -16,6 +16,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
+from conf.errors import ConfigError
+from data.errors import DataError
 from models.small_cnn import SmallCNN
 from scripts.cli.arguments import Request, of_run, parse_arguments
 from scripts.composition.compose import compose
@@ -45,6 +47,11 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+def answered(done, path):
+    assert done.code == 0, done.err
+    return read_csv(path)
+
+
 def by_hand(run, pictures):
     """Return files and probabilities, computed with nothing of ours but the network."""
     checkpoint = torch.load(run / "checkpoints" / "best.pt", weights_only=True)
@@ -60,8 +67,7 @@ def by_hand(run, pictures):
 
 def test_rows_are_those_of_plain_torch(predict, whole, pictures, tmp_path):
     done = predict([f"run={whole}", f"source={pictures}", "top_k=3", f"out={tmp_path}/p.csv"])
-    assert done.code == 0, done.err
-    rows = read_csv(tmp_path / "p.csv")
+    rows = answered(done, tmp_path / "p.csv")
     files, expected = by_hand(whole, pictures)
     assert [row["file"] for row in rows] == files
     best = expected.topk(3)
@@ -109,8 +115,7 @@ def test_a_broken_file_ends_it_or_has_a_row(predict, whole, pictures, tmp_path):
     assert not (tmp_path / "a.csv").exists()
     more = ["on_error=skip", "save=embeddings:head", f"out={tmp_path}/b.csv"]
     done = predict([*wanted, *more])
-    assert done.code == 0, done.err
-    rows = read_csv(tmp_path / "b.csv")
+    rows = answered(done, tmp_path / "b.csv")
     broken = [number for number, row in enumerate(rows) if row["error"]]
     assert [rows[number]["file"] for number in broken] == [f"{source}/3/broken.png"]
     assert rows[broken[0]]["prediction"] == ""
@@ -130,15 +135,8 @@ def test_a_source_without_a_readable_file_is_an_error(predict, whole, tmp_path):
     assert all("no image format" in row["error"] for row in rows)
     shutil.copytree(tmp_path, tmp_path / "more")
     Image.new("L", (8, 8)).save(tmp_path / "more" / "z.png")
-    done = predict(
-        [
-            *asked[:1],
-            f"source={tmp_path}/more",
-            *asked[2:],
-            "on_error=skip",
-            f"out={tmp_path}/q.csv",
-        ]
-    )
+    asked[1] += "/more"
+    done = predict([*asked, "on_error=skip", f"out={tmp_path}/q.csv"])
     assert done.code == 0, done.err
     assert np.isnan(np.load(tmp_path / "q.logits.npy")).all(1).tolist() == [True] * 5 + [False]
 
@@ -203,8 +201,7 @@ def test_a_data_set_and_a_task_of_ones_own_predict_on_files(train, predict, tmp_
         Image.new("RGB", (30, 20), (40 * number, 0, 0)).save(tmp_path / f"photos/{number}.png")
     asked = [f"run={run}", "source=photos", "save=logits", "out=p.csv"]
     done = predict(asked, folder=tmp_path)
-    assert done.code == 0, done.err
-    rows = read_csv(tmp_path / "p.csv")
+    rows = answered(done, tmp_path / "p.csv")
     assert list(rows[0]) == ["file", "size", "place1", "place2", "map_shape"]
     assert np.load(tmp_path / "p.logits.map.npy").shape == (3, 60)
     saved = np.load(tmp_path / "p.logits.size.npy")
@@ -217,8 +214,7 @@ def test_a_data_set_and_a_task_of_ones_own_predict_on_files(train, predict, tmp_
 def test_parquet_and_lines_hold_what_the_csv_holds(predict, whole, pictures, tmp_path):
     for suffix in ("csv", "jsonl", "parquet"):
         done = predict([f"run={whole}", f"source={pictures}/[0-4]/*", f"out={tmp_path}/p.{suffix}"])
-        assert done.code == 0, done.err
-    rows = read_csv(tmp_path / "p.csv")
+        rows = answered(done, tmp_path / "p.csv")
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
     assert lines == table
@@ -265,8 +261,7 @@ def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experime
     assert done.code == 0, done.err
     asked = [f"run={run}", f"source={source}", f"out={tmp_path}/p.csv"]
     done = predict(asked)
-    assert done.code == 0, done.err
-    rows = read_csv(tmp_path / "p.csv")
+    rows = answered(done, tmp_path / "p.csv")
     assert [row["file"] for row in rows] == [str(number) for number in range(len(rows))]
     assert all(check(row) is not False for row in rows)
 
@@ -316,10 +311,9 @@ def test_three_lines_of_python(whole, pictures):
     torch.testing.assert_close(found, expected.max(1).values, atol=1e-6, rtol=0)
     assert [row["prediction"] for row in rows] == [str(n) for n in expected.argmax(1).tolist()]
     opened = [Image.open(file) for file in files[:3]]
-    assert run.predict(opened, top_k=2) == run.predict(files[:3], top_k=2)
-    assert run.predict([np.array(image) for image in opened], top_k=2) == run.predict(
-        files[:3], top_k=2
-    )
+    rows = run.predict(files[:3], top_k=2)
+    assert run.predict(opened, top_k=2) == rows
+    assert run.predict([np.array(image) for image in opened], top_k=2) == rows
 
 
 def test_a_run_in_python_has_config_metrics_model_and_data(whole):
@@ -334,3 +328,122 @@ def test_a_run_in_python_has_config_metrics_model_and_data(whole):
             hits += int((model(images).argmax(1) == labels).sum())
         total += len(labels)
     assert hits / total == pytest.approx(max(logged))
+
+
+PROMPTS = ["Return", "The", "def main(", "a", "If the file does not exist, the function raises an"]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def speaker(train, tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "text"
+    small = ["model.dim=32", "model.depth=1", "data.context=32", "trainer.limit_val_batches=1"]
+    limits = [
+        "trainer.max_steps=40",
+        "loader.num_workers=0",
+        "trainer.validate_every_n_epochs=null",
+    ]
+    done = train(["experiment=char_lm", *small, *limits, f"run_dir={path}"])
+    assert done.code == 0, done.err
+    return path
+
+
+def test_the_vocabulary_is_in_the_run(speaker):
+    facts = json.loads((speaker / "inference.json").read_text())
+    assert facts["inputs"] == {"kind": "text", "encoding": "characters", "context": 32}
+    assert facts["outputs"]["kind"] == "text"
+    assert facts["classes"] == ["\n", *map(chr, range(32, 127))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param([], id="greedy"),
+        pytest.param(["sampling=random", "temperature=0.8", "top_k=20"], id="random"),
+    ],
+)
+def test_batches_and_workers_change_nothing(predict, speaker, lines, tmp_path, sampling):
+    for name, more in (
+        ("two", ["loader.batch_size=2", "loader.num_workers=2"]),
+        ("all", []),
+    ):
+        wanted = [f"run={speaker}", f"source={lines}", f"out={tmp_path}/{name}.csv"]
+        done = predict([*wanted, "max_new_tokens=12", *sampling, *more])
+        assert done.code == 0, done.err
+    found = read_csv(tmp_path / "two.csv")
+    assert found == read_csv(tmp_path / "all.csv")
+    assert [row["file"] for row in found] == [f"{lines}:{n}" for n in range(1, 6)]
+    assert [row["prompt"] for row in found] == PROMPTS
+    assert {len(row["prediction"]) for row in found} == {12}
+    keys = dict(part.split("=") for part in sampling)
+    options = {"sampling": keys.get("sampling", "greedy")}
+    options |= {"temperature": float(keys["temperature"]), "top_k": 20} if keys else {}
+    mine, other = (
+        load_run(speaker, "cpu").generate(PROMPTS, max_new_tokens=12, seed=seed, **options)
+        for seed in (None, 5)
+    )
+    assert [row["prediction"] for row in found] == mine
+    assert (mine != other) == bool(keys)
+    meta = json.loads((tmp_path / "all.csv.meta.json").read_text())
+    assert meta["generation"]["seed"] == load_run(speaker).config.seed
+
+
+def test_a_prompt_beyond_the_vocabulary_ends_it_or_has_a_row(predict, speaker, tmp_path):
+    source = tmp_path / "prompts"
+    source.write_text("one\nzwölf\nthree\n")
+    wanted = [f"run={speaker}", f"source={source}", "max_new_tokens=3", f"out={tmp_path}/p.csv"]
+    done = predict(wanted)
+    assert done.code == 3
+    assert "prompts:2" in done.error
+    assert "'ö'" in done.error
+    done = predict([*wanted, "on_error=skip"])
+    assert done.code == 0, done.err
+    found = read_csv(tmp_path / "p.csv")
+    assert ["ö" in row["error"] for row in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param(["temperature=0"], 2, "not a number above 0", id="temperature"),
+        pytest.param(["temperature=0.5"], 2, "sampling=random", id="greedy-temperature"),
+        pytest.param(["top_k=5"], 2, "sampling=random", id="greedy-top-k"),
+        pytest.param(["sampling=beam"], 2, "greedy, random", id="sampling"),
+        pytest.param(["max_new_tokens=0"], 2, "max_new_tokens", id="tokens"),
+        pytest.param(["save=logits"], 2, "source=val", id="save"),
+        pytest.param(["source=/nowhere"], 3, "one prompt a line", id="source"),
+        pytest.param(["source=val"], 2, "save=logits", id="split"),
+    ],
+)
+def test_mistakes_about_text_write_nothing(
+    predict, speaker, lines, tmp_path, arguments, code, said
+):
+    wanted = [] if arguments[0].startswith("source") else [f"source={lines}"]
+    done = predict([f"run={speaker}", *wanted, *arguments], folder=tmp_path)
+    assert done.code == code, done.err
+    assert said in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_of_its_own_data_are_saved_as_before(predict, speaker, tmp_path):
+    done = predict([f"run={speaker}", "source=val", "save=logits", f"out={tmp_path}/p.csv"])
+    assert done.code == 0, done.err
+    logits = np.load(tmp_path / "p.logits.npy")
+    assert logits.shape[1:] == (96, 32)
+    assert len(read_csv(tmp_path / "p.csv")) == len(logits)
+
+
+def test_pictures_take_no_key_of_text_and_text_no_picture(predict, whole, speaker, tmp_path):
+    done = predict([f"run={whole}", "source=test", "max_new_tokens=3", f"out={tmp_path}/p.csv"])
+    assert done.code == 2
+    assert "max_new_tokens" in done.error
+    with pytest.raises(ConfigError, match="do not continue text"):
+        load_run(whole, "cpu").generate(["a"])
+    with pytest.raises(DataError, match="prompt 0"):
+        load_run(speaker, "cpu").generate("é")

@@ -1,4 +1,4 @@
-"""Exported models have the outputs of the model, or are not written."""
+"""Exported models have the outputs of the model, or are not written; in 8 bits, nearly so."""
 
 import json
 import shutil
@@ -13,18 +13,20 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils import cpp_extension
 
+from callbacks.compression.qat import Ranges
 from conf.check import parse
 from data.errors import DataError
 from data.transforms import Pipeline, Standardize, ToFloat
 from models.small_cnn import SmallCNN
-from scripts.cli.arguments import parse_arguments
+from scripts.cli.arguments import Request, parse_arguments
 from scripts.composition.compose import compose
 from scripts.export import FORMATS
+from scripts.runs.run import run as train
 from trainer.assembly.data import build_data
 from trainer.assembly.parts import Assembly, Known
 from trainer.errors import ModelError
-from trainer.export import artefact
-from trainer.export.artefact import evaluate_artefact, export_run
+from trainer.export import artefact, quantization
+from trainer.export.artefact import evaluate_artefact, export_run, samples_of
 from trainer.export.card import how_to_load
 from trainer.export.formats import (
     GRAPHS,
@@ -33,19 +35,38 @@ from trainer.export.formats import (
     build_network,
     check_libraries,
     exported_program,
+    onnx_model,
+    save_onnx,
 )
+from trainer.export.quantization import calibration, method_for, quantize_run, write_dynamic
 from trainer.inference.facts import facts_of
-from trainer.inference.run import evaluate_run
+from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
 from trainer.update.precision import Precision
 
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
 SOURCE = Path(__file__).parents[3] / "docs" / "cpp" / "load_torchscript.cpp"
-compiled = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed"),
-]
+compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+SMALL = ("resnet18", "model=small_cnn", "optimizer=sgd_nesterov", "optimizer.lr=0.2")
+
+
+def trained(path, *more, experiment=SMALL):
+    """Train for three epochs, a small network on the digits if nothing else is said."""
+    words = [f"experiment={experiment[0]}", *experiment[1:], "trainer.max_epochs=3", *more]
+    words += ["loader.num_workers=0", "callbacks.progress=null", f"run_dir={path}"]
+    composed = compose(parse_arguments(words))
+    assert train(Request(composed.config, composed.overrides, {}, words)) == 0
+    return load_run(path, "cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("runs") / "run", "callbacks.checkpoint.save_top_k=-1")
 
 
 def logits(run, inputs):
@@ -54,7 +75,7 @@ def logits(run, inputs):
 
 
 def onnx_outputs(path, inputs):
-    session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+    session = onnxruntime.InferenceSession(str(path))
     names = [output.name for output in session.get_outputs()]
     found = map(torch.from_numpy, session.run(None, {"input": np.asarray(inputs)}))
     return session, dict(zip(names, found, strict=True))
@@ -72,6 +93,11 @@ def test_figures_are_those_of_the_checkpoint(run, tmp_path):
         figures = path.with_name("card.md").read_text().partition("## Metrics of the")[2]
         assert figures.startswith(f" checkpoint (step {step})")
         assert f"- val/loss: {validated['val/loss']:.4f}" in figures.partition("##")[0]
+    assert path.with_name("config.yaml").read_text() == (run.path / "config.yaml").read_text()
+    with safe_open(path, "pt") as file:
+        told = json.loads(file.metadata()["regimen"])
+    assert told["provenance"] == facts["provenance"]
+    assert told["classes"] == [str(digit) for digit in range(10)]
 
 
 def test_onnx_says_where_it_comes_from(run, tmp_path):
@@ -92,7 +118,7 @@ def test_onnx_says_where_it_comes_from(run, tmp_path):
         assert part in card
     assert json.loads(path.with_name("export.json").read_text()) == facts
     assert {p.name for p in path.parent.iterdir()} == {"card.md", "export.json", "model.onnx"}
-    nodes = pytest.importorskip("onnx").load(str(path)).graph.node
+    nodes = onnx.load(str(path)).graph.node
     assert not nodes[0].metadata_props  # the exporter's notes, half of a small file
 
 
@@ -112,7 +138,7 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-QUICK = [pytest.param(n, marks=compiled) if n == "aoti" else n for n in FORMATS]
+QUICK = [pytest.param(n, marks=[compiled, pytest.mark.slow]) if n == "aoti" else n for n in FORMATS]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -133,22 +159,11 @@ def test_the_lines_of_the_card_run_a_file_with_the_metrics_of_the_run(
         found = names["answers"][0] if name == "onnx" else names["answers"]
         torch.testing.assert_close(torch.as_tensor(found), logits(run, x), atol=1e-4, rtol=1e-4)
     notes = " ".join(facts.get("notes", []))
-    assert ("deprecated" in notes, "eager_ms_of_32" in notes) == (
-        name == "torchscript",
-        name == "aoti",
-    )
+    told = "deprecated" in notes, "eager_ms_of_32" in notes
+    assert told == (name == "torchscript", name == "aoti")
     _, expected = evaluate_run(run.config, run.path, "best", None)
     _, found = evaluate_artefact(run.config, path, "test", allow_code=True)
     assert found == pytest.approx(expected, abs=1e-4)
-
-
-def test_weights_hold_their_facts(run, tmp_path):
-    path, facts = export_run(run, "safetensors", tmp_path / "o")
-    assert path.with_name("config.yaml").read_text() == (run.path / "config.yaml").read_text()
-    with safe_open(path, "pt") as file:
-        told = json.loads(file.metadata()["regimen"])
-    assert told["provenance"] == facts["provenance"]
-    assert told["classes"] == [str(digit) for digit in range(10)]
 
 
 def test_lines_make_nodes_within_nodes(tmp_path):
@@ -252,9 +267,7 @@ def test_a_transform_that_fits_no_graph_is_named():
     task = Classification(10)
     with pytest.raises(ModelError, match=r"transforms\.eval\.odd"):
         build_network(nn.Identity(), task, pipeline, "inside")
-    network, outside = build_network(nn.Identity(), task, pipeline, "outside")
-    assert outside == ["scale", "odd", "n"]
-    assert torch.equal(network(torch.ones(2, 10)), torch.ones(2, 10))
+    assert build_network(nn.Identity(), task, pipeline, "outside")[1] == ["scale", "odd", "n"]
 
 
 def test_the_facts_of_a_run_are_plain(run):
@@ -277,7 +290,6 @@ def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
 
 IMAGE = torch.randn(2, 1, 16, 16)
 NETWORKS = [
-    ("small_cnn", [], IMAGE),
     ("mlp", [], IMAGE),
     ("resnet18", [], IMAGE),
     ("vit_tiny", ["model.depth=2"], IMAGE),
@@ -300,7 +312,7 @@ def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@compiled
 def test_the_loader_of_the_docs_answers_as_the_model_does(tmp_path):
     assert len(SOURCE.read_text().splitlines()) <= 30
     torch.manual_seed(0)
@@ -327,3 +339,112 @@ def test_a_package_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelError, match="C\\+\\+ compiler"):
         check_libraries("aoti")
+
+
+def test_static_integers_lose_at_most_a_point(run, tmp_path):
+    path, facts = quantize_run(run, out=tmp_path / "static")
+    before, after = facts["before"], facts["after"]
+    assert before["test/accuracy"] > 0.9
+    assert after["test/accuracy"] >= before["test/accuracy"] - 0.01
+    assert after["megabytes"] < 0.5 * before["megabytes"]
+    assert facts["quantization"] == {
+        "method": "static",
+        "weights": "int8",
+        "activations": "uint8",
+        "calibration_samples": 512,
+        "ranges": "of training samples",
+    }
+    assert facts["provenance"]["run"] == str(run.path)
+    assert "| test/accuracy | 0.9" in path.with_name("card.md").read_text()
+    graph = onnx.load(str(path)).graph
+    kinds = {i.name: i.data_type for i in graph.initializer}
+    weights = [n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"]
+    assert onnx.TensorProto.INT8 in {kinds.get(name) for name in weights}
+    assert onnx.TensorProto.FLOAT not in {kinds[i.name] for i in graph.initializer if i.dims[1:]}
+    found = evaluate_artefact(run.config, path)
+    assert found == ("test", {k: v for k, v in after.items() if k.startswith("test/")})
+
+
+def test_calibration_sees_the_first_samples_of_the_seed(run):
+    names = list(run.config.transforms.eval)
+    few, every = ([b["input"] for b in calibration(run.config, names, n)] for n in (64, 10_000))
+    assert [len(batch) for batch in few] == [32, 32]
+    assert all((a == b).all() for a, b in zip(few, every, strict=False))
+    assert sum(map(len, every)) == 1257
+    assert min(batch.min() for batch in every) == pytest.approx((0 - 0.305) / 0.319)
+
+
+def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_path):
+    qat = trained(tmp_path / "qat", "callbacks=[default,qat]")
+    names = [list(r.trainer().model.state_dict()) for r in (run, qat)]
+    assert names[0] == names[1]  # plain weights
+    path, facts = quantize_run(qat, out=tmp_path / "q")
+    assert facts["quantization"]["ranges"] == "learnt in training"
+    assert facts["after"]["test/accuracy"] >= facts["before"]["test/accuracy"] - 0.005
+    samples, _ = samples_of(qat, list(qat.config.transforms.eval))
+    payload = torch.load(qat.path / "checkpoints" / "best.pt", weights_only=True)
+    state = payload["callbacks"]["qat"]["fake_quantization"]
+    model = qat.model()
+    ranges = Ranges(model, "cpu")
+    ranges.load_state_dict(state)
+    detach = ranges.attach(model)
+    with torch.inference_mode():
+        expected = model(samples)
+    detach()
+    found = onnx_outputs(path, samples)[1]["output"]
+    assert torch.equal(found.argmax(1), expected.argmax(1))
+    assert (found - expected).square().mean().sqrt() < 0.02 * expected.abs().max()
+    graph = onnx.load(str(path)).graph
+    values = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
+    scales = [values[n.input[1]] for n in graph.node if n.op_type == "QuantizeLinear"]
+    learnt = ((state["high"] - state["low"]) / 255).tolist()
+    assert [min(abs(s / float(t) - 1) for t in scales if t.size == 1) for s in learnt] == (
+        pytest.approx([0] * len(learnt), abs=1e-4)
+    )
+
+
+def test_masks_are_tested_but_for_their_loss(tmp_path):
+    few = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "model.width=4"]
+    run = trained(tmp_path / "run", *few, experiment=["segmentation"])
+    _, expected = evaluate_run(run.config, run.path, "best", "test")
+    del expected["test/loss"]  # class numbers have none
+    path, _ = export_run(run, "onnx", tmp_path / "onnx", "inside")
+    _, found = evaluate_artefact(run.config, path)
+    assert found == pytest.approx(expected, abs=1e-3)
+    _, facts = quantize_run(run, "static", tmp_path / "quantized", "inside", samples=32)
+    assert facts["after"]["test/miou"] == pytest.approx(expected["test/miou"], abs=0.05)
+
+
+def test_without_test_data_those_of_validation_are_taken(tmp_path):
+    run = trained(tmp_path / "run", "data.test=null", "trainer.max_steps=1")
+    _, facts = quantize_run(run, out=tmp_path / "q", samples=32, max_drop=1.0)
+    assert {"val/accuracy", "val/loss"} < facts["after"].keys()
+
+
+def test_a_file_that_loses_too_much_accuracy_is_not_written(run, tmp_path, monkeypatch):
+    values = iter([0.9, 0.88, 0.9, 0.8901])
+    measured = lambda *_: ("test", {"test/accuracy": next(values)})  # noqa: E731
+    monkeypatch.setattr(quantization, "metrics_of", measured)
+    with pytest.raises(ModelError, match=r"from 0\.9000 to 0\.8800"):
+        quantize_run(run, out=tmp_path / "q", samples=32)
+    assert list(tmp_path.iterdir()) == []
+    quantize_run(run, out=tmp_path / "q", samples=32)
+
+
+def test_dynamic_takes_matrix_products_only(run, tmp_path):
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 300), nn.Linear(300, 3))
+    torch.nn.init.normal_(network[2].weight)
+    assert method_for(network) == "dynamic"
+    assert method_for(run.model()) == "static"
+    x = torch.randn(5, 1, 4, 4)
+    proto = onnx_model(Exportable(Network(network, Task()), x, {}))
+    save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
+    write_dynamic(tmp_path / "float.onnx", tmp_path / "int.onnx")
+    kinds = [node.op_type for node in onnx.load(str(tmp_path / "int.onnx")).graph.node]
+    assert kinds.count("MatMulInteger") == 2
+    assert kinds.count("Conv") == 1
+    session, found = onnx_outputs(tmp_path / "int.onnx", x)
+    assert session.get_modelmeta().custom_metadata_map["classes"] == '["a"]'
+    with torch.no_grad():
+        expected = network(x)
+    assert (found["output"] - expected).abs().max() < 0.05 * expected.abs().max()

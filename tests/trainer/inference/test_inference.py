@@ -1,4 +1,4 @@
-"""New text: what a loop over single prompts writes, whatever the batch."""
+"""New text, as a loop over single prompts writes it; and runs with files that cannot be read."""
 
 from functools import partial
 
@@ -9,7 +9,10 @@ from data.errors import DataError, UnreadableError
 from data.loading.fetch import collate
 from data.text import ALPHABET, Prompts, find_prompts
 from models.gpt import GPT
+from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.inference.predictor import Generation
+from trainer.inference.run import load_run, load_trainer
+from trainer.runs.status import RunDirectoryError
 from trainer.tasks.language_model import LanguageModel
 
 CONTEXT = 8
@@ -103,3 +106,24 @@ def test_prompts_are_the_lines_of_a_file(tmp_path):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(DataError, match="holds no prompt"):
         find_prompts(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        pytest.param(b"\xff\xfe{{:", "cannot read .*config.yaml: 'utf-8' codec", id="no-text"),
+        pytest.param(b"", "config.yaml holds no configuration", id="empty"),
+    ],
+)
+def test_a_damaged_configuration_is_named_with_the_way_out(tmp_path, content, text):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=f"{text}.*resume=auto restores it"):
+        load_run(tmp_path)
+
+
+def test_for_a_damaged_checkpoint_the_others_are_named(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("best", "last", "step-00000005"):
+        (tmp_path / "checkpoints" / f"{name}.pt").write_bytes(b"x")
+    with pytest.raises(DamagedCheckpointError, match="=NAME takes another of best, last, step-0"):
+        load_trainer(tmp_path, None, None, None, "best")

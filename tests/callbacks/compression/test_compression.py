@@ -1,4 +1,4 @@
-"""Pruned weights: which, when, and that they stay zero."""
+"""Pruned weights: which, when, and that they stay zero; and weights on a grid of 8 bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.compression.pruning import Pruning, PruningSettings, Schedule, extend
+from callbacks.compression.qat import rounded_weight
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
@@ -308,3 +309,14 @@ def test_the_log_and_the_plan_tell_the_layers(make_trainer: Any, caplog: Any) ->
     trainer.fit()
     assert "75.0% of the weights are zero" in caplog.text
     assert "3.weight: 12 of 16, 75.0%" in caplog.text
+
+
+def test_weights_are_rounded_by_channel_and_gradients_pass() -> None:
+    weight = torch.tensor([[0.5, -1.27, 0.0126], [12.7, 0.0, 0.26]], requires_grad=True)
+    rounded = rounded_weight(weight)
+    torch.testing.assert_close(
+        rounded.detach(), torch.tensor([[0.5, -1.27, 0.01], [12.7, 0.0, 0.3]])
+    )
+    rounded.square().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(weight.grad, 2 * rounded.detach())
+    assert torch.equal(rounded_weight(torch.zeros(2, 3)), torch.zeros(2, 3))
