@@ -119,7 +119,7 @@ def launch(request: Request) -> int:
     try:
         notes.write("request", {"request": asdict(request), "path": sys.path})
         # -P: a folder `scripts` in the working directory would shadow ours.
-        command = ("-P", "-m", "scripts.runs.launch", str(notes.folder), str(os.getpid()))
+        command = ("-P", "-m", "scripts.runs.launch", str(os.getpid()), str(notes.folder))
         with _passing_signals_on(notes):
             try:
                 elastic_launch(options, sys.executable)(*command)
@@ -214,10 +214,10 @@ def _answer(first: Failure, request: Request, notes: Notes) -> int:
 def main() -> None:
     """Run one process's part of a run; a failure is reported in the folder of the launcher."""
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):  # it died before this process could ask for that
+    if os.getppid() != int(sys.argv[1]):  # it died before this process could ask for that
         leave_at_once(PeerError.exit_code)
     set_up()
-    notes, rank = Notes(Path(sys.argv[1])), int(os.environ["RANK"])
+    notes, rank = Notes(Path(sys.argv[2])), int(os.environ["RANK"])
     log_to_stderr(rank == 0)
     code = 0
     try:

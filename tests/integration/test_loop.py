@@ -1,13 +1,19 @@
-"""How far, how often and on how much the loop goes, from the command line."""
+"""How far, how often and on how much the loop goes; jobs of a search; how deep a run stands."""
 
 import json
+from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from callbacks.trial import PRUNER, open_storage
+from same_run import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 QUICK = [
     "experiment=resnet18",  # 20 updates an epoch
     "model=mlp",
@@ -50,21 +56,45 @@ def ends_at_nothing(rates):
     return min(rates) < 1e-3 * max(rates) and rates.index(min(rates)) >= len(rates) - 2
 
 
-def test_steps_alone_are_a_horizon(run, lines) -> None:
-    run("trainer.max_epochs=null", "trainer.max_steps=27")
-    assert steps(lines(), "train/loss") == list(range(1, 28))
-    assert steps(lines(), "val/loss") == [20, 27]
-    assert steps(lines(), "test/loss") == [27]
-    assert ends_at_nothing(values(lines(), "lr/default"))
-
-
 @pytest.mark.parametrize(
-    ("epochs", "most", "last"),
-    [pytest.param(1, 30, 20, id="epochs"), pytest.param(5, 30, 30, id="steps")],
+    ("words", "trained", "validated"),
+    [
+        pytest.param(["max_epochs=null", "max_steps=27"], 27, [20, 27], id="steps-alone"),
+        pytest.param(["max_epochs=5", "max_steps=30"], 30, [20, 30], id="steps-first"),
+        pytest.param(["max_epochs=1", "max_steps=30"], 20, [20], id="epochs-first"),
+        pytest.param(
+            ["max_epochs=1", "validate_every_n_epochs=null", "validate_every_n_steps=6"],
+            20,
+            [6, 12, 18, 20],  # and at the end
+            id="validation-by-steps",
+        ),
+        pytest.param(
+            ["max_epochs=5", "validate_every_n_epochs=2", "max_steps=100"],
+            100,
+            [40, 80, 100],
+            id="validation-by-epochs",
+        ),
+        pytest.param(["max_epochs=2", "limit_train_batches=5"], 10, [5, 10], id="count"),
+        pytest.param(["max_epochs=2", "limit_train_batches=0.25"], 10, [5, 10], id="share"),
+    ],
 )
-def test_the_limit_that_comes_first_ends(run, lines, epochs, most, last) -> None:
-    run(f"trainer.max_epochs={epochs}", f"trainer.max_steps={most}")
-    assert steps(lines(), "train/loss")[-1] == last
+def test_how_far_and_how_often(run, lines, words, trained, validated) -> None:
+    run(*(f"trainer.{word}" for word in words))
+    assert steps(lines(), "train/loss") == list(range(1, trained + 1))
+    assert steps(lines(), "val/loss") == validated
+    if "max_steps=30" not in words:  # the horizon is that of the epochs, too
+        assert ends_at_nothing(values(lines(), "lr/default"))
+
+
+@pytest.mark.parametrize("limit", ["1", "0.2", "0"])
+def test_fewer_batches_of_validation_and_test(run, lines, limit) -> None:
+    """270 samples in batches of 64: the first holds a number of 64ths that are right."""
+    limits = [f"trainer.limit_val_batches={limit}", f"trainer.limit_test_batches={limit}"]
+    run("trainer.max_epochs=1", *limits)
+    shares = [values(lines(), key) for key in ("val/accuracy", "test/accuracy")]
+    assert [len(found) for found in shares] == [int(limit != "0")] * 2
+    for (share,) in filter(None, shares):
+        assert share * 64 == pytest.approx(round(share * 64), abs=1e-9)
 
 
 def test_time_ends_a_run_in_good_order(run, lines, tmp_path) -> None:
@@ -86,49 +116,6 @@ def test_time_ends_a_run_in_good_order(run, lines, tmp_path) -> None:
     assert max(line["step"] for line in lines()) > last
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert steps(lines(), "test/loss") == [status["best"]["step"]]  # the earlier one is abandoned
-
-
-def test_time_alone_is_a_horizon(run, lines) -> None:
-    run("trainer.max_epochs=null", "trainer.max_time='0:00:01'", "lr_scheduler=constant")
-    assert values(lines(), "test/loss")
-
-
-def test_validation_by_steps(run, lines) -> None:
-    run(
-        "trainer.max_epochs=1",
-        "trainer.validate_every_n_epochs=null",
-        "trainer.validate_every_n_steps=6",
-    )
-    assert steps(lines(), "val/loss") == [6, 12, 18, 20]  # and at the end
-
-
-def test_validation_by_epochs(run, lines) -> None:
-    run("trainer.max_epochs=5", "trainer.validate_every_n_epochs=2", "trainer.max_steps=100")
-    assert steps(lines(), "val/loss") == [40, 80, 100]
-
-
-@pytest.mark.parametrize("limit", [pytest.param("5", id="count"), pytest.param("0.25", id="share")])
-def test_fewer_batches_of_training(run, lines, limit) -> None:
-    run("trainer.max_epochs=2", f"trainer.limit_train_batches={limit}")
-    assert steps(lines(), "train/loss") == list(range(1, 11))
-    assert steps(lines(), "val/loss") == [5, 10]
-    assert ends_at_nothing(values(lines(), "lr/default"))
-
-
-@pytest.mark.parametrize("limit", [pytest.param("1", id="count"), pytest.param("0.2", id="share")])
-def test_fewer_batches_of_validation_and_test(run, lines, limit) -> None:
-    """270 samples in batches of 64: the first holds a number of 64ths that are right."""
-    limits = [f"trainer.limit_val_batches={limit}", f"trainer.limit_test_batches={limit}"]
-    run("trainer.max_epochs=1", *limits)
-    for key in ("val/accuracy", "test/accuracy"):
-        (share,) = values(lines(), key)
-        assert share * 64 == pytest.approx(round(share * 64), abs=1e-9)
-
-
-def test_no_batches_of_validation_and_test(run, lines) -> None:
-    run("trainer.max_epochs=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
-    keys = {key for line in lines() for key in line}
-    assert not [key for key in keys if key.startswith(("val/", "test/"))]
 
 
 @pytest.mark.parametrize("few", [pytest.param("2", id="count"), pytest.param("0.1", id="share")])
@@ -212,22 +199,13 @@ def test_learning_rate_range_test(run, tmp_path) -> None:
     assert 1e-6 < found["suggestion"] < 1.0
 
 
-def test_gradient_noise_knows_nothing_of_splits_and_resumes(run, lines, tmp_path) -> None:
+def test_gradient_noise_knows_nothing_of_splits(run, lines) -> None:
     noisy = ["trainer.max_steps=12", "trainer.gradient_noise={eta: 0.01, gamma: 0.55}"]
-    run(*noisy, "callbacks.checkpoint.every_n_steps=5", "callbacks.checkpoint.save_top_k=-1")
+    run(*noisy)
     run(*noisy, "trainer.gradient_accumulation_steps=3", name="split")
     whole = values(lines(), "train/loss")
     assert values(lines("split"), "train/loss") == pytest.approx(whole, rel=1e-4)
 
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
-    run(
-        *noisy,
-        "callbacks.checkpoint.every_n_steps=5",
-        "callbacks.checkpoint.save_top_k=-1",
-        f"resume={checkpoint}",
-        name="resumed",
-    )
-    assert values(lines("resumed"), "train/loss") == whole[5:]
     run("trainer.max_steps=12", name="quiet")
     assert values(lines("quiet"), "train/loss")[-1] != pytest.approx(whole[-1], rel=1e-4)
 
@@ -298,3 +276,127 @@ def test_losses_and_metrics_of_a_group(run, lines, tmp_path, option) -> None:
         assert {f"train/loss_{name}" for name in terms} <= keys
     for name in config["task"]["metrics"]:
         assert [key for key in keys if key.startswith(f"val/{name}")]
+
+
+TRIED = [
+    "experiment=resnet18",
+    "model=mlp",
+    "optimizer=sgd_nesterov",
+    "model.hidden=[16]",
+    "loader.num_workers=0",
+    "trainer.max_epochs=3",
+    "trainer.limit_train_batches=3",
+    "callbacks.model_summary=null",
+]
+AT_ONCE = {"name": "asha", "options": {"min_resource": 1, "bootstrap_count": 9}}
+NEVER = {"name": None, "options": {}}
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """Make a study in which every job ends at its first validation, and return a job's override."""
+
+    def make(pruner=AT_ONCE):
+        place = tmp_path / "study.journal"
+        study = optuna.create_study(
+            study_name="s", storage=open_storage(str(place)), direction="maximize"
+        )
+        study.set_metric_names(["val/accuracy"])
+        study.set_user_attr(PRUNER, pruner)
+        study.ask()
+        return f"sweep.trial={{storage: '{place}', study: s, number: 0}}"
+
+    return make
+
+
+def status_of(run):
+    return json.loads((run / "status.json").read_text())
+
+
+def test_a_pruned_run_says_so_and_is_done(train, trial, tmp_path):
+    place, override = tmp_path / "run", trial()
+    run = train([*TRIED, override, f"run_dir={place}"])
+    assert run.code == 0, run.err
+    status = status_of(place)
+    assert (status["state"], status["reason"]) == ("pruned", "pruned at epoch 1, step 3")
+    assert "best/val/accuracy" in status["results"]
+    assert not any(key.startswith("test/") for key in status["results"])
+    assert "pruned: its search ended it early" in run.out
+    assert "is behind the other jobs" in run.err
+    assert yaml.safe_load((place / "config.yaml").read_text())["sweep"] is None
+    again = train([*TRIED, override, f"run_dir={place}", "resume=auto"])
+    assert (again.code, "already pruned at epoch 1, step 3" in again.err) == (0, True)
+
+
+def test_a_run_to_the_end_is_the_run_without_a_search(train, trial, tmp_path):
+    for name, more in {"with": [trial(NEVER)], "without": []}.items():
+        assert train([*TRIED, *more, f"run_dir={tmp_path / name}"]).code == 0
+    assert differences(tmp_path / "with", tmp_path / "without") == []
+
+
+def test_a_preempted_job_goes_on_with_its_trial(start, train, trial, tmp_path):
+    place, override = tmp_path / "run", trial(NEVER)
+    more = ["trainer.max_epochs=400", f"run_dir={place}"]
+    run = start([*TRIED, override, *more])
+    run.until(lambda: (place / "checkpoints" / "last.pt").exists())
+    run.send(15)
+    assert run.wait().code == 143
+    command = status_of(place)["resume"]
+    assert "sweep.trial=" in command
+    study = optuna.load_study(study_name="s", storage=open_storage(str(tmp_path / "study.journal")))
+    epochs = len(study.trials[0].intermediate_values)
+    assert epochs
+    study.set_user_attr(PRUNER, AT_ONCE)
+    again = train([*TRIED, override, *more, "resume=auto"])
+    assert (again.code, status_of(place)["state"]) == (0, "pruned")
+    assert list(study.trials[0].intermediate_values) == list(range(1, epochs + 2))
+
+
+@pytest.mark.slow
+def test_two_processes_end_as_one(start, trial, tmp_path):
+    more = ["strategy=ddp", "strategy.devices=2", "strategy.backend=gloo"]
+    run = start([*TRIED, *more, trial(), f"run_dir={tmp_path / 'run'}"]).wait(300)
+    assert run.code == 0, run.err
+    assert status_of(tmp_path / "run")["state"] == "pruned"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
+MOST = 8
+RECORDING = """
+import json, traceback
+from torch.optim import SGD
+
+class Recording(SGD):
+    def step(self, closure=None):
+        frames = [[f.filename, f.name] for f in traceback.extract_stack()[:-1]]
+        open("frames.json", "w").write(json.dumps(frames))
+        return super().step(closure)
+"""
+
+
+def test_few_frames_of_ours_lie_between_the_command_and_a_step(train, tmp_path):
+    (tmp_path / "my_optimizer.py").write_text(RECORDING)
+    ended = train(
+        [
+            "--allow-target=my_optimizer",
+            "experiment=resnet18",
+            "model=mlp",
+            "optimizer=sgd",
+            "optimizer={_target_: my_optimizer.Recording, lr: 0.1}",
+            "trainer.max_steps=1",
+        ],
+        folder=tmp_path,
+    )
+    assert ended.code == 0, ended.err
+    frames = json.loads((tmp_path / "frames.json").read_text())
+    names = [(Path(file).relative_to(ROOT), name) for file, name in frames if _is_ours(file)]
+    print(*(f"{path}: {name}" for path, name in names), sep="\n")
+    assert names[0] == (Path("scripts/regimen.py"), "main")
+    assert ("trainer/trainer.py", "fit") in [(str(path), name) for path, name in names]
+    assert len(names) <= MOST
+
+
+def _is_ours(file: str) -> bool:
+    path = Path(file)
+    return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES

@@ -1,18 +1,34 @@
-"""Decoded images that are kept: the same ones, whole or absent, within a size."""
+"""`data.cache`: the same samples, decoded once, in memory, in a file or on the device."""
 
 import logging
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from conf.check import parse
 from data.decode import read_image
 from data.errors import UnreadableError
 from data.image_folder import ImageFolder, image_folder
-from data.loading.cache import ImageCache
+from data.sources import ImageTensors
+from data.loading.cache import ImageCache, Kept, can_be_kept
+from data.loading.device_transforms import DeviceTransforms
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.transforms import Standardize, ToFloat
+from data.updates import UpdateSampler
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_data
+from trainer.assembly.experiment import eval_loader, train_loader
 
 KINDS = ["ram", "disk"]
 
@@ -30,7 +46,7 @@ def _filled(tree: Path, kind: Any, most_bytes: int = 10**6) -> ImageFolder:
     return files
 
 
-def _kept(tree: Path) -> list[Path]:
+def _files_of(tree: Path) -> list[Path]:
     return sorted((tree / ".cache").glob("*.images"))
 
 
@@ -88,18 +104,18 @@ def _parts(tree: Path) -> list[Path]:
 
 def test_a_second_run_finds_the_file_and_another_content_another(picture_tree: Path) -> None:
     _filled(picture_tree, "disk")
-    (path,) = _kept(picture_tree)
+    (path,) = _files_of(picture_tree)
     before = path.stat().st_ino
     _filled(picture_tree, "disk")
-    assert [kept.stat().st_ino for kept in _kept(picture_tree)] == [before]
+    assert [kept.stat().st_ino for kept in _files_of(picture_tree)] == [before]
     os.utime(picture_tree / "train" / "cat" / "00.jpg", ns=(1, 1))
     _filled(picture_tree, "disk")
-    assert len(_kept(picture_tree)) == 2
+    assert len(_files_of(picture_tree)) == 2
 
 
 def test_a_torn_file_is_made_again(picture_tree: Path) -> None:
     _filled(picture_tree, "disk")
-    (path,) = _kept(picture_tree)
+    (path,) = _files_of(picture_tree)
     path.write_bytes(path.read_bytes()[:-100])
     files = _filled(picture_tree, "disk")
     assert torch.equal(files[5][0], read_image(files.path(5)))
@@ -111,7 +127,7 @@ def test_the_oldest_files_make_room(picture_tree: Path) -> None:
     for number in (1, 2, 3):
         os.utime(picture_tree / "train" / "cat" / "00.jpg", ns=(number, number))
         _filled(picture_tree, "disk", most_bytes=2 * size)
-    assert len(_kept(picture_tree)) == 2
+    assert len(_files_of(picture_tree)) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +137,7 @@ def test_an_interruption_leaves_nothing_and_the_next_call_begins_anew(
     files = _open(picture_tree, kind)
     files.fill_cache(lambda: True)
     assert files.batch([0]) is None
-    assert not _kept(picture_tree) + _parts(picture_tree)
+    assert not _files_of(picture_tree) + _parts(picture_tree)
     files.fill_cache(lambda: False)
     assert files.batch([0]) is not None
 
@@ -134,3 +150,176 @@ def test_a_folder_that_cannot_be_written_costs_speed_only(
         files = _filled(picture_tree, "disk")
     assert "data.cache=disk: the decoded images cannot be written" in caplog.text
     assert files[0][0].shape == (3, 10, 12)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BASE = ["loader.batch_size=12", "loader.eval_batch_size=5", "trainer.gradient_accumulation_steps=2"]
+
+
+def _loaders(words: list[str], cache: str, rank: int = 0, workers: int = 0) -> Iterator[Loader]:
+    words = [*words, *BASE, f"data.cache={cache}", f"loader.num_workers={workers}"]
+    config = parse(compose(words).config)
+    data = build_data(config)
+    group = SimpleNamespace(rank=rank, world_size=2)
+    strategy: Any = SimpleNamespace(group=group, device=CPU)
+    yield train_loader(config, data, strategy)
+    yield eval_loader(config, data.sets["test"], strategy, limit=3)
+
+
+def _leaves(loader: Loader) -> list[Any]:
+    """Return what the network sees of an epoch from its second update on."""
+    micros = list(loader.epoch(1, 1, 5))
+    loader.close()
+    return [leaf for micro in micros for leaf in (micro.piece, *tree_leaves(micro.batch))]
+
+
+def _same(first: list[Any], second: list[Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return bool(a == b)
+
+    return len(first) == len(second) > 0 and all(map(same, first, second))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["experiment=resnet18"], id="digits"),
+        pytest.param(["experiment=resnet18", "transforms=on_device"], id="on-device"),
+        pytest.param(["experiment=resnet18", "transforms=mirrored"], id="views"),
+        pytest.param(["experiment=resnet18", "transforms=mixup"], id="mixup"),
+        pytest.param(["experiment=segmentation"], id="masks"),
+    ],
+)
+def test_the_network_sees_the_same(words: list[str]) -> None:
+    every = zip(_loaders(words, "none", rank=1), _loaders(words, "device", rank=1), strict=True)
+    for plain, kept in every:
+        assert _same(_leaves(plain), _leaves(kept))
+        assert kept.kept is not None
+        assert kept.kept.ready
+
+
+def test_image_files_are_decoded_and_kept(digit_photographs: Path) -> None:
+    words = [
+        "experiment=resnet18",
+        "data=cifar10_folder",
+        f"data.root={digit_photographs}",
+        "data.val_fraction=0.1",
+    ]
+    every = zip(_loaders(words, "ram"), _loaders(words, "device", workers=2), strict=True)
+    for ram, kept in every:
+        assert _same(_leaves(ram), _leaves(kept))
+        assert kept.kept is not None
+        assert kept.kept.ready
+        assert kept._workers is None  # they would have nothing to do
+
+
+def test_images_of_several_sizes_stay_where_they_are(
+    picture_tree: Path, write_image: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
+    words = ["experiment=resnet18", "data=image_folder", f"data.root={picture_tree}"]
+    words += ["data.image_size=12", "data.val_fraction=0", "transforms=crop_flip"]
+    plain, kept = (next(_loaders(words, cache)) for cache in ("none", "device"))
+    assert _same(_leaves(plain), _leaves(kept))
+    assert "ImageFolder holds images of several sizes" in caplog.text
+
+
+def _images(samples: int = 20) -> ImageTensors:
+    images = torch.arange(samples * 48).to(torch.uint8).view(samples, 3, 4, 4)
+    return ImageTensors(images, torch.arange(samples), ["one"])
+
+
+def _on(device: torch.device, most: int = 10**6) -> Loader:
+    dataset = _images()
+    sampler = UpdateSampler(Shuffled(20, 0), batch_size=6)
+    steps = {"float": ToFloat(), "standard": Standardize([0.5] * 3, [0.2] * 3)}
+    return Loader(
+        dataset,
+        sampler,
+        seed=0,
+        kept=Kept(dataset, device, most),
+        device=device,
+        transforms=DeviceTransforms(steps, 0),
+        prefetch=False,
+    )
+
+
+def test_what_is_too_large_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    assert _same(_leaves(_on(CPU, most=1000)), _leaves(_on(CPU)))
+    assert "20 samples take 1120 bytes, more than data.cache_bytes=1000" in caplog.text
+
+
+def test_what_is_kept_is_not_what_transforms_change() -> None:
+    loader = _on(CPU)
+    before = loader.dataset.images.clone()
+    for micro in loader.epoch(0):
+        micro.batch[0].zero_()
+    assert torch.equal(loader.dataset.images, before)
+
+
+class Copies(TorchDispatchMode):
+    """Note the bytes that go to the device, and each time that the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._pin_memory.default:  # there is nothing to pin for
+            return args[0].clone()
+        if "_local_scalar_dense" in str(func) and not args[0].is_cuda:
+            return 0  # a number of the host, which is read without a wait
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        there = [any(tensor.is_cuda for tensor in tensors) for tensors in (given, made)]
+        if func.namespace == "prim":
+            return result
+        if there == [False, True] and given:
+            self.sent.append(sum(tensor.nbytes for tensor in given))
+            if not kwargs.get("non_blocking"):
+                self.waits.append(str(func))
+        if there[0] and (not all(there) or "_local_scalar_dense" in str(func)):
+            self.waits.append(str(func))
+        return result
+
+
+def test_only_numbers_of_samples_travel_and_nothing_waits() -> None:
+    loader = _on(CUDA)
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
+        (first, *_) = loader.epoch(0)  # copies the data set, and the constants
+        assert isinstance(first.batch[0], FakeTensor)
+        assert first.batch[0].device == first.batch[1].device == CUDA
+        assert max(copies.sent) == loader.dataset.images.nbytes
+        copies.sent.clear()
+        copies.waits.clear()
+        updates = len(list(loader.epoch(1)))
+    assert copies.sent == [6 * 8] * 3 + [2 * 8]
+    assert updates == 4
+    assert copies.waits == []
+
+
+class Other(ImageTensors):
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.images[index] + 1, 0
+
+
+class InOtherBatches(ImageTensors):
+    def batch(self, indices: Any) -> Any:
+        return self.images[:1], self.targets[:1]
+
+
+class Relabelled(Other):
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.images + 1, self.targets * 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "able"), [(ImageTensors, 1), (Other, 0), (InOtherBatches, 0), (Relabelled, 1)]
+)
+def test_another_way_to_a_sample_is_not_passed_over(kind: type, able: int) -> None:
+    assert can_be_kept(kind) == able

@@ -1,23 +1,34 @@
-"""Device transforms: the same images whatever the split, and mixing keyed by its place."""
+"""Batches on their device, and transforms of whole ones: the same whatever the split."""
 
 from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
+from conf.check import parse
 from data import batch_transforms as batched
-from data.batch import Piece
+from data.batch import MicroBatch, Piece, to_device
+from data.decode import quick_form
 from data.errors import DataError
-from data.loading.device_transforms import DeviceTransforms
-from data.loading.loader import Loader
-from data.orders import Shuffled
+from data.keys import Draws
+from data.loading import loader as loading_room
+from data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
+from data.loading.fetch import collate
+from data.loading.loader import Loader, one_ahead
+from data.orders import Sequential, Shuffled
 from data.sources import Digits
-from data.transforms import ProgressiveResize, Standardize, ToFloat
+from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
 from data.updates import UpdateSampler
+from scripts.composition.compose import compose
+from trainer.assembly.data import build_data
+from trainer.assembly.experiment import train_loader
 
 STEPS = {
     "crop": batched.RandomCrop(16, padding=2),
@@ -74,22 +85,6 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     assert _equal(_images(steps=alone), _images(steps=with_flips))
 
 
-def test_a_users_own_transform_draws_for_batches_only() -> None:
-    class Noise:
-        drawn = 0
-
-        def draw(self, draws: Any, height: int, width: int) -> tuple[Tensor, ...]:
-            self.drawn = max(self.drawn, len(draws))
-            return (draws.uniform(each=height * width).view(-1, 1, height, width),)
-
-        def __call__(self, images: Tensor, noise: Tensor) -> Tensor:
-            return images + noise
-
-    noise = Noise()
-    DeviceTransforms({"noise": noise}, seed=3)(torch.zeros(4, 1, 8, 8), _piece(4))
-    assert noise.drawn == 4
-
-
 @pytest.mark.parametrize("normalize", [Standardize([0.3], [0.3]), None])
 def test_what_a_step_may_overwrite_is_nobody_elses(normalize: Any) -> None:
     """Boxes are erased from what the standardization made; the data stay."""
@@ -134,28 +129,6 @@ def test_mixing_is_torchvisions_keyed_by_place(kind: Any) -> None:
         assert not torch.equal(transforms((images, labels), place)[1], shares)
 
 
-def test_a_random_choice_of_mixers_is_one() -> None:
-    choice = v2.RandomChoice([v2.MixUp(num_classes=3), v2.CutMix(num_classes=3)])
-    transforms = DeviceTransforms({"mix": choice}, seed=0)
-    _, shares = transforms((torch.rand(6, 1, 4, 4), torch.tensor([0, 1, 2] * 2)), _piece(6))
-    assert shares.shape == (6, 3)
-
-
-def test_a_users_own_mixer_says_so() -> None:
-    class Swap:
-        mixes_samples = True
-
-        def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            order = torch.randperm(len(inputs))
-            return inputs[order], targets[order]
-
-    swap = DeviceTransforms({"swap": Swap()}, seed=0)
-    inputs = torch.arange(9.0)[:, None]
-    mixed, targets = swap((inputs, torch.arange(9)), _piece(9))
-    assert torch.equal(mixed[:, 0].long(), targets)
-    assert not torch.equal(mixed, inputs)
-
-
 @pytest.mark.parametrize(
     "transform", [v2.RandomHorizontalFlip(), v2.RandomErasing(), v2.RandAugment()]
 )
@@ -175,20 +148,6 @@ def test_images_grow_from_epoch_to_epoch() -> None:
     assert {image.shape for image in _images(steps=steps).values()} == {(1, 6, 6)}
     for epoch in (2, 9):  # the last size, here that of the images, holds from then on
         assert _equal(_images(steps=steps, epoch=epoch), _images(epoch=epoch))
-
-
-@pytest.mark.parametrize("side", [5, 16, 20])
-def test_bytes_are_resized_like_numbers_and_rounded(side: int) -> None:
-    images = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8)
-    resized = ProgressiveResize([side]).of_epoch(3)
-    assert resized(images).dtype == torch.uint8
-    assert (resized(images) - resized(images.float())).abs().max() <= 1.1  # rounds twice
-
-
-def test_sizes_have_to_be_some_pixels() -> None:
-    for sizes in ([], [8, 0]):
-        with pytest.raises(DataError, match="give a positive number of pixels for each epoch"):
-            ProgressiveResize(sizes)
 
 
 Pair = namedtuple("Pair", "image label")
@@ -218,3 +177,247 @@ def test_a_failing_step_is_named() -> None:
     transforms = DeviceTransforms({"mix": v2.MixUp(num_classes=None)}, seed=0)
     with pytest.raises(DataError, match=r"transforms\.device\.mix failed: .*num_classes"):
         transforms((torch.rand(2, 1, 2, 2), torch.arange(2)), _piece(2))
+
+
+SCALED, PLAIN = ToFloat(), Standardize([0.5], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [
+        pytest.param([batched.RandomCrop(8, 2), SCALED, PLAIN], 0, id="all"),
+        pytest.param([v2.RandomCrop(8, 2), batched.ColorJitter(0.1), SCALED], 1, id="part"),
+        pytest.param([v2.RandomCrop(8), v2.RandAugment(), SCALED], 2, id="needs-single-images"),
+        pytest.param([SCALED, PLAIN, Shifted(), Mirrored()], 0, id="views"),
+        pytest.param([ProgressiveResize([8, 16]), SCALED], 0, id="of-an-epoch"),
+        pytest.param([], 0, id="none"),
+    ],
+)
+def test_the_last_steps_that_can_are_deferred(steps: list[Any], left: int) -> None:
+    pipeline = Pipeline({str(number): step for number, step in enumerate(steps)})
+    defer(pipeline, "train")
+    assert list(pipeline.steps.values()) == steps[:left]
+    assert list(pipeline.deferred) == [f"train.{number}" for number in range(left, len(steps))]
+    check_per_sample(pipeline, "transforms.train")
+
+
+def test_a_step_for_batches_takes_single_images_before_one_that_does() -> None:
+    steps = {"flip": batched.RandomHorizontalFlip(), "nothing": v2.ColorJitter()}
+    pipeline = Pipeline(steps)
+    defer(pipeline, "train")
+    check_per_sample(pipeline, "transforms.train")
+    image = _pictures(torch.uint8)[0]
+    torch.manual_seed(0)
+    seen = [pipeline(image) for _ in range(20)]
+    turned = sum(torch.equal(one, image.flip(-1)) for one in seen)
+    assert 4 < turned < 16
+    assert turned + sum(torch.equal(one, image) for one in seen) == 20
+    torch.manual_seed(0)
+    assert all(torch.equal(pipeline(image), one) for one in seen)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        batched.AlternatingFlip(),
+        batched.RandomCrop(8, masks=True),
+        ProgressiveResize([8]),
+    ],
+    ids=lambda step: type(step).__name__,
+)
+def test_what_single_images_cannot_have_is_refused(step: Any) -> None:
+    pipeline = Pipeline({"step": step, "augment": v2.RandAugment()})
+    defer(pipeline, "train")
+    with pytest.raises(DataError, match=r"transforms\.train\.step: \w+ treats whole batches"):
+        check_per_sample(pipeline, "transforms.train")
+
+
+def _pictures(dtype: torch.dtype, side: int = 24) -> Tensor:
+    shape = (37, 3, side, side)
+    drawn = torch.randint(0, 256, shape, generator=Generator().manual_seed(1), dtype=torch.uint8)
+    return drawn if dtype == torch.uint8 else drawn.to(dtype) / 255
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        batched.RandomHorizontalFlip(),
+        batched.RandomVerticalFlip(),
+        batched.AlternatingFlip(),
+        batched.RandomCrop(20, padding=3),
+        batched.RandomCrop(20, padding=3, padding_mode="reflect"),
+        batched.RandomErasing(0.5, value=[1.0, 2.0, 3.0]),
+        batched.RandomResizedCrop(16),
+        batched.RandomAffine(10, (0.1, 0.1), (0.9, 1.1)),
+        batched.RandomAffine(10, interpolation="bilinear"),
+        batched.ColorJitter(0.4, 0.4, 0.4),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_an_image_is_the_same_in_every_batch_to_the_bit(transform: Any, dtype: torch.dtype) -> None:
+    images = _pictures(dtype)
+    rows = transform.draw(Draws.seeded(37, 4), 24, 24)
+    whole = transform(images, *rows)
+    for part in (slice(0, 1), slice(3, 12), slice(36, 37)):
+        assert torch.equal(transform(images[part], *(row[part] for row in rows)), whole[part])
+
+
+@pytest.mark.parametrize("size", [(20, 30), (300, 200)])
+def test_the_quick_resized_crop_is_torchvisions_to_the_bit(size: tuple[int, int]) -> None:
+    crop = v2.RandomResizedCrop(48)
+    quick = quick_form(crop)
+    image = torch.randint(
+        0, 256, (3, *size), generator=Generator().manual_seed(2), dtype=torch.uint8
+    )
+    for seed in range(10):
+        torch.manual_seed(seed)
+        expected = crop(image)
+        torch.manual_seed(seed)
+        assert torch.equal(quick(image), expected)
+    other = v2.RandomResizedCrop(48, antialias=False)
+    assert quick_form(other) is other
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_no_value_of_a_byte_is_rounded_otherwise(channels: int) -> None:
+    """Against the plain formula; sizes with a rest beside whole vector registers."""
+    generator = Generator().manual_seed(channels)
+    every = torch.arange(256, dtype=torch.uint8).repeat(channels, 1)
+    for _ in range(50):
+        mean, std = (torch.rand(channels, generator=generator) + 0.01 for _ in range(2))
+        step = Standardize(mean.tolist(), std.tolist()).after(SCALED)
+        for images in (every.view(channels, 16, 16), every.view(1, channels, 256, 1)[:, :, :253]):
+            floats = images.to(torch.float32) / 255
+            expected = (floats - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+            assert torch.equal(step(images), expected)
+
+
+def _seen(
+    tree: Path, *words: str, accumulation: int = 1, world: int = 1, workers: int = 0
+) -> dict[int, Tensor]:
+    """Sample -> what the network sees, over all ranks and micro-batches of epoch 1."""
+    config = parse(
+        compose(
+            [
+                "experiment=resnet18",
+                "data=image_folder",
+                f"data.root={tree}",
+                "data.image_size=12",
+                "data.val_fraction=0",
+                "loader.batch_size=8",
+                f"loader.num_workers={workers}",
+                f"trainer.gradient_accumulation_steps={accumulation}",
+                *words,
+            ]
+        ).config
+    )
+    found: dict[int, Tensor] = {}
+    for rank in range(world):
+        group = SimpleNamespace(rank=rank, world_size=world)
+        strategy: Any = SimpleNamespace(group=group, device=torch.device("cpu"))
+        loader = train_loader(config, build_data(config, ("train",)), strategy)
+        for micro in loader.epoch(1):
+            found |= dict(
+                zip(micro.piece.indices[: micro.piece.count], micro.batch[0], strict=False)
+            )
+        loader.close()
+    return found
+
+
+@pytest.mark.parametrize("sizes", ["one-size", "sizes-differ"])
+def test_neither_cache_nor_workers_nor_the_split_change_a_bit(
+    picture_tree: Path, write_image: Any, sizes: str
+) -> None:
+    if sizes == "sizes-differ":
+        write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
+        write_image(picture_tree / "train" / "dog" / "tall.png", size=(11, 23))
+    words = ("transforms=crop_flip",)
+    expected = _seen(picture_tree, *words)
+    assert len(expected) == (16 if sizes == "one-size" else 18)
+    others = [
+        _seen(picture_tree, *words, accumulation=3),
+        _seen(picture_tree, *words, world=2, accumulation=2),
+        _seen(picture_tree, *words, "data.cache=ram"),
+        _seen(picture_tree, *words, "data.cache=disk", workers=1),
+    ]
+    for seen in others:
+        assert seen.keys() == expected.keys()
+        assert all(torch.equal(seen[index], expected[index]) for index in expected)
+
+
+def test_sizes_that_stay_different_are_told(picture_tree: Path, write_image: Any) -> None:
+    write_image(picture_tree / "train" / "cat" / "wide.png", size=(19, 12))
+    with pytest.raises(DataError, match=r"differ in size \(10 x 12, 12 x 19\): see transforms"):
+        _seen(picture_tree, "transforms=basic")
+
+
+def test_a_collate_function_of_ones_own_gets_transformed_samples(picture_tree: Path) -> None:
+    node = "loader.collate_fn={_target_: torch.utils.data.default_collate, _partial_: true}"
+    seen = _seen(picture_tree, "transforms=crop_flip", node)
+    assert {image.dtype for image in seen.values()} == {torch.float32}
+
+
+def test_batches_keep_the_types_that_hold_their_samples() -> None:
+    sample = {
+        "pair": Pair(torch.ones(2), 3),
+        "tuple": (1.5, np.float32(2)),
+        "list": [torch.zeros(1), "name"],
+        "none": None,
+    }
+    batch = collate([sample, sample, sample])
+    assert isinstance(batch["pair"], Pair)
+    assert batch["pair"].image.shape == (3, 2)
+    assert batch["pair"].label.tolist() == [3, 3, 3]
+    assert isinstance(batch["tuple"], tuple)
+    assert batch["tuple"][0].dtype == torch.float64
+    assert batch["list"][1] == ["name"] * 3
+    assert batch["none"] is None
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].image.device.type == "meta"
+    assert (moved["none"], moved["list"][1]) == (None, ["name"] * 3)
+
+
+def _micro(number: int) -> MicroBatch:
+    return MicroBatch(torch.tensor([number]), Piece((number,), 1, 0, 1, 0, 1, 0, number))
+
+
+class Recorder:
+    """A side stream that notes what happens in which order."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.events: list[str] = []
+
+    def launch(self, move: Any, micro: MicroBatch) -> MicroBatch:
+        self.events.append(f"launch {micro.piece.update}")
+        moved: MicroBatch = move(micro)
+        return moved
+
+    def collect(self, ticket: MicroBatch) -> MicroBatch:
+        self.events.append(f"collect {ticket.piece.update}")
+        return ticket
+
+
+def test_the_next_batch_is_launched_before_this_one_is_handed_out() -> None:
+    stream = Recorder()
+    for micro in one_ahead(map(_micro, range(3)), stream, lambda micro: micro):
+        stream.events.append(f"use {int(micro.batch)}")
+    assert stream.events == [
+        *("launch 0", "launch 1", "collect 0", "use 0"),
+        *("launch 2", "collect 1", "use 1", "collect 2", "use 2"),
+    ]
+
+
+def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of each stream is its own: one for every epoch would keep a batch in each."""
+    made: list[Recorder] = []
+    monkeypatch.setattr(loading_room, "SideStream", lambda _: made.append(Recorder()) or made[-1])
+    monkeypatch.setattr(loading_room, "to_device", lambda batch, *_, **__: batch)
+    loading_room.side_stream.cache_clear()
+    for _ in range(2):  # loaders, as of training and validation
+        sampler = UpdateSampler(Sequential(20), batch_size=6)
+        loader = Loader(noisy(), sampler, seed=1, device=torch.device("cuda", 1))
+        assert [len(list(loader.epoch(epoch))) for epoch in range(2)] == [4, 4]
+    loading_room.side_stream.cache_clear()
+    assert len(made) == 1

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import threading
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,11 +19,9 @@ import pytest
 import torch
 from torchvision import tv_tensors
 
-from data.batch import MicroBatch, Piece, to_device
 from data.errors import DataError, WorkerError
-from data.loading import loader as loading_room
-from data.loading.fetch import collate, memory_error
-from data.loading.loader import Loader, one_ahead
+from data.loading.fetch import memory_error
+from data.loading.loader import Loader
 from data.orders import GivenBatches, SamplerOrder, Sequential, Shuffled, Subset, Weighted
 from data.sources import Digits
 from data.updates import UpdateSampler
@@ -435,73 +432,6 @@ def test_what_was_left_out_before_a_resume_counts_after_it(noisy: Any) -> None:
         assert [entry.index for entry in second.skipped] == [3]
         with pytest.raises(DataError, match="2 samples could not be loaded"):
             drain(second)
-
-
-Pair = namedtuple("Pair", "image label")
-
-
-def test_batches_keep_the_types_that_hold_their_samples() -> None:
-    sample = {
-        "pair": Pair(torch.ones(2), 3),
-        "tuple": (1.5, np.float32(2)),
-        "list": [torch.zeros(1), "name"],
-        "none": None,
-    }
-    batch = collate([sample, sample, sample])
-    assert isinstance(batch["pair"], Pair)
-    assert batch["pair"].image.shape == (3, 2)
-    assert batch["pair"].label.tolist() == [3, 3, 3]
-    assert isinstance(batch["tuple"], tuple)
-    assert batch["tuple"][0].dtype == torch.float64
-    assert batch["list"][1] == ["name"] * 3
-    assert batch["none"] is None
-    moved = to_device(batch, torch.device("meta"))
-    assert isinstance(moved["pair"], Pair)
-    assert moved["pair"].image.device.type == "meta"
-    assert (moved["none"], moved["list"][1]) == (None, ["name"] * 3)
-
-
-def _micro(number: int) -> MicroBatch:
-    return MicroBatch(torch.tensor([number]), Piece((number,), 1, 0, 1, 0, 1, 0, number))
-
-
-class Recorder:
-    """A side stream that notes what happens in which order."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.events: list[str] = []
-
-    def launch(self, move: Any, micro: MicroBatch) -> MicroBatch:
-        self.events.append(f"launch {micro.piece.update}")
-        moved: MicroBatch = move(micro)
-        return moved
-
-    def collect(self, ticket: MicroBatch) -> MicroBatch:
-        self.events.append(f"collect {ticket.piece.update}")
-        return ticket
-
-
-def test_the_next_batch_is_launched_before_this_one_is_handed_out() -> None:
-    stream = Recorder()
-    for micro in one_ahead(map(_micro, range(3)), stream, lambda micro: micro):
-        stream.events.append(f"use {int(micro.batch)}")
-    assert stream.events == [
-        *("launch 0", "launch 1", "collect 0", "use 0"),
-        *("launch 2", "collect 1", "use 1", "collect 2", "use 2"),
-    ]
-
-
-def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of each stream is its own: one for every epoch would keep a batch in each."""
-    made: list[Recorder] = []
-    monkeypatch.setattr(loading_room, "SideStream", lambda _: made.append(Recorder()) or made[-1])
-    monkeypatch.setattr(loading_room, "to_device", lambda batch, *_, **__: batch)
-    loading_room.side_stream.cache_clear()
-    for _ in range(2):  # loaders, as of training and validation
-        with loading(noisy(), device=torch.device("cuda", 1)) as loader:
-            assert [len(drain(loader, epoch)) for epoch in range(2)] == [4, 4]
-    loading_room.side_stream.cache_clear()
-    assert len(made) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,6 +12,7 @@ from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
 from toy_blocks import Points, in_group, loaders
+from toys import Log
 from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
@@ -41,16 +42,6 @@ class Weighted(Task):
         return StepOutput({"ce": mean}, counts={"ce": weights.sum()})
 
     evaluation_step = training_step
-
-
-class Log(Callback):
-    """Keep every scalar."""
-
-    def __init__(self):
-        self.lines = []
-
-    def on_log(self, trainer, scalars):
-        self.lines.append((trainer.state.global_step, dict(scalars)))
 
 
 def make_trainer(
@@ -124,12 +115,6 @@ def alone():
     return {name: case(name, Strategy("cpu")) for name in TASKS}
 
 
-@pytest.mark.parametrize("accumulation", [2, 3, 4])
-@pytest.mark.parametrize("name", TASKS)
-def test_micro_batches_change_nothing(alone, name, accumulation):
-    assert_same(alone[name], case(name, Strategy("cpu"), accumulation))
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_processes_and_micro_batches_change_nothing(alone, ranks, world_size):
     def train(strategy):
@@ -194,15 +179,18 @@ def test_all_processes_evaluate_the_buffers_that_are_saved(ranks, broadcast):
         assert after == [0 if broadcast else rank] * 2
 
 
-class SignalAt(Callback):
-    """One process hears of a signal."""
+class StopAt(Callback):
+    """Some of the processes ask for a stop, or hear of a signal, after one update."""
 
-    def __init__(self, step, rank):
-        self.step, self.rank = step, rank
+    def __init__(self, step, ranks, signal=None):
+        self.step, self.ranks, self.signal = step, ranks, signal
 
     def on_update_end(self, trainer):
-        if trainer.state.updates == self.step and trainer.group.rank == self.rank:
-            trainer.state.signal = ("SIGTERM", 143)
+        if trainer.state.updates == self.step and trainer.group.rank in self.ranks:
+            if self.signal:
+                trainer.state.signal = self.signal
+            else:
+                trainer.state.request_stop(f"rank {trainer.group.rank}")
 
 
 def stopped_by(callback, strategy):
@@ -222,20 +210,9 @@ def stopped_by(callback, strategy):
 )
 def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, place):
     def train(strategy):
-        return stopped_by(SignalAt(step, rank=1), strategy)
+        return stopped_by(StopAt(step, [1], ("SIGTERM", 143)), strategy)
 
     assert ranks(3, place(train)) == [(stopped, "SIGTERM", 143)] * 3
-
-
-class StopAt(Callback):
-    """Every process, or one, asks for a stop after one update."""
-
-    def __init__(self, step, ranks):
-        self.step, self.ranks = step, ranks
-
-    def on_update_end(self, trainer):
-        if trainer.state.updates == self.step and trainer.group.rank in self.ranks:
-            trainer.state.request_stop(f"rank {trainer.group.rank}")
 
 
 @pytest.mark.parametrize("place", [in_group, apart])

@@ -1,0 +1,378 @@
+"""A run that was stopped, killed or gone back in ends as one that never was."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+
+import pytest
+import torch
+
+from same_run import differences, metrics_of, repeated_steps
+from soak import soak
+
+# Two epochs of 8 updates, the last of them short: many runs in little time.
+OWN = """
+from data.sources import Digits
+
+
+class Few(Digits):
+    def __len__(self):
+        return 500
+"""
+UPDATES = 16
+EVERY_STEP = [
+    "data.train._target_=own.Few",  # which alone would drop the other splits
+    "data.val._target_=data.sources.Digits",
+    "data.test._target_=data.sources.Digits",
+    "callbacks.checkpoint.every_n_steps=1",
+    "trainer.validate_every_n_steps=3",
+]
+VARIANTS = {
+    "dropout-ema": [],
+    "workers-to-0": ["loader.num_workers=2"],
+    "fp16-overflow": [
+        "trainer.precision=fp16",
+        "task/loss=weighted_sum",
+        "task.loss.cross_entropy.weight=300",  # too much for the first loss scales
+        "optimizer.lr=0.0003",
+        "trainer.clip_grad_norm=1.0",
+    ],
+    "plateau": ["lr_scheduler=plateau", "lr_scheduler.patience=0", "lr_scheduler.threshold=0.5"],
+    "early-stopping": [
+        "callbacks.early_stopping.patience=3",
+        "callbacks.early_stopping.min_delta=0.9",
+    ],
+    "mixup": ["transforms=mixup"],
+    "accumulation": ["trainer.gradient_accumulation_steps=3"],
+    "unfreeze": [
+        "callbacks=[default,unfreeze]",
+        "callbacks.unfreeze.stages.layer4=null",
+        "callbacks.unfreeze.stages.body={pattern: 'features.[01].*', epoch: 1}",
+    ],
+    "muon": ["optimizer=muon"],
+    "swa": ["callbacks=[default,swa]"],
+    "pruning-ema": ["callbacks=[default,ema,pruning]", "callbacks.pruning.every_n_steps=2"],
+    "qat": ["callbacks=[default,qat]", "callbacks.qat.start_step=3"],
+    "streamed-metrics": ["trainer.log_every_n_steps=7", "trainer.validate_every_n_steps=null"],
+    "noise": ["trainer.gradient_noise={eta: 0.01, gamma: 0.55}"],
+    "gpu-sgd": [],
+    "gpu-adamw-swa": ["optimizer=adamw", "callbacks=[default,swa]", "trainer.clip_grad_norm=1.0"],
+}
+
+
+@pytest.fixture(scope="module")
+def variant(train, as_on_a_gpu, tmp_path_factory):
+    """Run `train ARGUMENTS`, a variant that begins with `gpu` as on one."""
+    folder = tmp_path_factory.mktemp("cwd")
+    (folder / "own.py").write_text(OWN)
+
+    def run(arguments, name=""):
+        environment = as_on_a_gpu if name.startswith("gpu") else {}
+        return train(arguments, folder=folder, environment=environment)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(variant, job, tmp_path_factory):
+    """Return a function that trains a variant, once, keeping the checkpoint of every update."""
+    runs = {}
+
+    def get(name):
+        if name not in runs:
+            path = tmp_path_factory.mktemp("runs") / name
+            run = variant([*job, *EVERY_STEP, *VARIANTS[name], f"run_dir={path}"], name)
+            assert run.code == 0, run.err
+            runs[name] = path
+        return runs[name]
+
+    return get
+
+
+def steps_of(run):
+    return sorted(int(p.stem.removeprefix("step-")) for p in run.glob("checkpoints/step-*.pt"))
+
+
+def killed_at(run, step, target):
+    """Copy a run as a kill -9 would have left it after the checkpoint of `step`, logs and all."""
+    shutil.copytree(run, target)
+    folder = target / "checkpoints"
+    for later in steps_of(run):
+        if later > step:
+            (folder / f"step-{later:08d}.pt").unlink()
+    for name in ("last.pt", "best.pt", "index.json"):
+        (folder / name).unlink(missing_ok=True)
+    newest = torch.load(folder / f"step-{step:08d}.pt", weights_only=True)
+    for best, _ in newest["callbacks"]["checkpoint"]["ranking"][:1]:
+        os.link(folder / f"step-{best:08d}.pt", folder / "best.pt")
+    status = target / "status.json"
+    status.write_text(status.read_text().replace('"finished"', '"running"'))
+    return target
+
+
+def resumed(variant, job, name, run, but=()):
+    overrides = [*VARIANTS[name], *but]
+    result = variant([*job, *EVERY_STEP, *overrides, f"run_dir={run}", "resume=auto"], name)
+    assert result.code == 0, result.err
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_the_end_is_the_same(variant, job, finished, tmp_path, name):
+    whole = finished(name)
+    steps = steps_of(whole)
+    # In the middle of an epoch, and where one ended.
+    for step in (steps[len(steps) // 4], steps[len(steps) // 2 - 1]):
+        run = killed_at(whole, step, tmp_path / str(step))
+        workers = ["loader.num_workers=0"] if name == "workers-to-0" else []
+        resumed(variant, job, name, run, workers)
+        assert differences(whole, run, but=["config"] if workers else []) == [], f"from step {step}"
+        assert repeated_steps(run) == []
+
+
+@pytest.mark.slow
+def test_the_variants_are_what_they_are_called(finished):
+    assert steps_of(finished("dropout-ema"))[-1] == UPDATES
+    assert "train/skipped_updates" in str(metrics_of(finished("fp16-overflow")))
+    assert steps_of(finished("early-stopping"))[-1] < UPDATES
+    rates = {line for line in metrics_of(finished("plateau")).values() if "lr/" in line}
+    assert len({line.split('"lr/default": ')[1].split(",")[0] for line in rates}) > 1
+
+
+def take_over(part):
+    def change(content, earlier):
+        content[part] = earlier[part]
+
+    return change
+
+
+def drop_buffers(content, earlier):
+    for name, value in earlier["model"].items():
+        if "running" in name:
+            content["model"][name] = value
+
+
+def shift_position(content, earlier):
+    content["state"]["counters"]["position"] += 1
+
+
+def drop_sums(content, earlier):
+    content["state"]["sums"] = earlier["state"]["sums"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "forget",
+    [
+        pytest.param(take_over("rng"), id="rng"),
+        pytest.param(take_over("optimizer"), id="optimizer"),
+        pytest.param(take_over("lr_scheduler"), id="lr_scheduler"),
+        pytest.param(take_over("ema"), id="ema"),
+        pytest.param(drop_buffers, id="buffers"),
+        pytest.param(shift_position, id="position"),
+        pytest.param(drop_sums, id="sums"),
+    ],
+)
+def test_what_a_checkpoint_forgot_would_be_noticed(variant, job, finished, tmp_path, forget):
+    whole = finished("dropout-ema")
+    run = killed_at(whole, 7, tmp_path / "run")
+    path = run / "checkpoints" / "step-00000007.pt"
+    content = torch.load(path, weights_only=True)
+    earlier = torch.load(path.with_name("step-00000005.pt"), weights_only=True)
+    forget(content, earlier)
+    torch.save(content, path)
+    resumed(variant, job, "dropout-ema", run)
+    assert differences(whole, run)
+
+
+def step_file(run, step):
+    return run / "checkpoints" / f"step-{step:08d}.pt"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A finished run of 40 steps, to be gone back in."""
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def test_going_back_and_on_ends_where_the_run_had_ended(train, job, whole, copy):
+    run = train([*job, f"resume={step_file(copy, 10)}"])
+    assert run.code == 0, run.err
+    assert "resumed at step 10" in run.err
+    assert "what the run had beyond step 10 is in" in run.err
+    assert differences(whole, copy) == []
+    assert repeated_steps(copy) == []
+    (left,) = (copy / "abandoned").iterdir()
+    moved = sorted(path.name for path in (left / "checkpoints").glob("step-*"))
+    assert moved == [f"step-{step:08d}.pt" for step in range(15, 45, 5)]
+    lines = (left / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] > 10 for line in lines} == {True}
+
+
+@pytest.mark.parametrize("policy", ["override", "keep"])
+def test_a_stop_after_going_back_goes_on_by_the_printed_command(
+    train, start, job, whole, copy, tmp_path, policy
+):
+    change = [*job, "optimizer.lr=0.013", f"resume_policy={policy}"]
+    undisturbed = shutil.copytree(whole, tmp_path / "undisturbed")
+    assert train([*change, f"resume={step_file(undisturbed, 10)}"]).code == 0
+    stopped = start([*change, f"resume={step_file(copy, 10)}"])
+    metrics = copy / "metrics.jsonl"
+    left = copy / "abandoned"
+    stopped.until(lambda: list(left.glob("*/metrics.jsonl")) and not list(left.glob("*.json")))
+    stopped.until(lambda: '"step": 12' in metrics.read_text())
+    stopped.send(signal.SIGTERM)
+    assert stopped.wait().code == 143
+    command = shlex.split(stopped.error.partition("go on with: ")[2])
+    again = train(command[1:])
+    assert again.code == 0, again.err
+    assert "already finished" not in again.err
+    assert differences(undisturbed, copy) == []
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (rate,) = {line["lr/default"] for line in lines if line["step"] == 12 and "lr/default" in line}
+    assert (rate < 0.02) == (policy == "override")
+
+
+def test_a_refused_return_leaves_the_run_alone(train, job, copy):
+    before = {path: path.read_bytes() for path in copy.rglob("*.jsonl")}
+    change = ["optimizer=adamw", "resume_policy=override"]
+    run = train([*job, f"resume={step_file(copy, 10)}", *change])
+    assert run.code == 4
+    assert {path: path.read_bytes() for path in before} == before
+    assert step_file(copy, 40).exists()
+    assert not (copy / "abandoned").exists()
+
+
+def test_a_new_run_from_anothers_checkpoint_has_its_own_ranking_and_files(
+    train, job, copy, tmp_path
+):
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    new = tmp_path / "new"
+    run = train([*job, f"resume={step_file(copy, 30)}", f"run_dir={new}"])
+    assert run.code == 0, run.err
+    assert {path: path.read_bytes() for path in before} == before
+    best = json.loads((new / "checkpoints" / "index.json").read_text())["names"]["best"]
+    assert best["step"] > 30
+    assert (new / "checkpoints" / "best.pt").exists()
+    steps = [json.loads(line)["step"] for line in (new / "metrics.jsonl").read_text().splitlines()]
+    assert min(steps) > 30
+    assert "lost" not in run.err
+    assert not (new / "abandoned").exists()
+
+
+# rich draws from `random` where it is first imported, which is not yet as in a fresh process.
+NOISY = """
+import os, random, signal, sys
+import torch
+from torch import nn
+from trainer.callback import Callback
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+    del sys.modules[name]
+
+
+class Noisy(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer = nn.Linear(256, num_classes)
+
+    def forward(self, x):
+        x = x.mean(1).flatten(1)
+        return self.layer(x * random.random() if self.training else x)
+
+
+class Stops(Callback):
+    def on_update_end(self, trainer):
+        if trainer.state.global_step == int(os.environ.get("STOP_AT", 0)):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Draws(Callback):
+    def setup(self, trainer): random.random(), torch.rand(1)
+    on_fit_start = on_epoch_start = on_epoch_end = on_validation_start = setup
+    def on_log(self, trainer, scalars): random.random(), torch.rand(1)
+    def on_fit_end(self, trainer): random.random(), torch.rand(1)
+"""
+NOISY_JOB = [
+    "experiment=resnet18",
+    "model=mlp",
+    "model._target_=noisy.Noisy",
+    "transforms=basic",
+    "+callbacks.stops={_target_: noisy.Stops}",
+    "trainer.log_every_n_steps=3",
+    "loader.num_workers=0",
+]
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+
+    def begin(name, *arguments, stop=0, code=0):
+        environment = {"STOP_AT": str(stop)}
+        job = [*NOISY_JOB, *arguments, f"run_dir={tmp_path / name}"]
+        ended = train(job, folder=tmp_path, environment=environment)
+        assert ended.code == code, ended.err
+        return tmp_path / name
+
+    return begin
+
+
+@pytest.mark.slow
+def test_a_callback_that_imports_or_draws_changes_no_update(run):
+    job = ["trainer.max_steps=8"]
+    with_all = run("whole", *job)
+    without = run("without", *job, "callbacks.model_summary=null")
+    assert differences(with_all, without, but=["config"]) == []
+    drawing = run("drawing", *job, "+callbacks.draws={_target_: noisy.Draws}")
+    assert differences(with_all, drawing, but=["config"]) == []
+
+
+@pytest.mark.slow
+def test_two_stops_change_nothing_where_the_end_imports(run):
+    job = ["callbacks=[default,pruning]", "trainer.max_steps=12"]
+    whole = run("whole", *job)
+    run("stopped", *job, stop=4, code=143)
+    run("stopped", *job, "resume=auto", stop=8, code=143)
+    assert differences(whole, run("stopped", *job, "resume=auto")) == []
+
+
+@pytest.mark.slow
+def test_five_kills_lose_nothing(tmp_path):
+    tally = soak(tmp_path, kills=5, seed=1)
+    assert tally.kills == 5
+    assert tally.loads_of_last > 0
+    assert tally.steps == sorted(tally.steps)
+    controls(tmp_path)
+
+
+def controls(folder):
+    """Show that the comparison sees each kind of loss; a blind one would prove nothing."""
+    whole, killed = folder / "whole", folder / "killed"
+    assert differences(whole, killed) == []
+    for name, spoil in {
+        "buffers": lambda c: c["model"]["features.0.bn.running_mean"].add_(1e-6),
+        "weights": lambda c: c["model"]["head.weight"].view(-1)[3].mul_(1 + 1e-6),
+        "rng": lambda c: c["rng"][0]["torch"].__setitem__(5, c["rng"][0]["torch"][5] ^ 1),
+        "position": lambda c: c["state"]["counters"].update(updates=1),
+        "ema": lambda c: c.update(ema={}),
+    }.items():
+        copy = folder / name
+        shutil.copytree(killed, copy)
+        last = copy / "checkpoints" / "last.pt"
+        content = torch.load(last, weights_only=True)
+        spoil(content)
+        (copy / "checkpoints" / "index.json").unlink()
+        torch.save(content, last)
+        assert differences(whole, copy), name
+    metrics = killed / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines, lines[-1]]) + "\n")
+    assert repeated_steps(killed)
+    assert any("metrics.jsonl" in text for text in differences(whole, killed))
+    changed = {**json.loads(lines[0]), "train/loss": 0.0}
+    metrics.write_text("\n".join([json.dumps(changed), *lines[1:]]) + "\n")
+    assert any("line 1" in text for text in differences(whole, killed))
