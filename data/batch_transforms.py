@@ -9,7 +9,8 @@ Draws are new in each epoch, unless a transform says `lasting = True`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,14 +28,13 @@ _TRIES = 10  # boxes that torchvision draws at most
 _FINE = 2**24  # steps in which the brightness of floating images is averaged
 
 
+@dataclass(eq=False, repr=False)
 class RandomHorizontalFlip:
     """Mirror each image with probability p; with `masks`, its target (n, ..., H, W) as well."""
 
-    axis = -1
-
-    def __init__(self, p: float = 0.5, masks: bool = False) -> None:
-        self.p = p
-        self.masks = masks
+    p: float = 0.5
+    masks: bool = False
+    axis: ClassVar[int] = -1
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Decide for each image."""
@@ -72,40 +72,32 @@ class AlternatingFlip(RandomHorizontalFlip):
 class RandomVerticalFlip(RandomHorizontalFlip):
     """Turn each image upside down with probability p; with `masks`, its target as well."""
 
-    axis = -2
+    axis: ClassVar[int] = -2
 
 
+@dataclass(eq=False, repr=False)
 class RandomCrop:
     """Cut a random size x size window from each image, padded first on all sides.
 
     With `masks`, the same window of the target (n, ..., H, W), padded with `mask_fill`.
     """
 
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        padding: int = 0,
-        fill: float = 0.0,
-        padding_mode: str = "constant",
-        masks: bool = False,
-        mask_fill: int = 0,
-    ) -> None:
-        self.size = _pair(size)
-        self.padding = padding
-        self.fill = fill
-        self.padding_mode = padding_mode
-        self.masks = masks
-        self.mask_fill = mask_fill
+    size: int | Sequence[int]
+    padding: int = 0
+    fill: float = 0.0
+    padding_mode: str = "constant"
+    masks: bool = False
+    mask_fill: int = 0
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw the top left corners."""
         free = [
             side + 2 * self.padding - wanted + 1
-            for side, wanted in zip((height, width), self.size, strict=True)
+            for side, wanted in zip((height, width), _pair(self.size), strict=True)
         ]
         if min(free) < 1:
             raise DataError(
-                f"a crop of {self.size} does not fit into images of {height} x {width} "
+                f"a crop of {_pair(self.size)} does not fit into images of {height} x {width} "
                 f"with padding {self.padding}"
             )
         return tuple(draws.integers(room) for room in free)
@@ -117,7 +109,7 @@ class RandomCrop:
         """Cut the same windows from targets."""
         flat = masks.reshape(len(masks), -1, *masks.shape[-2:])
         cut = self._windows(flat, top, left, self.mask_fill)
-        return cut.reshape(*masks.shape[:-2], *self.size)
+        return cut.reshape(*masks.shape[:-2], *_pair(self.size))
 
     def _windows(self, images: Tensor, top: Tensor, left: Tensor, fill: float) -> Tensor:
         if self.padding and self.padding_mode == "constant":
@@ -126,7 +118,7 @@ class RandomCrop:
             images = F.pad(images, [self.padding], padding_mode=self.padding_mode)
         images = images.contiguous()
         samples, channels, height, width = images.shape
-        tall, wide = self.size
+        tall, wide = _pair(self.size)
         # Whole rows are copied: where each begins in memory.
         planes = torch.arange(channels, device=images.device) * (height * width)
         within_plane = torch.arange(tall, device=images.device) * width
@@ -191,18 +183,13 @@ class RandomErasing:
         return torch.where((rows[:, :, None] & columns[:, None])[:, None], value, images)
 
 
+@dataclass(eq=False, repr=False)
 class RandomResizedCrop:
     """Scale a random box of each image to `size`, bilinear without antialiasing."""
 
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-    ) -> None:
-        self.size = _pair(size)
-        self.scale = scale
-        self.ratio = ratio
+    size: int | Sequence[int]
+    scale: Sequence[float] = (0.08, 1.0)
+    ratio: Sequence[float] = (3 / 4, 4 / 3)
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw boxes (top, left, height, width); the middle where ten do not fit."""
@@ -230,26 +217,20 @@ class RandomResizedCrop:
         zero = torch.zeros_like(top, dtype=torch.float32)
         x = wide / width, zero, (2 * left + wide) / width - 1
         y = zero, tall / height, (2 * top + tall) / height - 1
-        return _sampled(images, x, y, self.size, "bilinear", "border")
+        return _sampled(images, x, y, _pair(self.size), "bilinear", "border")
 
 
+@dataclass(eq=False, repr=False)
 class RandomAffine:
     """Rotate, translate and scale each image about its centre; pixels from outside are 0.
 
     degrees: most to either side; translate: most, as shares of width and height; scale: from, to.
     """
 
-    def __init__(
-        self,
-        degrees: float,
-        translate: Sequence[float] = (0.0, 0.0),
-        scale: Sequence[float] = (1.0, 1.0),
-        interpolation: str = "nearest",
-    ) -> None:
-        self.degrees = degrees
-        self.translate = translate
-        self.scale = scale
-        self.interpolation = interpolation
+    degrees: float
+    translate: Sequence[float] = (0.0, 0.0)
+    scale: Sequence[float] = (1.0, 1.0)
+    interpolation: str = "nearest"
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw angles in radians, whole pixels to the right and down, and scales."""
@@ -270,20 +251,21 @@ class RandomAffine:
         return _sampled(images, x_of, y_of, (height, width), self.interpolation, "zeros")
 
 
+@dataclass(eq=False, repr=False)
 class ColorJitter:
     """Change brightness, contrast and saturation of each image, in a random order.
 
     Each is a strength s (factors from 1 - s, not below 0, to 1 + s).
     """
 
-    def __init__(
-        self, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0
-    ) -> None:
-        self.strengths = (brightness, contrast, saturation)
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
 
     def draw(self, draws: Draws, height: int, width: int) -> Values:
         """Draw a factor for each of the three (n, 3), and their order (n, 3)."""
-        factors = [draws.uniform(max(0.0, 1 - s), 1 + s) for s in self.strengths]
+        strengths = (self.brightness, self.contrast, self.saturation)
+        factors = [draws.uniform(max(0.0, 1 - s), 1 + s) for s in strengths]
         return torch.stack(factors, 1), draws.order(3)
 
     def __call__(self, images: Tensor, factors: Tensor, order: Tensor) -> Tensor:

@@ -280,77 +280,72 @@ def own_samples(updates: Updates) -> Indices | None:
     return np.unique(np.concatenate(drawn))
 
 
-class SamplerOrder:
-    """The order in which a torch sampler, or any iterable of indices, yields samples."""
+class _Sampler:
+    """What a user's sampler yields in an epoch, read once: numbers, or lists of them."""
 
-    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+    key = "loader.sampler"
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self.sampler = sampler
         self.seed = seed
-        self._length = len(_read("loader.sampler", sampler, seed, 0))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __call__(self, epoch: int) -> Indices:
-        """Read the sampler; its length must not change."""
-        indices = _read("loader.sampler", self.sampler, self.seed, epoch, self._length)
-        return np.array(indices, np.int64)
-
-
-class GivenBatches:
-    """The updates that a batch sampler yields: each list of indices is one, over all devices."""
-
-    def __init__(self, batches: Iterable[Iterable[int]], seed: int) -> None:
-        self.batches = batches
-        self.seed = seed
-        self._epoch, self._lists = 0, _read("loader.batch_sampler", batches, seed, 0)
-        if not self._lists or not all(self._lists):
-            raise DataError("loader.batch_sampler gives no batches, or empty ones")
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def samples(self, epoch: int, update: int) -> Indices:
-        """Return one update's samples; the batch sampler is read once an epoch."""
-        if epoch != self._epoch:
-            name = "loader.batch_sampler"
-            self._lists = _read(name, self.batches, self.seed, epoch, len(self))
-            self._epoch = epoch
-        return np.array(self._lists[update], np.int64)
-
-
-def _read(
-    name: str, sampler: Iterable[Any], seed: int, epoch: int, length: int | None = None
-) -> list[Any]:
-    """Return what a sampler yields in an epoch as numbers, or lists of them.
-
-    Without the `length` of epoch 0, it is read for the first time: it is asked to repeat itself.
-    """
-    if length is None:
         if any(isinstance(p, DistributedSampler) and p.num_replicas > 1 for p in _nested(sampler)):
             raise DataError(
                 "loader.sampler: DistributedSampler is not needed, an update's samples are shared "
                 "out over the devices anyway; use a sampler of all samples"
             )
-        first, _, again = (_read(name, sampler, seed, number, -1) for number in (0, 1, 0))
-        if first != again:
+        self._epoch, self._items = 0, self._read(0)
+        self._read(1)
+        if self._read(0) != self._items:
             raise DataError(
                 f"loader.sampler: {type(sampler).__name__} gives another order when the same epoch "
                 "is read again, so a resume could not be exact: draw from torch's, random's or "
                 "numpy's global functions, from an attribute `generator`, or by `set_epoch`"
             )
-        return first
-    with _keyed(sampler, seed, epoch):
-        read = [
-            item if isinstance(item, int) else np.asarray(item).astype(np.int64).tolist()
-            for item in sampler
-        ]
-    if length not in (-1, len(read)):
-        raise DataError(
-            f"{name} gives {len(read)} in epoch {epoch}, but {length} in epoch 0: the number must "
-            "not change, for the schedule and a resume count on it"
-        )
-    return read
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def _of(self, epoch: int) -> list[Any]:
+        if epoch != self._epoch:
+            items = self._read(epoch)
+            if len(items) != len(self):
+                raise DataError(
+                    f"{self.key} gives {len(items)} in epoch {epoch}, but {len(self)} in epoch "
+                    f"{self._epoch}: the number must not change, for the schedule and a resume "
+                    "count on it"
+                )
+            self._epoch, self._items = epoch, items
+        return self._items
+
+    def _read(self, epoch: int) -> list[Any]:
+        with _keyed(self.sampler, self.seed, epoch):
+            return [
+                item if isinstance(item, int) else np.asarray(item).astype(np.int64).tolist()
+                for item in self.sampler
+            ]
+
+
+class SamplerOrder(_Sampler):
+    """The order in which a torch sampler, or any iterable of indices, yields samples."""
+
+    def __call__(self, epoch: int) -> Indices:
+        """Return the epoch's samples; their number must not change."""
+        return np.array(self._of(epoch), np.int64)
+
+
+class GivenBatches(_Sampler):
+    """The updates that a batch sampler yields: each list of indices is one, over all devices."""
+
+    key = "loader.batch_sampler"
+
+    def __init__(self, sampler: Iterable[Iterable[int]], seed: int) -> None:
+        super().__init__(sampler, seed)
+        if not self._items or not all(self._items):
+            raise DataError("loader.batch_sampler gives no batches, or empty ones")
+
+    def samples(self, epoch: int, update: int) -> Indices:
+        """Return one update's samples."""
+        return np.array(self._of(epoch)[update], np.int64)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -39,6 +40,7 @@ def memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+@dataclass(eq=False)
 class ImageCache:
     """Keep the decoded images (uint8) of a data set of files; filled once, by the main process.
 
@@ -52,16 +54,13 @@ class ImageCache:
     `channels`, a length, and `path(index)`.
     """
 
-    def __init__(
-        self, kind: Literal["ram", "disk", "device"], folder: Path, most_bytes: int
-    ) -> None:
-        self.kind = kind
-        self.folder = folder
-        self.most_bytes = most_bytes
-        self._tried = False
-        self._place: tuple[str, int, int] | None = None  # where workers find it: path, n, channels
-        self._pixels: Tensor | None = None
-        self._file: IO[bytes] | None = None
+    kind: Literal["ram", "disk", "device"]
+    folder: Path
+    most_bytes: int
+    _tried: bool = False
+    _place: tuple[str, int, int] | None = None  # where workers find it: path, samples, channels
+    _pixels: Tensor | None = None
+    _file: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pixels": None, "_file": None}
@@ -222,6 +221,7 @@ def can_be_kept(kind: type) -> bool:
     return offers(kind, "tensors", "__getitem__", "batch")
 
 
+@dataclass(eq=False)
 class Kept:
     """All samples of a data set on a device: what travels to it are the numbers of samples.
 
@@ -230,12 +230,11 @@ class Kept:
     most_bytes: a larger data set stays in host memory, with a warning.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, most_bytes: int) -> None:
-        self.dataset = dataset
-        self.device = device
-        self.most_bytes = most_bytes
-        self._tried = False
-        self._samples: Any = None
+    dataset: Any
+    device: torch.device
+    most_bytes: int
+    _tried: bool = False
+    _samples: Any = None
 
     @property
     def ready(self) -> bool:
@@ -247,24 +246,19 @@ class Kept:
         if self._tried:
             return
         self._tried = True
-        samples = self.dataset.tensors()
+        samples, why = self.dataset.tensors(), None
+        size = bytes_of(samples)
         if samples is None:
-            logger.warning(
-                "warning: data.cache=device: %s holds images of several sizes, or that cannot be "
-                "decoded: it stays in host memory",
-                type(self.dataset).__name__,
-            )
-        elif (size := bytes_of(samples)) > self.most_bytes:
-            logger.warning(
-                "warning: data.cache=device: %d samples take %d bytes, more than "
-                "data.cache_bytes=%d: they stay in host memory",
-                len(self.dataset),
-                size,
-                self.most_bytes,
-            )
-        else:
-            self._samples = to_device(samples, self.device, non_blocking=False)
-            logger.info("data.cache=device: %d bytes on %s", size, self.device)
+            name = type(self.dataset).__name__
+            why = f"{name} holds images of several sizes, or that cannot be decoded"
+        elif size > self.most_bytes:
+            asked = f"data.cache_bytes={self.most_bytes}"
+            why = f"{len(self.dataset)} samples take {size} bytes, more than {asked}"
+        if why is not None:
+            logger.warning("warning: data.cache=device: %s: they stay in host memory", why)
+            return
+        self._samples = to_device(samples, self.device, non_blocking=False)
+        logger.info("data.cache=device: %d bytes on %s", size, self.device)
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as a batch on the device, without waiting for it."""

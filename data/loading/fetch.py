@@ -3,7 +3,7 @@
 import errno
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -85,6 +85,7 @@ def never() -> bool:
     return False
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Load the samples of a piece and put them together.
 
@@ -93,23 +94,15 @@ class Fetcher:
     `replacements`: the samples that may stand in for others; None: all of the data set.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Collate,
-        seed: int,
-        on_error: str,
-        replacements: Indices | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.seed = seed
-        self.on_error = on_error
-        self.replacements = replacements
-        self.interrupted: Callable[[], bool] = never  # asked before each sample
-        # The index that is being loaded, at `slot`: workers share it with the main process.
-        self.watch: Any = [-1]
-        self.slot = 0
+    dataset: Any
+    collate: Collate
+    seed: int
+    on_error: str
+    replacements: Indices | None = None
+    interrupted: Callable[[], bool] = never  # asked before each sample
+    # The index that is being loaded, at `slot`: workers share it with the main process.
+    watch: Any = field(default_factory=lambda: [-1])
+    slot: int = 0
 
     def __call__(self, piece: Piece) -> Fetched:
         """Return a piece's batch, or an error as a value. Raises BrokenOff if interrupted."""
