@@ -19,11 +19,11 @@ from conf.check import parse
 from data.decode import read_image
 from data.errors import UnreadableError
 from data.image_folder import ImageFolder, image_folder
-from data.sources import ImageTensors
 from data.loading.cache import ImageCache, Kept, can_be_kept
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
 from data.orders import Shuffled
+from data.sources import ImageTensors
 from data.transforms import Standardize, ToFloat
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose
