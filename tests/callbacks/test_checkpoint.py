@@ -3,6 +3,7 @@ import json
 import logging
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.metrics_log import MetricsLog
 from callbacks.support import CallbackError
+from same_run import state_of
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.archive import read_safetensors
+from trainer.checkpoints.reader import read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
-from trainer.errors import StorageError
+from trainer.errors import ResourceError, StorageError
 from trainer.files import atomic
 from trainer.state import MAX_TIME
 
@@ -49,26 +52,6 @@ def step_of(run_dir: Path, name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        pytest.param({}, [10], id="every epoch"),
-        pytest.param({"every_n_epochs": 2}, [10], id="every second epoch"),
-        pytest.param(
-            {"every_n_epochs": None, "every_n_steps": 4}, [4, 8, 10], id="steps, and the end"
-        ),
-        pytest.param({"every_n_epochs": None}, [10], id="the end only"),
-        pytest.param({"every_n_steps": 3}, [3, 5, 6, 9, 10], id="both"),
-    ],
-)
-def test_when(make_trainer: Any, tmp_path: Path, options: dict[str, Any], kept: list[int]) -> None:
-    callback = Checkpoint(save_top_k=-1, **options)
-    make_trainer({"checkpoint": callback}, tmp_path, max_epochs=2).fit()
-    expected = kept if options else [5, 10]
-    assert steps(tmp_path) == expected
-    assert step_of(tmp_path, "last") == 10
-
-
-@pytest.mark.parametrize(
     ("options", "scores", "best", "kept"),
     [
         pytest.param({}, [1, 3, 2, 2], 10, [10, 15, 20], id="max"),
@@ -92,37 +75,6 @@ def test_which_are_kept(
     assert steps(tmp_path) == kept
     assert step_of(tmp_path, "best") == best
     assert callback.best == (best, scores[best // 5 - 1])
-
-
-def test_without_best(make_trainer: Any, tmp_path: Path) -> None:
-    callback = train(make_trainer, tmp_path, [1, 2, 3], save_top_k=0, save_last=False)
-    assert callback.best is None
-    assert steps(tmp_path) == [10, 15]
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
-        "index.json",
-        "step-00000010.pt",
-        "step-00000015.pt",
-    }
-
-
-def test_only_a_value_of_the_saved_state_counts(make_trainer: Any, tmp_path: Path) -> None:
-    # Saved in the middle of the second epoch: the first one's value says nothing about it.
-    callback = train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
-    assert callback.best == (10, 1.0)
-
-
-def test_without_a_validation_set_the_newest_is_best(make_trainer: Any, tmp_path: Path) -> None:
-    callback = Checkpoint()
-    make_trainer({"checkpoint": callback}, tmp_path, validated=False).fit()
-    assert (callback.monitor, callback.best) == (None, None)
-    assert step_of(tmp_path, "best") == step_of(tmp_path, "last") == 10
-
-
-def test_the_tasks_metric_is_the_default(make_trainer: Any, tmp_path: Path) -> None:
-    callback = Checkpoint()
-    assert callback.monitor is None
-    make_trainer({"checkpoint": callback}, tmp_path).fit()
-    assert callback.monitor == "val/accuracy"
 
 
 @pytest.mark.parametrize("cut", [5, 7, 10, 13])
@@ -184,35 +136,80 @@ def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
     assert torch.equal(weights["0.weight"], best["0.weight"])
 
 
-def test_the_saved_state_knows_of_its_own_save(make_trainer: Any, tmp_path: Path) -> None:
-    train(make_trainer, tmp_path, [1.0, 2.0])
-    store = CheckpointStore(tmp_path / "checkpoints")
-    payload = store.load(tmp_path / "checkpoints" / "best.pt")
-    assert payload["callbacks"]["checkpoint"]["ranking"] == [[10, 2.0]]
-    assert store.entries()[-1].metrics["val/score"] == 2.0
+@pytest.fixture
+def errors() -> dict[int, Exception]:
+    """What writing the checkpoint of a step raises."""
+    return {}
+
+
+@pytest.fixture
+def gates() -> dict[int, threading.Event]:
+    """What the write of a step waits for."""
+    return {}
+
+
+@pytest.fixture
+def written(
+    monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception], gates: dict[int, threading.Event]
+) -> list[int]:
+    """The steps that were to be written."""
+    write, tried = mechanism.write_archive, []
+
+    def wrapped(path: Path, payload: dict[str, Any]) -> Any:
+        step = payload["state"]["counters"]["global_step"]
+        tried.append(step)
+        if step in gates:
+            assert gates[step].wait(20)
+        if step in errors:
+            raise errors[step]
+        return write(path, payload)
+
+    monkeypatch.setattr(mechanism, "write_archive", wrapped)
+    return tried
+
+
+FULL = StorageError("cannot write: no space left")
 
 
 def test_a_failed_save_is_told_and_tried_again(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], caplog: Any
 ) -> None:
-    write, tried = mechanism.write_archive, []
-
-    def full_until_step_8(path: Path, payload: dict[str, Any]) -> Any:
-        tried.append(payload["state"]["counters"]["global_step"])
-        if tried[-1] < 8:
-            raise StorageError(f"cannot write {path}: no space left")
-        return write(path, payload)
-
-    monkeypatch.setattr(mechanism, "write_archive", full_until_step_8)
+    errors |= dict.fromkeys(range(8), FULL)
     checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=3)
     with caplog.at_level(logging.WARNING):
         make_trainer({"checkpoint": checkpoint}, tmp_path, log_every_n_steps=2).fit()
     # Due at 3; 4, 5 (an epoch's end) and 6 are log boundaries; 8 succeeds; 9 and 10 are due.
-    assert tried == [3, 4, 5, 6, 8, 9, 10]
-    warnings = [record.getMessage() for record in caplog.records]
-    assert [w.split(":")[0] for w in warnings] == [f"no checkpoint at step {s}" for s in (3, 4, 6)]
-    assert "no space left" in warnings[0]
+    assert written == [3, 4, 5, 6, 8, 9, 10]
+    told = [f"no checkpoint at step {step}: {FULL}" for step in (3, 4, 6)]
+    assert caplog.messages == told
     assert steps(tmp_path) == [9, 10]
+
+
+@pytest.mark.parametrize("error", [FULL, ResourceError("cannot write: no memory left")])
+def test_a_run_whose_last_save_fails_or_that_has_no_memory_left_fails(
+    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], error: Exception
+) -> None:
+    memory = isinstance(error, ResourceError)
+    errors |= {6: error} if memory else dict.fromkeys(range(11), error)
+    checkpoint = Checkpoint(every_n_steps=3)
+    trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
+    with pytest.raises(type(error), match="left"):
+        trainer.fit()
+    # That of the thread is raised by the next save at the latest.
+    assert trainer.state.global_step <= 9 if memory else trainer.state.global_step == 10
+    assert memory or checkpoint.best is None
+
+
+def test_a_failure_of_the_last_but_one_write_does_not_fail_the_run(
+    make_trainer: Any, tmp_path: Path, errors: Any, written: list[int], monkeypatch: Any
+) -> None:
+    errors[10] = FULL
+    # Saved in the background as the end of an epoch, and tried again as the end of the run.
+    checkpoint = Checkpoint()
+    warn = checkpoint._warn
+    monkeypatch.setattr(checkpoint, "_warn", lambda *told: (errors.clear(), warn(*told)))
+    make_trainer({"checkpoint": checkpoint}, tmp_path).fit()
+    assert (tmp_path / "checkpoints" / "step-00000010.pt").exists()
 
 
 def test_the_best_survives_a_disk_that_is_full_exactly_at_its_name(
@@ -245,46 +242,6 @@ def test_the_best_survives_a_disk_that_is_full_exactly_at_its_name(
     second.fit(resume="auto")
     assert second.callbacks["checkpoint"].best == (10, 2.0)
     assert step_of(tmp_path, "best") == 10
-
-
-def test_a_run_that_cannot_save_its_end_fails(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, payload: dict[str, Any]) -> Any:
-        raise StorageError(f"cannot write {path}: no space left")
-
-    monkeypatch.setattr(mechanism, "write_archive", full)
-    checkpoint = Checkpoint()
-    trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
-    with pytest.raises(StorageError, match="no space left"):
-        trainer.fit()
-    assert trainer.state.global_step == 10
-    assert checkpoint.best is None
-
-
-def test_a_signal_saves_where_it_stopped_and_only_once(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, saved = mechanism.write_archive, []
-
-    def recorded(path: Path, payload: dict[str, Any]) -> Any:
-        saved.append(path.name)
-        return write(path, payload)
-
-    monkeypatch.setattr(mechanism, "write_archive", recorded)
-    checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
-    trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path)
-    trainer.fit()
-    checkpoint.save_now(trainer)
-    assert saved == ["step-00000004.pt", "step-00000007.pt"]
-
-
-def test_nothing_is_saved_before_the_first_update(make_trainer: Any, tmp_path: Path) -> None:
-    checkpoint = Checkpoint()
-    trainer = make_trainer({"checkpoint": checkpoint}, tmp_path)
-    trainer.state.request_stop("SIGTERM", 143)
-    trainer.fit()
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_best_weights_are_those_that_were_evaluated(make_trainer: Any, tmp_path: Path) -> None:
@@ -330,23 +287,6 @@ def test_only_a_save_that_the_run_does_anyway_is_ranked(
     assert step_of(tmp_path, "last") == 6
 
 
-def test_a_stop_leaves_the_best_what_it_would_have_been(
-    make_trainer: Any, stop_at: Any, carry_over: Any, tmp_path: Path
-) -> None:
-    def options() -> dict[str, Any]:
-        return {"checkpoint": Checkpoint(monitor="train/loss", every_n_steps=4, save_top_k=1)}
-
-    whole = make_trainer(options(), tmp_path / "whole", max_epochs=4)
-    whole.fit()
-    first = make_trainer({"stop": stop_at(17), **options()}, tmp_path / "cut", max_epochs=4)
-    first.fit()
-    second = make_trainer(options(), tmp_path / "cut", max_epochs=4)
-    carry_over(first, second)
-    second.fit()
-    assert second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
-    assert step_of(tmp_path / "cut", "best") == step_of(tmp_path / "whole", "best")
-
-
 @pytest.mark.parametrize("cut", [4, 16])
 def test_the_best_is_logged_where_it_was_reached_and_no_resume_changes_that(
     make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
@@ -367,3 +307,117 @@ def test_the_best_is_logged_where_it_was_reached_and_no_resume_changes_that(
     carry_over(first, second)
     second.fit()
     assert (tmp_path / "cut" / "metrics.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        pytest.param({}, [5, 10], id="every epoch"),
+        pytest.param({"every_n_epochs": 2}, [10], id="every second epoch"),
+        pytest.param(
+            {"every_n_epochs": None, "every_n_steps": 4}, [4, 8, 10], id="steps, and the end"
+        ),
+        pytest.param({"every_n_epochs": None}, [10], id="the end only"),
+        pytest.param({"every_n_steps": 3}, [3, 5, 6, 9, 10], id="both"),
+    ],
+)
+@pytest.mark.parametrize("validated", [True, False])
+def test_when(
+    make_trainer: Any, tmp_path: Path, options: dict[str, Any], kept: list[int], validated: bool
+) -> None:
+    callback = Checkpoint(save_top_k=-1, **options)
+    make_trainer({"checkpoint": callback}, tmp_path, validated=validated).fit()
+    assert steps(tmp_path) == kept
+    assert step_of(tmp_path, "last") == 10
+    assert callback.monitor == ("val/accuracy" if validated else None)  # the task's metric
+    assert validated or step_of(tmp_path, "best") == 10  # without one the newest is the best
+
+
+def test_without_best(make_trainer: Any, tmp_path: Path) -> None:
+    callback = train(make_trainer, tmp_path, [1, 2, 3], save_top_k=0, save_last=False)
+    assert callback.best is None
+    assert steps(tmp_path) == [10, 15]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # and the index
+
+
+def test_the_saved_state_knows_of_its_own_save_and_its_own_value(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    # Saved in the middle of the second epoch, too: the first one's value says nothing about it.
+    train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    payload = store.load(tmp_path / "checkpoints" / "best.pt")
+    assert payload["callbacks"]["checkpoint"]["ranking"] == [[10, 1.0]]
+    assert store.entries()[-1].metrics["val/score"] == 1.0
+
+
+def test_a_signal_saves_where_it_stopped_only_once_and_nothing_before_an_update(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, written: list[int]
+) -> None:
+    checkpoint = Checkpoint(every_n_epochs=None, every_n_steps=4)
+    trainer = make_trainer({"checkpoint": checkpoint, "stop": stop_at(7)}, tmp_path / "a")
+    trainer.fit()
+    checkpoint.save_now(trainer)
+    assert written == [4, 7]
+    trainer = make_trainer({"checkpoint": Checkpoint()}, tmp_path / "b")
+    trainer.state.request_stop("SIGTERM", 143)
+    trainer.fit()
+    assert not (tmp_path / "b" / "checkpoints").exists()
+
+
+class At(Callback):
+    """Do something after the update of a step."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self._step, self._act = step, act
+
+    def on_update_end(self, trainer: Any) -> None:
+        if trainer.state.global_step == self._step:
+            self._act()
+
+
+def test_what_is_written_later_is_the_state_of_the_step(
+    make_trainer: Any, tmp_path: Path, gates: Any, written: list[int]
+) -> None:
+    seen = []
+
+    def run(name: str, background: bool) -> None:
+        gate = gates[6] = threading.Event()
+        if not background:
+            gate.set()
+        checkpoint = Checkpoint(
+            every_n_steps=3, save_top_k=-1, save_weights=True, background=background
+        )
+        last = tmp_path / name / "checkpoints" / "last.pt"
+        look = At(8, lambda: seen.append(read_checkpoint(last)["state"]["counters"]["global_step"]))
+        callbacks = {"ema": EMA(0.9), "look": look, "open": At(8, gate.set)}
+        callbacks["checkpoint"] = checkpoint
+        make_trainer(callbacks, tmp_path / name, max_epochs=2).fit()
+
+    run("whole", background=False)
+    run("beside", background=True)
+    assert seen == [6, 5]  # at step 8; of the run beside, the write of step 6 was under way
+    files = sorted(p.name for p in (tmp_path / "whole/checkpoints").iterdir())
+    assert sorted(p.name for p in (tmp_path / "beside/checkpoints").iterdir()) == files
+    for path in (tmp_path / "whole/checkpoints").glob("*.pt"):
+        assert state_of(tmp_path / "whole", path.stem) == state_of(tmp_path / "beside", path.stem)
+    weights = [
+        (tmp_path / n / "checkpoints/best.safetensors").read_bytes() for n in ("whole", "beside")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_an_exception_waits_for_the_write_under_way(
+    make_trainer: Any, tmp_path: Path, gates: Any, written: list[int]
+) -> None:
+    gate = gates[6] = threading.Event()
+
+    def fail() -> None:
+        threading.Timer(0.05, gate.set).start()  # while the run ends
+        raise KeyError("of the user's")
+
+    callbacks = {"fail": At(7, fail), "checkpoint": Checkpoint(every_n_steps=3)}
+    with pytest.raises(KeyError):
+        make_trainer(callbacks, tmp_path, max_epochs=9).fit()
+    assert CheckpointStore(tmp_path / "checkpoints").entries()[-1].step == 6
+    assert [t.name for t in threading.enumerate() if t.name == "checkpoint"] == []
