@@ -1,7 +1,8 @@
-"""The data sets of a configuration, opened."""
+"""The data sets of a configuration, opened; what is kept of them; folds over every source."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,14 @@ import torch
 
 from conf.check import parse
 from conf.errors import ConfigError
+from conf.schema import Config
+from data.sources import Diabetes, Digits, ImageTensors
+from data.text import StandardLibraryText
 from scripts.composition.compose import compose
-from trainer.assembly.data import build_data
+from trainer.assembly.data import build_data, kept_bytes, set_cache
 from trainer.rng import seed_everything
+
+FOLDS = 3
 
 DRAWN = """
 import random
@@ -28,15 +34,18 @@ class Drawn:
 """
 
 
+def composed(*typed: str) -> Config:
+    return parse(compose(["experiment=resnet18", "model=mlp", *typed]).config)
+
+
 def test_what_a_data_set_draws_when_it_is_opened_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_drawn.py").write_text(DRAWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    line = ["experiment=resnet18", "model=mlp", "transforms=none"]
-    line += [f"data.{s}={{_target_: my_drawn.Drawn, n: 3}}" for s in ("train", "val", "test")]
-    config = parse(compose(line).config)
+    drawn = [f"data.{s}={{_target_: my_drawn.Drawn, n: 3}}" for s in ("train", "val", "test")]
+    config = composed("transforms=none", *drawn)
     seed_everything(config.seed)
     before = random.random(), np.random.rand(), torch.rand(()).item()
     seed_everything(config.seed)
@@ -64,10 +73,82 @@ def test_a_crop_larger_than_the_images_is_a_mistake_in_the_configuration(
     steps: str, fits: bool
 ) -> None:
     steps = steps.replace("T.", "torchvision.transforms.v2.")
-    line = ["experiment=resnet18", "model=mlp", "transforms=none", f"transforms.train={{{steps}}}"]
-    config = parse(compose(line).config)
+    config = composed("transforms=none", f"transforms.train={{{steps}}}")
     if fits:
         build_data(config, ("train",))
     else:
         with pytest.raises(ConfigError, match=r"transforms\.train\.c failed: .*larger than"):
             build_data(config, ("train",))
+
+
+def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
+    config = composed("data.cache=device")
+
+    class Own(ImageTensors):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return self.images[index] / 2, 0
+
+    with pytest.raises(ConfigError, match=r"data\.cache: is device, but data\.val \(Own\) cannot"):
+        set_cache(config, "val", Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), []))
+    with pytest.raises(ConfigError, match=r"data\.val\.transform: takes single samples"):
+        set_cache(config, "val", Digits("val", transform=lambda image: image))
+
+
+def test_the_plan_counts_what_is_kept(digit_photographs: Path) -> None:
+    config = composed("data.cache=device", "data.image_size=16")
+    sets = build_data(config).sets
+    assert kept_bytes(config, sets) == (1257 + 270 + 270) * (16 * 16 + 8)
+    assert kept_bytes(composed(), sets) == 0
+    files = ["data=cifar10_folder", f"data.root={digit_photographs}", "data.cache=device"]
+    config = parse(compose(["experiment=resnet18", *files, "dry_run=true"]).config)
+    assert kept_bytes(config, build_data(config).sets) is None  # nothing is decoded yet
+
+
+def sizes(*typed: str) -> list[int]:
+    config = parse(compose([*typed, "transforms=none"]).config)
+    return [len(dataset) for dataset in build_data(config).sets.values() if dataset is not None]
+
+
+@pytest.mark.parametrize(
+    ("data", "pool"),
+    [
+        pytest.param("digits", 1527, id="digits"),
+        pytest.param("digits_noise", 1527, id="nested"),
+        pytest.param("digits_stream", 1527, id="stream"),
+        pytest.param("digit_masks", 1527, id="scenes"),
+        pytest.param("diabetes", 376, id="table"),
+    ],
+)
+def test_train_and_val_are_shared_out_and_test_stays(data: str, pool: int) -> None:
+    plain = sizes(f"data={data}")
+    folds = [f"data.folds={FOLDS}"]
+    shared = [sizes(f"data={data}", f"data.fold={k}", *folds) for k in range(FOLDS)]
+    assert {train + val for train, val, _ in shared} == {pool} == {plain[0] + plain[1]}
+    assert sum(val for _, val, _ in shared) == pool
+    assert {test for *_, test in shared} == {plain[2]}
+
+
+def test_folds_hold_every_sample_once_and_follow_the_seed_of_the_split() -> None:
+    order = torch.cat([Diabetes("val", fold=k, folds=FOLDS).values for k in range(FOLDS)])
+    assert len(order) == len(torch.cat([Diabetes("val").values, Diabetes("train").values]))
+    tests = [Diabetes("test", fold=k, folds=FOLDS).values.numpy() for k in range(FOLDS)]
+    ranks = [np.argsort(np.argsort(values)) for values in tests]
+    assert all(np.array_equal(ranks[0], other) for other in ranks)
+    options: dict[str, Any] = {"context": 8, "modules": ["statistics"]}
+    shared = [StandardLibraryText("val", fold=k, folds=2, **options) for k in range(2)]
+    total = sum(len(StandardLibraryText(s, **options).tokens) for s in ("train", "val"))
+    assert sum(len(part.tokens) for part in shared) == pytest.approx(total, abs=4)
+    val = Digits("val", 8, fold=1, folds=5)
+    assert val.targets.bincount().min() >= 29  # stratified
+    other = Digits("val", 8, split_seed=1, fold=1, folds=5)
+    assert not torch.equal(val.images, other.images)
+
+
+def test_the_folds_of_a_folder_are_cut_from_train(tmp_path: Path) -> None:
+    for place in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (tmp_path / place).mkdir(parents=True)
+        for n in range(4):
+            (tmp_path / place / f"{n}.png").touch()
+    given = ["data=image_folder", f"data.root={tmp_path}"]
+    assert sizes(*given) == [8, 8]
+    assert sizes(*given, "data.fold=1", "data.folds=4") == [6, 2]
