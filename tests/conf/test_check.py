@@ -1,6 +1,7 @@
-"""The schema held against plain trees."""
+"""The schema and interpolations, held against plain trees. Single mistakes are in mistakes.yaml."""
 
 import math
+import pickle
 import re
 import typing
 from pathlib import Path
@@ -13,11 +14,30 @@ from torch import _inductor
 from conf.check import check, fill_defaults, parse
 from conf.errors import ConfigError, Problem
 from conf.fields import dataclass_in, declared, rule_of
+from conf.interpolation import Interpolations, fill
 from conf.other_words import _OURS, VALUES, our_key
 from conf.schema import Config, EvalLoaderConfig, LoaderConfig
 from conf.schema_trainer import CompileWords, StrategyConfig, TrainerConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+NODE = {"_target_": "data.s"}
+# Values that keys may hold.
+HELD = {
+    "trainer": {
+        "max_time": [3, 0.5, "10:00:00"],
+        "clip_grad_norm_type": [math.inf, 1],
+        "limit_train_batches": [0.1, 7],
+        "limit_val_batches": [0],
+        "compile": [
+            True,
+            {"mode": "max-autotune", "dynamic": None, "fullgraph": True},
+            {"backend": "inductor", "options": {"max_autotune": True, "x.y": 0.5}},
+        ],
+        "gradient_noise": [{"eta": 0.1}, None],
+    },
+    "strategy": {"devices": [[2], "auto"]},
+    "loader": {"sampler": [NODE]},
+}
 
 
 def tree(**changed: Any) -> dict[str, Any]:
@@ -41,93 +61,40 @@ def test_a_sound_tree_becomes_dataclasses_with_their_defaults() -> None:
     assert config.data.extra == {"image_size": 8}
     assert config.loader == LoaderConfig()
     assert config.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.1}
-
-
-@pytest.mark.parametrize("target", ["mine.Samples", "data.sources.Digits"])
-def test_free_keys_of_data_are_checked_where_the_data_set_is_ours(target: str) -> None:
-    given = {"train": {"_target_": target}, "image_size": None, "channels": "rgb"}
-    found = keys(tree(data={**given, "val_fraction": 2}))
-    assert found == ([] if target.startswith("mine") else ["data.channels", "data.val_fraction"])
-
-
-def test_parse_raises_all_mistakes() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(tree(seed="x", trainer={"max_epochs": 0}))
     assert [p.key for p in caught.value.problems] == ["seed", "trainer.max_epochs"]
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        pytest.param("trainer", "max_time", 3, id="an-integer-is-a-number"),
-        pytest.param("trainer", "max_time", "10:00:00", id="a-duration"),
-        pytest.param("trainer", "clip_grad_norm_type", math.inf, id="the-largest-entry"),
-        pytest.param("trainer", "limit_train_batches", 0.1, id="a-fraction"),
-        pytest.param("trainer", "limit_train_batches", 7, id="a-count"),
-        pytest.param("trainer", "limit_val_batches", 0, id="no-validation"),
-        pytest.param("trainer", "compile", {"mode": "default"}, id="options"),
-        pytest.param("trainer", "gradient_noise", {"eta": 0.1}, id="part-of-an-optional-section"),
-        pytest.param("strategy", "devices", [2], id="device-numbers"),
-        pytest.param("strategy", "devices", "auto", id="auto"),
-        pytest.param("loader", "sampler", {"_target_": "data.s"}, id="a-node"),
-    ],
-)
-def test_what_a_key_may_hold(section: str, key: str, value: object) -> None:
-    assert check(tree(**{section: {key: value}})) == []
+@pytest.mark.parametrize("section", HELD)
+def test_what_a_key_may_hold(section: str) -> None:
+    for key, values in HELD[section].items():
+        for value in values:
+            assert check(tree(**{section: {key: value}})) == []
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        pytest.param("trainer", "max_time", math.nan, id="nan"),
-        pytest.param("trainer", "max_time", math.inf, id="infinite"),
-        pytest.param("trainer", "max_epochs", True, id="true-is-no-integer"),
-        pytest.param("trainer", "channels_last", 1, id="one-is-no-truth"),
-        pytest.param("trainer", "channels_last", "no", id="text-is-no-truth"),
-        pytest.param("trainer", "precision", False, id="no-is-no-choice"),
-        pytest.param("trainer", "limit_train_batches", True, id="true-is-no-count"),
-        pytest.param("trainer", "activation_checkpointing", [1], id="items"),
-        pytest.param("strategy", "devices", [-1], id="negative-device"),
-        pytest.param("loader", "sampler", {"x": 1}, id="a-node-without-target"),
-        pytest.param("loader", "batch_size", "???", id="missing"),
-        pytest.param("data", "num_classes", 0, id="no-classes"),
-    ],
-)
-def test_what_a_key_may_not_hold(section: str, key: str, value: object) -> None:
-    found = keys(tree(**{section: {key: value}}))
-    assert [k for k in found if k.startswith(f"{section}.{key}")] == found != []
-
-
-def test_known_words_of_open_nodes_are_checked_and_others_are_not() -> None:
+def test_a_mistake_is_found_wherever_it_stands() -> None:
     optimizer = {"lr": "fast", "mine": 1, "optimizers": {"a": {"lr": -1}, "b": {"other": 2}}}
     assert keys(tree(optimizer=optimizer)) == ["optimizer.lr", "optimizer.optimizers.a.lr"]
-
-
-def test_what_is_left_open_is_found_anywhere() -> None:
     raw = tree(model={"_target_": "models.m", "sizes": [1, "???"], "rate": math.nan})
     assert keys(raw) == ["model.sizes.1", "model.rate"]
-
-
-def test_a_key_without_effect_is_a_mistake_and_its_default_is_not() -> None:
-    assert keys(tree(strategy={"name": "single", "bucket_cap_mb": 1.0})) == [
-        "strategy.bucket_cap_mb"
-    ]
-    assert keys(tree(strategy={"name": "single", "broadcast_buffers": True})) == []
+    idle = {"name": "single", "bucket_cap_mb": 1.0, "broadcast_buffers": True}  # a default is fine
+    assert keys(tree(strategy=idle)) == ["strategy.bucket_cap_mb"]
+    free = {"image_size": None, "channels": "rgb", "val_fraction": 2}  # the user's own may take it
+    assert keys(tree(data={**free, "train": {"_target_": "mine.Samples"}})) == []
+    ours = keys(tree(data={**free, "train": {"_target_": "data.sources.Digits"}}))
+    assert ours == ["data.channels", "data.val_fraction"]
 
 
 def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect() -> None:
-    filled = fill_defaults(tree(strategy={"name": "dp"}, loader={"batch_size": 3}))
-    assert filled["loader"]["batch_size"] == 3
-    assert filled["loader"]["timeout"] == 600.0
-    assert set(filled["strategy"]) == {
-        "name", "accelerator", "devices", "device_ids", "output_device", "dim",
-    }  # fmt: skip
+    filled = fill_defaults(
+        tree(strategy={"name": "dp"}, loader={"batch_size": 3}, zz=1, callbacks=3)
+    )
+    assert (filled["loader"]["batch_size"], filled["loader"]["timeout"]) == (3, 600.0)
+    of_dp = {"name", "accelerator", "devices", "device_ids", "output_device", "dim"}
+    assert set(filled["strategy"]) == of_dp
     assert list(filled)[:3] == ["name", "seed", "run_dir"]
-
-
-def test_defaults_leave_what_is_no_section_to_the_check() -> None:
-    filled = fill_defaults({"trainer": 3, "zz": 1})
-    assert (filled["trainer"], filled["zz"]) == (3, 1)
+    assert (filled["callbacks"], filled["zz"]) == (3, 1)  # told by the check
 
 
 @pytest.mark.parametrize(
@@ -150,45 +117,63 @@ def test_a_shipped_group_shows_every_key_with_its_default(file: str, schema: typ
     assert [rule_of(one).doc for one in declared(schema).values() if not rule_of(one).doc] == []
 
 
-def test_an_error_survives_the_way_between_processes() -> None:
-    import pickle
-
-    error = ConfigError([Problem("a", "b", "c", "file.yaml:3")])
-    again = pickle.loads(pickle.dumps(error))
-    assert again.problems == error.problems
+def test_an_error_keeps_its_problems_and_stays_one_line_whatever_it_quotes() -> None:
+    again = pickle.loads(pickle.dumps(ConfigError([Problem("a", "b", "c", "file.yaml:3")])))
+    assert again.problems == [Problem("a", "b", "c", "file.yaml:3")]
     assert str(again) == "a: b; c [file.yaml:3]"
+    assert str(ConfigError([Problem("a\nb", "c\x1b[31m\r", "d\u2028e")])).isprintable()
 
 
-def test_a_message_stays_one_line_whatever_it_quotes() -> None:
-    text = str(ConfigError([Problem("a\nb", "c\x1b[31m\r", "d\u2028e")]))
-    assert text.isprintable()
-
-
-def test_every_key_of_the_root_is_a_field_of_config() -> None:
-    shipped = yaml.safe_load((CONF / "train.yaml").read_text())
-    assert set(shipped) - {"defaults"} <= set(declared(Config))
-
-
-def test_no_key_is_answered_with_itself():
+def test_every_answer_for_a_foreign_word_is_a_key_that_exists() -> None:
     assert our_key("optimizer.lr") is None
-    assert our_key("data.num_classes") is None
-
-
-def test_every_answer_is_a_key_that_exists():
     for answer in {*_OURS.values()}:
         for key in re.findall(r"\b(?:trainer|loader|strategy|data)\.\w+", answer):
             section, name = key.split(".")
-            hint = dataclass_in(Config.__annotations__[section])
-            # An open section has further keys of its own.
-            assert (
-                name in declared(hint)
-                or rule_of(declared(Config)[section]).node
-                or name in ("image_size",)
-            ), key
+            assert name in (*declared(dataclass_in(Config.__annotations__[section])), "image_size")
     assert set(VALUES.values()) <= {"cuda", "fp16", "bf16", "bf16_true", "fp32", "fp64"}
 
 
 def test_the_modes_are_torchs() -> None:
     words = typing.get_args(typing.get_type_hints(CompileWords)["mode"])[0]
     assert set(typing.get_args(words)) <= set(_inductor.list_mode_options())
-    assert TrainerConfig().compile is False
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ({"a": "${b}", "b": {"c": "${a}"}}, "a -> b -> b.c -> a"),
+        ({"a": "x${a}"}, "a -> a"),
+        ({"a": "${.b}", "b": "${.a}"}, "a -> b -> a"),
+        ({"a": {"b": "${a}"}}, "back to itself"),
+        ({"a": "${oc.select:b}", "b": "${a}"}, "back to itself"),
+        ({"a": "${data.sise}", "data": {"size": 1}}, "${data.size}?"),
+        ({"a": "${b[2]}", "b": [1]}, "refers to nothing"),
+        ({"a": "${shell:ls}"}, "not available"),
+        ({"a": "${hydra:runtime.cwd}"}, "not available"),
+        ({"a": "${${b}}", "b": "a"}, "refer to anything"),
+        ({f"k{i}": f"${{k{i + 1}}}" * 9 for i in range(50)} | {"k50": "x"}, "write out to more"),
+        ({f"k{i}": f"${{k{i + 1}}}" for i in range(5000)} | {"k5000": 1}, "too many"),
+        ({"a": "${b.c}", "b": {"c": 1}}, ""),
+        ({"m": {"a": "${.b}", "b": "${..n}"}, "n": 3}, ""),
+        ({"a": "${b[0]}/${b.1}", "b": [1, 2]}, ""),
+        ({"a": "${oc.env:HOME}${oc.env:X,${b}}", "b": 1}, ""),
+        ({"a": "${oc.select:nothing,3}"}, ""),
+        ({"a": "${total_steps}", "b": "0.5 * ${steps_per_epoch}"}, ""),
+        ({"a": "\\${nothing}"}, ""),
+        ({"a": "${c.${k}}", "c": {"x": 1}, "k": "x"}, ""),
+        ({"a": "${b}", "b": {"c": 1}, "d": "${a.c}"}, ""),
+    ],
+)
+def test_a_fault_of_an_interpolation_is_named_and_what_is_fine_passes(raw: dict, text: str) -> None:
+    found = " ".join(map(str, Interpolations(raw).problems))
+    assert text in found if text else found == ""
+
+
+def test_reserved_interpolations_are_filled_in() -> None:
+    node = {"a": ["${steps_per_epoch}", 1.5, None, "${total_step}"], "b": "\\d+${total_steps}"}
+    before = {**node, "a": [*node["a"]]}
+    filled = {"a": [10, 1.5, None, "${total_step}"], "b": "\\d+120"}
+    assert fill(node, {"total_steps": 120, "steps_per_epoch": 10}) == filled
+    assert fill("0.3 * ${total_steps}", {"total_steps": 120}) == "0.3 * 120"
+    assert fill("${total_steps}", {"steps_per_epoch": 1}) == "${total_steps}"
+    assert node == before

@@ -90,39 +90,21 @@ def test_all_mistakes_come_together() -> None:
     assert len(str(error).splitlines()) == 8
 
 
-def test_a_mistake_in_a_file_names_file_and_line(tmp_path: Path) -> None:
-    (problem,) = mistakes(
-        *mine(tmp_path, f"# train experiment=mine\n{HEAD}trainer:\n  max_epoch: 3\n")
-    ).problems
-    assert problem.key == "trainer.max_epoch"
-    assert problem.file == f"{tmp_path / 'experiment/mine.yaml'}:4"
-    assert problem.hint == "did you mean trainer.max_epochs?"
-
-
-def test_a_file_without_its_package_is_the_only_mistake(tmp_path: Path) -> None:
+def test_mistakes_of_whole_files_are_told(tmp_path: Path) -> None:
     text = "defaults:\n  - override /model: mlp\ntrainer: {max_steps: 2}\n"
-    message = str(mistakes(*mine(tmp_path, text)))
+    message = str(mistakes(*mine(tmp_path, text)))  # it is the only mistake
     assert message.startswith("must open with `# @package _global_`")
     assert "\n" not in message
-
-
-def test_lists_that_lead_back_to_themselves_are_named(tmp_path: Path) -> None:
+    text = "# @package hydra.job\nenv_set: {A: b}\n"
+    assert "Hydra's own keys" in str(mistakes(*mine(tmp_path, text)))
+    text = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    text += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    assert "aliases write out" in str(mistakes(*mine(tmp_path, HEAD + text)))
     typed = mine(tmp_path, f"{HEAD}defaults: [other]\n")
     (tmp_path / "experiment" / "other.yaml").write_text(f"{HEAD}defaults: [mine]\n")
     message = str(mistakes(*typed))
     assert "mine.yaml" in message
     assert "other.yaml" in message
-
-
-def test_a_file_may_not_call_itself_part_of_hydra(tmp_path: Path) -> None:
-    text = "# @package hydra.job\nenv_set: {A: b}\n"
-    assert "Hydra's own keys" in str(mistakes(*mine(tmp_path, text)))
-
-
-def test_aliases_that_multiply_end_at_once(tmp_path: Path) -> None:
-    text = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
-    text += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    assert "aliases write out" in str(mistakes(*mine(tmp_path, HEAD + text)))
 
 
 def test_a_folder_of_configs_that_cannot_be_listed(
@@ -143,23 +125,3 @@ def test_what_the_command_line_may_say_and_a_file_may_not() -> None:
     assert (config["run_dir"], config["resume"]) == ("/my/out", "auto")
     assert config["data"]["root"] == config["data"]["train"]["root"]
     assert compose(["data=cifar10"]).config["data"]["root"]  # a path of the environment
-
-
-def test_values_of_a_class_can_be_monitored() -> None:
-    typed = ["task/metrics=per_class", "callbacks.checkpoint.monitor=val/accuracy_3"]
-    check(["experiment=resnet18", *typed])
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({}, id="nothing"),
-        pytest.param({"mode": "max-autotune", "dynamic": None, "fullgraph": True}, id="mode"),
-        pytest.param({"backend": "inductor", "options": {"max_autotune": True}}, id="switch"),
-        pytest.param({"options": {"aggressive_fusion": False, "x.y": 0.5}}, id="numbers"),
-    ],
-)
-def test_what_compilation_takes(given: dict) -> None:
-    config = compose(["experiment=resnet18", "model=mlp"]).config
-    config["trainer"]["compile"] = given
-    parse(config)

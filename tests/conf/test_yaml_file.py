@@ -21,32 +21,25 @@ def problems(tmp_path: Path, content: str | bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        pytest.param(b"\xff\xfea: 1", "UTF-8", id="bytes"),
-        pytest.param(b"a: \x00", "syntax", id="nul"),
-        pytest.param("a: " + "[" * 100_000, "nested deeper", id="deep"),
-        pytest.param("a: '" + "x" * 1_100_000 + "'", "longer than", id="huge"),
+        (b"\xff\xfea: 1", "UTF-8"),
+        (b"a: \x00", "syntax"),
+        ("a: " + "[" * 100_000, "nested deeper"),
+        ("a: '" + "x" * 1_100_000 + "'", "longer than"),
+        ("a: 'no'\nb: \"010\"\nc: '1:30'\n", ""),
+        ("a: true\nb: 0\nc: 0.5\nd: 1e-3\ne: null\nf: 0x1f\n", ""),
+        ("a: &x {b: 1}\nc: *x\nd:\n  <<: *x\n", ""),
+        ("", ""),
+        ("# only a comment\n", ""),
+        ("a: " + "[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2), ""),
+        ("größe: ümlaut ✓\n", ""),
     ],
+    ids=range(11),
 )
-def test_a_file_that_cannot_be_read_is_named(
+def test_what_cannot_be_read_is_named_and_what_is_fine_passes(
     tmp_path: Path, content: str | bytes, text: str
 ) -> None:
-    assert text in " ".join(problems(tmp_path, content))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param("a: 'no'\nb: \"010\"\nc: '1:30'\n", id="quoted"),
-        pytest.param("a: true\nb: 0\nc: 0.5\nd: 1e-3\ne: null\nf: 0x1f\n", id="plain"),
-        pytest.param("a: &x {b: 1}\nc: *x\nd:\n  <<: *x\n", id="aliases"),
-        pytest.param("", id="empty"),
-        pytest.param("# only a comment\n", id="comment"),
-        pytest.param("a: " + "[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2), id="nested"),
-        pytest.param("größe: ümlaut ✓\n", id="unicode"),
-    ],
-)
-def test_what_is_fine(tmp_path: Path, content: str) -> None:
-    assert problems(tmp_path, content) == []
+    found = " ".join(problems(tmp_path, content))
+    assert text in found if text else found == ""
 
 
 def test_lines_and_package_are_noted(tmp_path: Path) -> None:
@@ -55,41 +48,17 @@ def test_lines_and_package_are_noted(tmp_path: Path) -> None:
     document = examine(path, "f.yaml")
     assert document.package == "_global_"
     assert document.lines == {"a": 3, "a.b": 4, "a.c": 5, "a.c.0": 5, "a.c.1": 6}
-
-
-def test_a_file_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     document = examine(tmp_path / "none.yaml", "none.yaml")
     assert not document.readable
     assert "cannot be read" in str(document.problems[0])
 
 
+# fmt: off
 TRICKY = [
-    "no",
-    "on",
-    "010",
-    "1:30",
-    "1_000",
-    "1e-3",
-    ".5",
-    "???",
-    "null",
-    "~",
-    "",
-    " x ",
-    "=",
-    "<<",
+    "no", "on", "010", "1:30", "1_000", "1e-3", ".5", "???", "null", "~", "", " x ", "=", "<<",
+    "${a}", "\\${a}", "\\\\${a}", "${total_steps}", "2024-01-01", "a\nb", "\x85", "#x", "a: b",
 ]
-TRICKY += [
-    "${a}",
-    "\\${a}",
-    "\\\\${a}",
-    "${total_steps}",
-    "2024-01-01",
-    "a\nb",
-    "\x85",
-    "#x",
-    "a: b",
-]
+# fmt: on
 
 texts = st.sampled_from(TRICKY) | st.text(max_size=8) | st.text("\\${}ab:", max_size=6)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
@@ -113,8 +82,7 @@ def test_what_is_written_is_read_back(tree: dict[str, Any]) -> None:
     assert read(dump(tree)) == tree
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, id=repr(text)) for text in TRICKY])
-def test_a_tricky_text_is_read_back_and_raises_no_eyebrow(tmp_path: Path, text: str) -> None:
-    tree = {"a": text, "b": [text]}
+def test_tricky_texts_are_read_back_and_raise_no_eyebrow(tmp_path: Path) -> None:
+    tree = {f"k{i}": [text, {"x": text}] for i, text in enumerate(TRICKY)}
     assert read(dump(tree)) == tree
     assert problems(tmp_path, dump(tree)) == []

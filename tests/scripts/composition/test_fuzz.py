@@ -17,47 +17,18 @@ INPUTS = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
+# fmt: off
 KEYS = [
-    "seed",
-    "name",
-    "model",
-    "model.a",
-    "trainer.max_epochs",
-    "x.y.z",
-    "hydra.run.dir",
-    "a/b",
-    "",
+    "seed", "name", "model", "model.a", "trainer.max_epochs", "x.y.z", "hydra.run.dir", "a/b", "",
 ]
-VALUES = ["1", "010", "1_000", "1e999", "nan", "-0", "true", "no", "null", "''", "'a", "[1,[2]]"]
-VALUES += [
-    "{a: {b: 1}}",
-    "{a:b",
-    "${seed}",
-    "${a",
-    "${model}",
-    "${oc.env:X}",
-    "${oc.env:X,${seed}}",
-]
-VALUES += [
-    "${oc.decode:'{}'}",
-    "a,b",
-    "range(1,4)",
-    "range(0,1e9)",
-    "choice(a)",
-    "glob(*)",
-    "\\",
-    "???",
-]
-VALUES += [
-    "interval(0,1)",
-    "sort(1)",
-    "shuffle(3,2)",
-    "tag(a)",
-    "int(x)",
-    "../../x",
-    "9" * 400,
+VALUES = [
+    "1", "010", "1_000", "1e999", "nan", "-0", "true", "no", "null", "''", "'a", "[1,[2]]",
+    "{a: {b: 1}}", "{a:b", "${seed}", "${a", "${model}", "${oc.env:X}", "${oc.env:X,${seed}}",
+    "${oc.decode:'{}'}", "a,b", "range(1,4)", "range(0,1e9)", "choice(a)", "glob(*)", "\\", "???",
+    "interval(0,1)", "sort(1)", "shuffle(3,2)", "tag(a)", "int(x)", "../../x", "9" * 400,
     "é\u202e",
 ]
+# fmt: on
 SIGNS = ["", "+", "++", "~", "+~", "@", "-"]
 
 typed = st.builds(
@@ -68,22 +39,12 @@ typed = st.builds(
     st.sampled_from(VALUES) | st.text(max_size=10) | st.text("[]{}()',:=$\\ab1.", max_size=20),
 )
 
+# fmt: off
 SCALARS = [
-    "1",
-    "a",
-    "no",
-    "010",
-    "1:30",
-    "~",
-    "''",
-    "${seed}",
-    "${a.b}",
-    "${.a}",
-    "*x",
-    "&x 1",
-    "<<",
+    "1", "a", "no", "010", "1:30", "~", "''", "${seed}", "${a.b}", "${.a}", "*x", "&x 1", "<<",
+    "!!python/name:os.x", "|\n   text", "${oc.select:a}", "\t", "\u2028", "1.0e400", ".nan",
 ]
-SCALARS += ["!!python/name:os.x", "|\n   text", "${oc.select:a}", "\t", "\u2028", "1.0e400", ".nan"]
+# fmt: on
 scalars = st.sampled_from(SCALARS) | st.text(max_size=8)
 lines = st.builds(
     lambda indent, key, value: f"{' ' * indent}{key}: {value}",

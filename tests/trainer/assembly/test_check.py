@@ -41,6 +41,9 @@ def check(*typed: str) -> None:
         pytest.param(["model=mlp", "data.cache=device"], id="kept"),
         pytest.param(["model=mlp", "data.cache=device", "transforms=on_device"], id="in-batches"),
         pytest.param(["experiment=segmentation", "data.cache=device"], id="masks"),
+        pytest.param(
+            ["task/metrics=per_class", "callbacks.checkpoint.monitor=val/accuracy_3"], id="class"
+        ),
     ],
 )
 def test_what_can_be_built_passes(typed: list[str]) -> None:
