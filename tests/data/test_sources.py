@@ -1,7 +1,8 @@
-"""The named data sets; the downloaded ones from files laid out as torchvision leaves them."""
+"""Data sets by name, their splits and fingerprints; downloaded ones from torchvision's files."""
 
 import gzip
 import pickle
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,83 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torchvision.transforms import v2
 
-from data.errors import DataError
-from data.sources import Cifar10, Digits, FashionMnist, _digits
+from data.errors import DataError, MissingPackageError, import_package
+from data.image_folder import image_folder
+from data.loading.loader import Loader
+from data.orders import Sequential
+from data.sources import (
+    UNSURE,
+    Cifar10,
+    Diabetes,
+    Digits,
+    DigitScenes,
+    FashionMnist,
+    WithNoise,
+    _digits,
+    fingerprint,
+)
+from data.splits import cut, fold_of
+from data.text import ALPHABET, StandardLibraryText, docstrings
 from data.transforms import Pipeline, Standardize, ToFloat
+from data.updates import UpdateSampler
+
+SPLITS = ("train", "val", "test")
+FEW = ("textwrap", "heapq", "string")  # modules that are quickly read
 
 
-def test_digits_are_split_once_and_for_all() -> None:
-    splits = {name: Digits(name, image_size=8) for name in ("train", "val", "test")}
+@given(targets=st.lists(st.integers(0, 4), min_size=1, max_size=80), wanted=st.integers(0, 40))
+@example(targets=[0, 1, 2, 2, 2, 2, 2], wanted=4)
+def test_cut_partitions_and_leaves_every_class_behind(targets: list[int], wanted: int) -> None:
+    rest, part = cut(targets, wanted, seed=1)
+    assert sorted([*rest, *part]) == list(range(len(targets)))
+    assert {targets[i] for i in rest} == set(targets)
+    assert len(part) == min(wanted, len(targets) - len(set(targets)))
+
+
+def test_cut_is_proportional() -> None:
+    _, part = cut([0] * 60 + [1] * 30 + [2] * 10, 10, seed=0)
+    assert np.bincount(np.repeat([0, 1, 2], [60, 30, 10])[part]).tolist() == [6, 3, 1]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_folds_share_all_samples_out(labelled: bool) -> None:
+    targets = np.arange(50) % 3 if labelled else None
+    folds = [fold_of(50, k, 5, 7, targets) for k in range(5)]
+    assert sorted(i for _, part in folds for i in part) == list(range(50))
+    for rest, part in folds:
+        assert sorted([*rest, *part]) == list(range(50))
+        assert len(part) == 10
+        if targets is not None:
+            assert set(np.bincount(targets[part])) <= {3, 4}
+
+
+def test_splits_are_a_function_of_their_seed() -> None:
+    targets = np.arange(60) % 4
+    for part in (
+        lambda seed: cut(targets, 20, seed)[1],
+        lambda s: fold_of(60, 1, 3, s, targets)[1],
+    ):
+        assert np.array_equal(part(0), part(0))
+        assert not np.array_equal(part(0), part(1))
+
+
+def test_too_many_folds_are_refused() -> None:
+    with pytest.raises(DataError, match=r"data.folds=5 is more than the 4 samples"):
+        fold_of(4, 0, 5, 0)
+    with pytest.raises(DataError, match=r"data.folds=3: no class has so many samples"):
+        fold_of(4, 0, 3, 0, [0, 0, 1, 1])
+
+
+def test_digits_are_scikit_learns_split_once_and_for_all() -> None:
+    for ours, theirs in zip(_digits(), load_digits(return_X_y=True), strict=True):
+        assert np.array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    splits = {name: Digits(name, image_size=8) for name in SPLITS}
     assert [len(split) for split in splits.values()] == [1257, 270, 270]
     rows = [row.tobytes() for split in splits.values() for row in split.images.numpy()]
     assert len(set(rows)) == 1797
@@ -30,6 +100,8 @@ def test_digits_are_enlarged_once() -> None:
     assert (image.shape, image.dtype) == ((1, 16, 16), torch.uint8)
     assert digits.classes[target] == str(target)
     assert image.max() > 200
+    with pytest.raises(DataError, match="image_size=-3: give a side of at least one pixel"):
+        Digits("train", image_size=-3)
 
 
 def test_whole_batches_are_the_samples_to_the_bit() -> None:
@@ -39,13 +111,8 @@ def test_whole_batches_are_the_samples_to_the_bit() -> None:
     assert batch is not None
     assert torch.equal(batch[0], torch.stack([digits[i][0] for i in (5, 0, 9)]))
     assert batch[1].tolist() == [digits[i][1] for i in (5, 0, 9)]
-
-
-def test_random_transforms_are_never_applied_to_whole_batches() -> None:
-    from torchvision.transforms import v2
-
-    pipeline = Pipeline({"flip": v2.RandomHorizontalFlip(), "to_float": ToFloat()})
-    assert Digits("val", transform=pipeline).batch([1, 2]) is None
+    random_step = Pipeline({"flip": v2.RandomHorizontalFlip(), "to_float": ToFloat()})
+    assert Digits("val", transform=random_step).batch([1, 2]) is None
 
 
 def _write_cifar(root: Path) -> None:
@@ -74,57 +141,136 @@ def _write_fashion(root: Path) -> None:
                 packed.write(head + array.tobytes())
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchvision take our small files for the real ones, whose checksums it knows."""
+def test_cifar10_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torchvision knows the checksums of the real files.
     monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_cifar10_from_files(tmp_path: Path) -> None:
     _write_cifar(tmp_path)
     train, val = (Cifar10(str(tmp_path), split, val_size=30) for split in ("train", "val"))
-    test = Cifar10(str(tmp_path), "test", image_size=16)
+    test, raw = Cifar10(str(tmp_path), "test", image_size=16), Cifar10(str(tmp_path), "test")
     assert (len(train), len(val), len(test)) == (70, 30, 20)
     assert val.targets.bincount().tolist() == [3] * 10
     assert (train.images.shape[1:], test.images.shape[1:]) == ((3, 32, 32), (3, 16, 16))
     assert train.classes[3] == "class3"
     stored = pickle.loads((tmp_path / "cifar-10-batches-py" / "test_batch").read_bytes())
-    raw = Cifar10(str(tmp_path), "test")
     assert np.array_equal(raw.images[2].numpy().reshape(-1), stored["data"][2])
+    with pytest.raises(DataError, match=r"data\.val=null"):
+        Cifar10(str(tmp_path), "val", val_size=0)
 
 
 def test_fashion_mnist_from_files(tmp_path: Path) -> None:
     _write_fashion(tmp_path)
     train = FashionMnist(str(tmp_path), "train", val_size=20)
-    test = FashionMnist(str(tmp_path), "test")
-    assert (len(train), len(test)) == (40, 20)
+    assert (len(train), len(FashionMnist(str(tmp_path), "test"))) == (40, 20)
     assert train[0][0].shape == (1, 28, 28)
     assert train.classes[1] == "Trouser"
-
-
-@pytest.mark.parametrize("kind", [Cifar10, FashionMnist])
-def test_absent_files_name_the_root_and_the_way_out(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(DataError, match=r"data\.root=.*absent.*download=true"):
-        kind(str(tmp_path / "absent"), "train", download=False)
+        FashionMnist(str(tmp_path / "absent"), "train", download=False)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_no_val_images_says_what_to_set(tmp_path: Path) -> None:
-    _write_cifar(tmp_path)
-    with pytest.raises(DataError, match=r"data\.val=null"):
-        Cifar10(str(tmp_path), "val", val_size=0)
+def test_a_scene_its_mask_and_its_labels_agree() -> None:
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    scenes, labels = (DigitScenes("val", kind, image_size=16) for kind in ("mask", "present"))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert np.array_equal(before[2], np.random.get_state()[1])
+    assert torch.equal(scenes.images, labels.images)
+    for index in range(0, len(scenes), 30):
+        image, mask = scenes[index]
+        assert image.shape == (1, 16, 16)
+        ink = image[0] >= 96
+        assert torch.equal((mask > 0) & (mask != UNSURE), ink)
+        assert torch.equal(mask == UNSURE, (image[0] >= 32) & ~ink)
+        numbers = set(mask.unique().tolist()) - {0, UNSURE}
+        assert {int(i) + 1 for i in labels[index][1].nonzero()} == numbers
+    assert 1 <= labels.target.sum(1).min() <= labels.target.sum(1).max() <= 3
+    other = DigitScenes("val", "mask", image_size=16, split_seed=1)
+    assert not torch.equal(scenes.images, other.images)
+    for wrong in ({"image_size": 15}, {"most": 5}):
+        with pytest.raises(DataError, match="even, and 1 to 4"):
+            DigitScenes("val", **{"image_size": 16, **wrong})
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
+def test_the_table_is_split_once_and_standardised_by_its_training_part() -> None:
+    parts = [Diabetes(split) for split in SPLITS]
+    train = parts[0]
+    assert all(torch.equal(*pair) for pair in zip(train.tensors(), train[:], strict=True))
+    assert [len(part) for part in parts] == [310, 66, 66]
+    rows = torch.cat([part.features for part in parts])
+    assert len(rows.unique(dim=0)) == 442
+    torch.testing.assert_close(train.features.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(train.values.std(), torch.tensor(1.0))
+    assert abs(parts[1].values.mean()) > 1e-3
 
-    for ours, theirs in zip(_digits(), load_digits(return_X_y=True), strict=True):
-        assert np.array_equal(ours, theirs)
-        assert ours.dtype == theirs.dtype
+
+def text(split: str = "train", **options) -> StandardLibraryText:
+    return StandardLibraryText(split, **{"context": 16, "modules": FEW, **options})
 
 
-def test_a_size_below_a_pixel_is_refused() -> None:
-    with pytest.raises(DataError, match="image_size=-3: give a side of at least one pixel"):
-        Digits("train", image_size=-3)
+def test_text_is_read_and_what_follows_follows() -> None:
+    dataset = text()
+    tokens, following = dataset[2]
+    assert torch.equal(tokens[1:], following[:-1])
+    assert torch.equal(torch.cat([dataset[1][0], dataset[2][0]]), dataset.tokens[16:48])
+    assert {ALPHABET[t] for t in dataset.tokens} <= set(dataset.classes)
+    with pytest.raises(DataError, match="no source"):
+        docstrings("no_such_module")
+    with pytest.raises(DataError, match="context=100000"):
+        text("val", context=100_000)
+
+
+def test_no_string_is_in_two_splits() -> None:
+    whole = {split: "".join(ALPHABET[t] for t in text(split).tokens) for split in SPLITS}
+    everything = [s for module in FEW for s in docstrings(module)]
+    homes = [[split for split in SPLITS if s in whole[split]] for s in everything if len(s) > 60]
+    assert all(len(found) == 1 for found in homes)
+
+
+def test_windows_shift_by_seed_and_epoch_alone() -> None:
+    def drawn(epoch: int, workers: int = 0) -> torch.Tensor:
+        dataset = text(shift=True)
+        sampler = UpdateSampler(Sequential(len(dataset)), batch_size=8)
+        loader = Loader(dataset, sampler, seed=1, num_workers=workers)
+        batches = torch.cat([m.batch[0] for m in loader.epoch(epoch)])
+        loader.close()
+        return batches
+
+    assert torch.equal(drawn(0), drawn(0, workers=2))
+    assert not torch.equal(drawn(0), drawn(1))
+
+
+def test_noise_comes_with_the_image_alone() -> None:
+    dataset = WithNoise([(torch.ones(1, 4, 4), 3)], latent_dim=5, transform=lambda image: image * 2)
+    torch.manual_seed(0)
+    image, noise = dataset[0]
+    torch.manual_seed(0)
+    assert torch.equal(noise, torch.randn(5))
+    assert image.unique().tolist() == [2.0]
+
+
+def test_a_package_that_is_missing_is_a_mistake_of_the_configuration() -> None:
+    words = r"pip install 'regimen\[huggingface\]'"
+    with pytest.raises(MissingPackageError, match=words) as caught:
+        import_package("regimen_has_no_such_package", "huggingface")
+    assert caught.value.exit_code == 2
+
+
+def test_fingerprints_tell_data_apart(picture_tree: Path) -> None:
+    def of_folder() -> str:
+        return fingerprint(image_folder(str(picture_tree), "train"))
+
+    class Own:
+        def fingerprint(self) -> str:
+            return "version 3"
+
+    digits = fingerprint(Digits("val"))
+    assert digits == fingerprint(Digits("val"))
+    changed: Any = Digits("val")
+    changed.images[3, 0, 2, 2] += 1
+    others = [Digits("test"), Digits("val", image_size=8), Digits("val", split_seed=1), changed]
+    assert len({digits, *map(fingerprint, [*others, [1, 2]])}) == 6
+    assert fingerprint(Own()) == "version 3"
+    before = of_folder()
+    assert before == of_folder()
+    (picture_tree / "train" / "cat" / "00.jpg").rename(picture_tree / "train" / "cat" / "zz.jpg")
+    assert before != of_folder()

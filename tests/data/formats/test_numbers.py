@@ -1,0 +1,338 @@
+"""Numbers in others' formats: tables with their encoding, and token files."""
+
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.formats.table import TableRows, read_columns, table
+from data.formats.tokens import token_blocks
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.splits import class_names
+from data.updates import UpdateSampler
+from trainer.assembly.data import changed_data, data_facts
+
+HEADER = "rooms,area,town,price"
+KINDS = {"target": "town", "target_kind": "class"}
+SPLITS = ("train", "val", "test")
+
+
+def houses(rows: int = 40) -> list[str]:
+    drawn, towns = np.random.default_rng(0), ("Aachen", "Bonn", "Celle")
+    return [
+        f"{1 + i % 5},{50 + 10 * drawn.random():.3f},{towns[i % 3]},{100 + 3 * i}"
+        for i in range(rows)
+    ]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "houses.csv"
+    path.write_text("\n".join([HEADER, *houses()]) + "\n")
+    return path
+
+
+def rows_of(path: Path, split: str = "train", **options):
+    return table(str(path), split, **{"target": "price", **options})
+
+
+def test_numbers_are_standardised_by_the_training_rows(file: Path) -> None:
+    sets = {split: rows_of(file, split) for split in SPLITS}
+    rows = [row.split(",") for row in houses()]
+    train = [rows[r] for r in sets["train"].rows]
+    areas = np.array([float(row[1]) for row in train])
+    prices = np.array([float(row[3]) for row in train])
+    for data in sets.values():
+        for (inputs, price), row in zip(data, data.rows, strict=True):
+            _, area, town, wanted = rows[row]
+            assert inputs.shape == (5,)
+            expected = (float(area) - areas.mean()) / areas.std()
+            assert inputs[1].item() == pytest.approx(expected, rel=1e-5)
+            assert inputs[2:].tolist() == [town == t for t in ("Aachen", "Bonn", "Celle")]
+            mean, std = data.target_scale
+            assert price.item() * std + mean == pytest.approx(float(wanted), rel=1e-5)
+    assert sets["train"].target_scale == (prices.mean(), prices.std())
+    assert sorted(np.concatenate([d.rows for d in sets.values()])) == list(range(40))
+    assert [len(d) for d in sets.values()] == [32, 4, 4]
+
+
+def test_classes_are_names_and_splits_stratified(file: Path) -> None:
+    sets = [rows_of(file, split, **KINDS) for split in SPLITS]
+    assert all(data.classes == ["Aachen", "Bonn", "Celle"] for data in sets)
+    assert sets[1].classes[sets[1][0][1]] == houses()[sets[1].rows[0]].split(",")[2]
+    assert all(set(data.targets.tolist()) == {0, 1, 2} for data in sets)
+    rooms = rows_of(file, target="rooms", target_kind="class")
+    assert rooms.classes == ["1", "2", "3", "4", "5"]
+
+
+def test_a_folder_gives_its_splits(tmp_path: Path) -> None:
+    lines = houses()
+    (tmp_path / "train.csv").write_text("\n".join([HEADER, *lines[:30]]))
+    (tmp_path / "test.csv").write_text("\n".join([HEADER, *lines[30:], "1,55,Dover,7"]))
+    train, val, test = (rows_of(tmp_path, split) for split in SPLITS)
+    assert [len(data) for data in (train, val, test)] == [27, 3, 11]
+    assert test[10][0][2:].tolist() == [0, 0, 0]  # a town that train does not know
+    assert train.target_scale == test.target_scale
+    assert rows_of(tmp_path, "val", val_fraction=0.0) is None
+
+
+def test_parquet_and_new_rows_are_encoded_alike(file: Path, tmp_path: Path) -> None:
+    train, new = rows_of(file), tmp_path / "new.csv"
+    form = train.input_form()
+    new.write_text("town,area,rooms\n" + "\n".join(",".join(r.split(",")[2::-1]) for r in houses()))
+    rows = TableRows(read_columns(str(new)), form["features"], form["missing"], None)
+    assert torch.equal(rows.inputs[torch.from_numpy(train.rows)], train.inputs)
+    assert rows.path(3) == f"{new}:5"
+    arrow = pytest.importorskip("pyarrow.csv")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.read_csv(file), file.with_suffix(".parquet"))
+    other = rows_of(file.with_suffix(".parquet"))
+    assert train.features == other.features
+    assert torch.equal(train.inputs, other.inputs)
+    assert torch.equal(train.answers, other.answers)
+    assert other.path(0).endswith(f":{other.rows[0] + 1}")
+    file.with_suffix(".parquet").write_bytes(b"PAR1 no table")
+    with pytest.raises(DataError, match=r"houses\.parquet: cannot be read as parquet"):
+        rows_of(file.with_suffix(".parquet"))
+
+
+def test_a_missing_value_is_the_mean_where_that_is_wanted(file: Path) -> None:
+    file.write_text(file.read_text().replace("Bonn,103", " ? ,103").replace("\n2,", "\nNA,", 1))
+    with pytest.raises(DataError, match=r"houses\.csv: row 3, column 'rooms': no value"):
+        rows_of(file)
+    data = rows_of(file, missing="mean", val_fraction=0.0, test_fraction=0.0)
+    assert data[1][0][0].item() == 0.0
+    assert data[1][0][2:].tolist() == [0, 0, 0]
+
+
+ONE = f"{HEADER}\n1,2,B,3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        pytest.param(f"{ONE}1,two,B,3\n", {}, r"row 3, column 'area': 'two'", id="no-number"),
+        pytest.param(f"{HEADER}\n1,2,B\n", {}, "row 2 has 3 cells, the header 4", id="short"),
+        pytest.param(f"{HEADER}\n", {}, "has no rows", id="empty"),
+        pytest.param(ONE, {"features": []}, "to predict from", id="none"),
+        pytest.param("", {}, "first row must name every column", id="nothing"),
+        pytest.param("a,a\n1,2\n", {}, "two columns are named 'a'", id="twice"),
+        pytest.param(ONE, {"target": "prize"}, "no column 'prize'", id="target"),
+        pytest.param(ONE, {"features": ["room"]}, "data.features: .*'room'", id="feature"),
+        pytest.param(ONE, {"categorical": ["tow"]}, "data.categorical: .*'tow'", id="categorical"),
+        pytest.param(ONE, {"channels": 4}, "set data.channels=3", id="channels"),
+        pytest.param(f"{HEADER}\n1,inf,B,3\n", {}, "'inf' is not a finite number", id="infinite"),
+        pytest.param(f"{HEADER}\n1,2,B,\n", {}, "column 'price': no value", id="no-target"),
+        pytest.param(f'{HEADER}\n1,"2,B,3\n', {}, "cannot be read as csv", id="quote"),
+    ],
+)
+def test_a_mistake_is_named_by_row_and_column(
+    tmp_path: Path, text: str, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=words):
+        rows_of(tmp_path / "t.csv", **options)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.xlsx").write_text("x")
+    with pytest.raises(DataError, match=r"t\.xlsx is none of"):
+        rows_of(tmp_path / "t.xlsx")
+    with pytest.raises(DataError, match="no such file"):
+        rows_of(tmp_path / "absent.csv")
+
+
+def test_folds_are_shared_out_of_what_test_leaves(file: Path) -> None:
+    folds = [rows_of(file, "val", fold=k, folds=3).rows for k in range(3)]
+    left = {row for split in ("train", "val") for row in rows_of(file, split).rows}
+    assert sorted(np.concatenate(folds)) == sorted(left)
+    assert sorted([*rows_of(file, "train", fold=1, folds=3).rows, *folds[1]]) == sorted(left)
+    assert (rows_of(file, "test", fold=1, folds=3).rows == rows_of(file, "test").rows).all()
+
+
+@pytest.mark.parametrize("target", [{}, KINDS], ids=["number", "class"])
+def test_statistics_of_a_checkpoint_take_the_place_of_the_rows(
+    file: Path, target: dict[str, Any]
+) -> None:
+    before = rows_of(file, **target)
+    kept = before.statistics()
+    row = {tuple(inputs.tolist()) for inputs, _ in before}
+    # More rows, and larger ones: by their own statistics each row would be encoded anew.
+    file.write_text(file.read_text() + "".join(f"9,{900 + i},Bonn,{i}\n" for i in range(40)))
+    anew, alike = rows_of(file, **target), rows_of(file, **target, statistics=kept)
+    assert anew.statistics() != kept
+    assert alike.statistics() == kept
+    assert {tuple(inputs.tolist()) for inputs, _ in alike} & row
+    assert not {tuple(inputs.tolist()) for inputs, _ in anew} & row
+    assert alike.fingerprint() != before.fingerprint()
+    others = rows_of(file, **target, features=["area"], statistics=kept)
+    assert [feature["name"] for feature in others.statistics()["features"]] == ["area"]
+
+
+def test_a_checkpoint_keeps_and_compares_what_a_table_was(file: Path) -> None:
+    then = data_facts({"train": rows_of(file), "val": rows_of(file, "val"), "test": None})
+    assert then.keys() == {"statistics", "fingerprints"}
+    assert changed_data(then, data_facts({"train": rows_of(file)})) == []
+    assert data_facts({"train": [1, 2]}) == {}
+    file.write_text(file.read_text().replace("Bonn", "Celle"))
+    (line,) = changed_data(then, data_facts({"train": rows_of(file)}))
+    assert line.startswith("data.train: the rows are not those of the checkpoint; they are encoded")
+    assert line.endswith("by other statistics than before")
+
+
+def test_class_numbers_count_from_zero_and_are_bounded() -> None:
+    assert class_names({"3", "0"}, None, 9, "here") == ["0", "1", "2", "3"]
+    assert class_names({"b", "10", "a"}, None, 2, "here") == ["10", "a", "b"]
+    with pytest.raises(DataError, match=r"here: class number 99999999999 is not below the number"):
+        class_names({"0", "99999999999"}, None, 9, "here")
+
+
+NUMBERS = np.arange(1000, dtype=np.uint16) * 7 % 500
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    NUMBERS.tofile(tmp_path / "train.bin")
+    NUMBERS[:100].tofile(tmp_path / "val.bin")
+    return tmp_path
+
+
+def blocks(root: Path, split: str = "train", **options):
+    return token_blocks(str(root), split, **{"context": 16, "num_classes": 500, **options})
+
+
+def test_blocks_follow_each_other(folder: Path) -> None:
+    data = blocks(folder)
+    assert len(data) == (1000 - 1) // 16
+    content = pickle.dumps(data)
+    assert len(content) < 1500  # a worker maps the file itself
+    for index in (0, 7, len(data) - 1):
+        tokens, following = pickle.loads(content)[index]
+        first = index * 16
+        assert tokens.tolist() == NUMBERS[first : first + 16].tolist()
+        assert following.tolist() == NUMBERS[first + 1 : first + 17].tolist()
+    tokens, following = data.batch([3, 0])
+    assert torch.equal(tokens, torch.stack([data[3][0], data[0][0]]))
+    assert torch.equal(following, torch.stack([data[3][1], data[0][1]]))
+    assert tokens.dtype == torch.int64
+    with pytest.raises(IndexError):
+        data[len(data)]
+    before = data.fingerprint()
+    assert blocks(folder).fingerprint() == before
+    NUMBERS[::-1].tofile(folder / "train.bin")
+    assert blocks(folder).fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        pytest.param("train.bin", lambda path: NUMBERS.astype("<u4").tofile(path), id="uint32"),
+        pytest.param("train.npy", lambda path: np.save(path, NUMBERS), id="npy"),
+    ],
+)
+def test_other_files_hold_the_same(folder: Path, name: str, write: Callable[[Path], None]) -> None:
+    place = folder / "other"
+    place.mkdir()
+    write(place / name)
+    data = blocks(place, dtype="uint32", val_fraction=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(data[5], blocks(folder)[5], strict=True))
+
+
+def test_text_is_read_by_bytes(folder: Path, tmp_path: Path) -> None:
+    text = ("Größe: naïve café. " * 20).encode()
+    (tmp_path / "book.txt").write_bytes(text)
+    train, val, test = (
+        blocks(tmp_path / "book.txt", split, num_classes=None, val_fraction=0.25)
+        for split in SPLITS
+    )
+    assert bytes(train[0][0].tolist()) == text[:16]
+    assert len(train.classes) == train.num_classes == 256
+    boundary = len(text) - round(len(text) * 0.25)
+    assert bytes(val[0][0].tolist()) == text[boundary : boundary + 16]
+    assert test is None
+    assert train.input_form() == {"kind": "text", "encoding": "bytes", "context": 16}
+    assert blocks(folder).input_form() == {"kind": "array"}
+
+
+def test_a_shift_is_the_epochs_own_and_overlaps_nothing(folder: Path) -> None:
+    data, starts = blocks(folder, shift=True), {}
+    for epoch in range(40):
+        data.set_epoch(epoch)
+        seen = torch.cat([data[index][0] for index in range(len(data))]).tolist()
+        offset = next(o for o in range(16) if NUMBERS[o] == seen[0])
+        assert seen == NUMBERS[offset : offset + len(seen)].tolist()
+        starts[epoch] = offset
+    assert len(set(starts.values())) > 10
+    again = blocks(folder, shift=True)
+    again.set_epoch(17)
+    assert again[0][0][0] == NUMBERS[starts[17]]
+
+
+def test_workers_read_what_one_process_reads(folder: Path) -> None:
+    def batches(workers: int) -> torch.Tensor:
+        data = blocks(folder, shift=True)
+        sampler = UpdateSampler(Shuffled(len(data), 0), batch_size=8)
+        loader = Loader(data, sampler, seed=0, num_workers=workers)
+        found = [m.batch[0] for epoch in (0, 1) for m in loader.epoch(epoch)]
+        loader.close()
+        return torch.cat(found)
+
+    assert torch.equal(batches(0), batches(2))
+
+
+def test_without_a_val_file_the_end_of_train_is_taken(folder: Path) -> None:
+    (folder / "val.bin").unlink()
+    train, val = blocks(folder, val_fraction=0.2), blocks(folder, "val", val_fraction=0.2)
+    assert val[0][0][0] == NUMBERS[800]
+    assert len(train) == (800 - 1) // 16
+    assert blocks(folder, "val", val_fraction=0.0) is None
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_folds_are_contiguous_and_share_out_the_file(folder: Path, shift: bool) -> None:
+    held = 0
+    for fold in range(3):
+        train = blocks(folder, shift=shift, fold=fold, folds=3)
+        val = blocks(folder, "val", fold=fold, folds=3)
+        train.set_epoch(5)
+        first, last = fold * 1000 // 3, (fold + 1) * 1000 // 3
+        held += val.batch(range(len(val)))[0].numel()
+        assert val[0][0][0] == NUMBERS[first]
+        starts = [train._first(index) for index in range(len(train))]
+        used = {place for start in starts for place in range(start, start + 17)}
+        assert len(train) >= 38
+        assert used.isdisjoint(range(first, last))  # what follows the last token of a block, too
+        assert all(b - a >= 16 for a, b in pairwise(starts))
+        assert train.fingerprint() != blocks(folder, fold=(fold + 1) % 3, folds=3).fingerprint()
+    assert held == 3 * 20 * 16
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        pytest.param(
+            NUMBERS.tobytes(), {"num_classes": 200}, r"train\.bin: token \d+ is \d+.*200", id="big"
+        ),
+        pytest.param(NUMBERS.tobytes(), {"num_classes": None}, "vocabulary", id="no-vocabulary"),
+        pytest.param(NUMBERS.tobytes(), {"context": 2000}, "1000 tokens are too few", id="short"),
+        pytest.param(b"abc", {}, "3 bytes are no list", id="odd"),
+        pytest.param(b"", {}, "0 bytes", id="empty"),
+        pytest.param(None, {}, "no such file", id="missing"),
+        pytest.param(np.zeros((3, 3)), {}, "not a row of integers", id="shape"),
+    ],
+)
+def test_what_is_wrong_with_tokens_is_named(folder: Path, content, options, words: str) -> None:
+    (folder / "train.bin").unlink()
+    if isinstance(content, bytes):
+        (folder / "train.bin").write_bytes(content)
+    elif content is not None:
+        np.save(folder / "train.npy", content)
+    with pytest.raises(DataError, match=words):
+        blocks(folder, **options).batch(range(62))

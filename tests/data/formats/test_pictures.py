@@ -1,0 +1,269 @@
+"""Pictures in others' formats: tar shards; the package `datasets`, also streamed."""
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.decode import read_image
+from data.errors import DataError
+from data.formats.huggingface import huggingface, streamed
+from data.formats.shards import tar_shards
+from data.loading.loader import Loader
+from data.orders import Sequential, Shuffled
+from data.streams import Stream
+from data.updates import UpdateSampler
+
+
+def picture(number: int, form: str = "JPEG") -> bytes:
+    pixels = np.random.default_rng(number).integers(256, size=(9, 8, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, form)
+    return content.getvalue()
+
+
+def decoded(content: bytes, folder: Path) -> torch.Tensor:
+    (folder / "image").write_bytes(content)
+    return read_image(folder / "image")
+
+
+def batches(data: Any, workers: int = 0, epoch: int = 0, start: int = 0, order: Any = None) -> Any:
+    sampler = UpdateSampler(order or Sequential(len(data)), batch_size=4)
+    loader = Loader(data, sampler, seed=0, num_workers=workers)
+    found = [micro.batch[0] for micro in loader.epoch(epoch, start)]
+    loader.close()
+    return torch.cat(found)
+
+
+def sample(number: int, label: str) -> dict[str, bytes]:
+    form = "PNG" if number % 2 else "JPEG"
+    ending = "png" if number % 2 else "jpg"
+    return {
+        f"s{number:04}.{ending}": picture(number, form),
+        f"s{number:04}.cls": label.encode(),
+        f"s{number:04}.json": json.dumps({"kind": f"kind {label}", "id": number}).encode(),
+    }
+
+
+def write(path: Path, files: dict[str, bytes]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def shard(path: Path, numbers: range) -> None:
+    write(path, {k: v for n in numbers for k, v in sample(n, str(n % 3)).items()})
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    shard(tmp_path / "train-000.tar", range(7))
+    shard(tmp_path / "train-001.tar", range(7, 20))
+    shard(tmp_path / "val" / "0.tar", range(20, 26))
+    return tmp_path
+
+
+def tar(root: Path | str, split: str = "train", **options):
+    return tar_shards(str(root), split, **options)
+
+
+def test_samples_are_those_of_the_files(shards: Path, tmp_path: Path) -> None:
+    data, val = tar(shards), tar(shards, "val")
+    assert (len(data), len(val), tar(shards, "test")) == (20, 6, None)
+    for index in (19, 0, 7, 6):  # any order, in a worker as well
+        image, target = pickle.loads(pickle.dumps(data))[index]
+        assert target == data[index][1] == index % 3
+        form = "PNG" if index % 2 else "JPEG"
+        assert torch.equal(image, decoded(picture(index, form), tmp_path))
+    assert data.path(7).endswith("train-001.tar:s0007.png")
+    assert data.classes == val.classes == ["0", "1", "2"]
+    assert val[0][1] == 20 % 3
+    named = tar(shards, label="json.kind")
+    assert named.classes == ["kind 0", "kind 1", "kind 2"]
+    assert [named[index][1] for index in range(4)] == [0, 1, 2, 0]
+    order = Shuffled(20, 3)
+    assert torch.equal(batches(data, 2, 1, order=order), batches(tar(shards), 0, 1, order=order))
+
+
+def test_the_index_is_made_once(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    before = sorted(shards.rglob("*"))
+    assert len(tar(shards, keep_index=False)) == 20  # as a dry run opens them
+    assert sorted(shards.rglob("*")) == before
+    caplog.clear()
+    assert torch.equal(tar(shards)[12][0], tar(shards)[12][0])
+    assert len(list((shards / ".index").iterdir())) == 2
+    assert caplog.text.count("indexing") == 2
+    shard(shards / "train-001.tar", range(7, 30))  # another file of that name
+    assert len(tar(shards)) == 30
+    assert caplog.text.count("indexing") == 3
+    for kept in (shards / ".index").iterdir():
+        kept.write_bytes(kept.read_bytes()[:50])
+    assert len(tar(shards)) == 30
+    assert "is damaged and made again" in caplog.text
+
+
+def test_val_is_cut_from_train_or_a_fold_of_it(shards: Path) -> None:
+    folds = [tar(shards, "val", fold=k, folds=4) for k in range(4)]
+    assert sum(map(len, folds)) == len(tar(shards)) == 20
+    assert all(set(one.targets.tolist()) == {0, 1, 2} for one in folds)
+    assert len(tar(shards, "train", fold=1, folds=4)) == 20 - len(folds[1])
+    (shards / "val" / "0.tar").unlink()
+    train, val = (tar(shards, split, val_fraction=0.3) for split in ("train", "val"))
+    assert (len(train), len(val)) == (14, 6)
+    assert not {train.path(i) for i in range(14)} & {val.path(i) for i in range(6)}
+    assert val.targets.bincount().tolist() == [2, 2, 2]
+
+
+def test_a_url_is_read_alike(shards: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path in sorted(shards.glob("*.tar")):
+        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+    data = tar("memory://bucket", cache_dir=str(tmp_path / "kept"), val_fraction=0.0)
+    local = tar(shards, val_fraction=0.0)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    assert len(data) == len(local) == 20
+    for index in range(20):
+        assert data.path(index).rpartition("/")[2] == local.path(index).rpartition("/")[2]
+        assert torch.equal(data[index][0], local[index][0])
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "words"),
+    [
+        pytest.param({"a.jpg": b"x"}, {}, r"sample 'a' has no \.cls", id="no-label"),
+        pytest.param({"a.cls": b"1"}, {}, "sample 'a' has no image", id="no-image"),
+        pytest.param({}, {}, "holds no samples", id="empty"),
+        pytest.param({"a.jpg": b"x", "a.cls": b""}, {}, r"a\.cls: the label is empty", id="blank"),
+        pytest.param(
+            {"a.jpg": b"x", "a.json": b"{}"}, {"label": "json.kind"}, "no label in it", id="field"
+        ),
+        pytest.param(
+            {"a.jpg": b"\xff\xd8 no", "a.cls": b"0"}, {}, r"train-0\.tar:a\.jpg", id="image"
+        ),
+        pytest.param(
+            {"a.jpg": b"x", "a.cls": b"99999999999"},
+            {"num_classes": 10},
+            r"99999999999 is not below data\.num_classes, 10: ",
+            id="number",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_shard_is_named(tmp_path: Path, files, options, words: str) -> None:
+    write(tmp_path / "train-0.tar", files)
+    with pytest.raises(DataError, match=words):
+        tar(tmp_path, val_fraction=0.0, **options)[0]
+
+
+def test_other_files_and_classes_are_refused(shards: Path) -> None:
+    with pytest.raises(DataError, match="holds no shards"):
+        tar(shards / "val")
+    write(shards / "val" / "1.tar", sample(99, "7"))
+    with pytest.raises(DataError, match=r"1\.tar:s0099.*class '7' is not among those of train"):
+        tar(shards, "val")
+    data = tar(shards)
+    (shards / "train-000.tar").write_bytes(b"\x1f\x8b no tar file")
+    with pytest.raises(DataError, match="shorter than when it was indexed"):
+        data[3]
+    with pytest.raises(DataError, match="not an uncompressed tar"):
+        tar(shards)
+
+
+COLUMNS = {"input": "image", "target": "label"}
+NUMBERS = {"input": "x", "target": "y"}
+
+
+@pytest.fixture
+def arrow(tmp_path: Path) -> Path:
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    images = [{"bytes": picture(n), "path": None} for n in range(10)]
+    rows = {"image": images, "label": [n % 2 for n in range(10)]}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    parts = datasets.DatasetDict({"train": table, "test": table.select([1, 2])})
+    parts.save_to_disk(tmp_path / "d")
+    return tmp_path / "d"
+
+
+def hub(path: Path, split: str = "train", columns=COLUMNS, **options):
+    return huggingface(str(path), split, columns, **options)
+
+
+def test_images_are_decoded_as_files_are(arrow: Path, tmp_path: Path) -> None:
+    train, val, test = (hub(arrow, s, val_fraction=0.4) for s in ("train", "val", "test"))
+    assert [len(data) for data in (train, val, test)] == [6, 4, 2]
+    assert train.classes == ["cat", "dog"]
+    assert val.targets.bincount().tolist() == [2, 2]
+    image, target = pickle.loads(pickle.dumps(test))[0]
+    assert torch.equal(image, decoded(picture(1), tmp_path))
+    assert target == 1
+    assert train.fingerprint() != val.fingerprint()
+    assert train.fingerprint() == hub(arrow, val_fraction=0.4).fingerprint()
+    folds = [hub(arrow, "val", fold=k, folds=5) for k in range(5)]
+    assert [one.targets.bincount().tolist() for one in folds] == [[1, 1]] * 5
+    assert len(hub(arrow, "train", fold=0, folds=5)) == 8
+    assert len(hub(arrow, "test", fold=0, folds=5)) == 2
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    (tmp_path / "lines").mkdir()
+    for part in range(3):
+        numbers = range(part * 10, part * 10 + 10)
+        rows = [f'{{"x": [{n}.5, 2.0], "y": {n % 3}, "kind": "k{n % 2}"}}\n' for n in numbers]
+        (tmp_path / "lines" / f"train-{part}.jsonl").write_text("".join(rows))
+    return tmp_path / "lines"
+
+
+def test_files_give_numbers_and_names(lines: Path) -> None:
+    data = hub(lines, columns=NUMBERS, classification=False, val_fraction=0.0)
+    inputs, target = data[4]
+    assert inputs.tolist() == [4.5, 2.0]
+    assert (inputs.dtype, target.item()) == (torch.float32, 1)
+    named = hub(lines, columns={"input": "x", "target": "kind"}, val_fraction=0.0)
+    assert named.classes == ["k0", "k1"]
+    assert [named[i][1] for i in range(3)] == [0, 1, 0]
+
+
+def test_a_stream_is_a_function_of_seed_and_epoch(lines: Path) -> None:
+    plain = Stream(streamed(str(lines), "train", NUMBERS), 30)
+    assert batches(plain)[:, 0].tolist() == [n + 0.5 for n in range(30)]  # the files' order
+    assert int(plain[7][1]) == 1
+
+    def opened() -> Stream:
+        return Stream(streamed(str(lines), "train", NUMBERS, seed=1, buffer=8), 30)
+
+    epochs = [batches(opened(), epoch=epoch) for epoch in (0, 1)]
+    assert all(torch.equal(rows[:, 0].sort().values, batches(plain)[:, 0]) for rows in epochs)
+    assert not torch.equal(*epochs)
+    assert torch.equal(batches(opened(), epoch=1, start=3), epochs[1][12:])  # as a resume begins
+    assert torch.equal(batches(opened(), workers=2, epoch=1), epochs[1])
+    both = opened()
+    assert all(torch.equal(batches(both, epoch=n), epochs[n]) for n in (0, 1))
+
+
+def test_mistakes_are_named(arrow: Path, lines: Path) -> None:
+    with pytest.raises(DataError, match="has no column 'picture'; it has 'image', 'label'"):
+        hub(arrow, columns={"input": "picture"})
+    with pytest.raises(DataError, match=r"data\.columns\.inputs: unknown"):
+        hub(arrow, columns={"inputs": "image"})
+    with pytest.raises(DataError, match=r"data\.path="):
+        hub(arrow / "absent")
+    with pytest.raises(DataError, match=r"has no split val, only train: set data\.val=null"):
+        streamed(str(lines), "val", NUMBERS)
+    with pytest.raises(DataError, match="has no column 'z'; it has 'x', 'y'"):
+        streamed(str(lines), "train", {"input": "z"})
