@@ -53,5 +53,6 @@ class Throughput(Callback):
             return
         self._hint_share = 1.0
         _log.info(
-            "%.0f%% of the time is spent waiting for data: raise loader.num_workers", 100 * share
+            "%.0f%% of the time is spent waiting for data: set loader.num_workers=auto",
+            100 * share,
         )

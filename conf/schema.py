@@ -114,7 +114,9 @@ class TransformsConfig:
 class EvalLoaderConfig:
     """What differs for validation and test; null = as in training."""
 
-    num_workers: int | None = option(None, "worker processes", at_least=0, at_most=MAX_WORKERS)
+    num_workers: int | Literal["auto"] | None = option(
+        None, "worker processes", at_least=0, at_most=MAX_WORKERS
+    )
     pin_memory: bool | None = option(None, "copy batches to page-locked memory")
     prefetch_factor: int | None = option(None, "batches each worker prepares ahead", at_least=1)
     persistent_workers: bool | None = option(None, "keep the workers from one pass to the next")
@@ -140,8 +142,11 @@ class LoaderConfig:
     sampler: Node | None = option(None, "chooses and orders the samples", node=True)
     batch_sampler: Node | None = option(None, "chooses whole batches", node=True)
     collate_fn: Node | None = option(None, "turns a list of samples into a batch", node=True)
-    num_workers: int = option(
-        0, "worker processes; 0 = load in the main one", at_least=0, at_most=MAX_WORKERS
+    num_workers: int | Literal["auto"] = option(
+        0,
+        "worker processes; 0 = load in the main one, auto = by the machine's cores, 8 at most",
+        at_least=0,
+        at_most=MAX_WORKERS,
     )
     pin_memory: bool | None = option(
         None, "copy batches to page-locked memory; null = when training on a GPU"

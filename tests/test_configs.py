@@ -22,6 +22,7 @@ GIVEN = {
     "data=tokens": ["data.root=book.txt"],
     "model=transformers": ["model.name=bert", "model.config={hidden_size: 24}"],
     "data=cifar10_folder": ["data.root=images"],
+    "experiment=images": ["data.root=images"],
     "model=finetune": ["model.weights=weights.pt"],
     "optimizer/param_groups=layer_decay": ["model=vit_tiny"],
 }

@@ -42,17 +42,19 @@ def time_hint(spent: Mapping[Kind, float], config: Mapping[str, Any]) -> str:
     """Return the setting that reduces the largest avoidable part; empty if it is small."""
     options, loader = config["trainer"], config["loader"]
     saver = (config["callbacks"] or {}).get("checkpoint") or {}
-    avoidable: dict[Kind, tuple[str, int | None]] = {
-        "data": ("loader.num_workers", loader["num_workers"] or 2),
+    rarer: dict[Kind, tuple[str, int | None]] = {
         "evaluation": ("trainer.validate_every_n_epochs", options["validate_every_n_epochs"]),
         "checkpoints": ("callbacks.checkpoint.every_n_epochs", saver.get("every_n_epochs")),
         "callbacks": ("trainer.log_every_n_steps", options["log_every_n_steps"]),
     }
-    kind = max(avoidable, key=lambda kind: spent.get(kind, 0.0))
-    (key, value), seconds = avoidable[kind], sum(spent.values())
-    if not value or seconds < _LONG or spent.get(kind, 0.0) < _WORTH_A_HINT * seconds:
+    avoidable = {kind: f"{key}={2 * value}" for kind, (key, value) in rarer.items() if value}
+    if loader["num_workers"] == 0:
+        avoidable["data"] = "loader.num_workers=auto"
+    kind: Kind = max((*rarer, "data"), key=lambda kind: spent.get(kind, 0.0))
+    seconds = sum(spent.values())
+    if kind not in avoidable or seconds < _LONG or spent.get(kind, 0.0) < _WORTH_A_HINT * seconds:
         return ""
-    return f"{_share(spent, kind)}: {key}={2 * value}"
+    return f"{_share(spent, kind)}: {avoidable[kind]}"
 
 
 def _share(spent: Mapping[Kind, float], kind: Kind) -> str:

@@ -61,7 +61,7 @@ def test_the_hint_comes_once_and_not_for_the_first_interval(caplog: Any) -> None
         for waited in (0.9, 0.2, 0.42, 0.5):
             interval(callback, seconds=1.0, waited=waited)
     assert [record.getMessage() for record in caplog.records] == [
-        "42% of the time is spent waiting for data: raise loader.num_workers"
+        "42% of the time is spent waiting for data: set loader.num_workers=auto"
     ]
 
 

@@ -32,7 +32,7 @@ from trainer.callback import Average, Callback
 from trainer.lr_schedulers.build import warn_of_long_warmups
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
-from trainer.strategies.strategy import Strategy, check_workers
+from trainer.strategies.strategy import Strategy, workers_of
 from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate
 from trainer.targets.signatures import parameters_of
@@ -266,7 +266,7 @@ def _loader(
         values["collate_fn"] = collate_ragged
     # Pinning would create a CUDA context, which a run on the CPU does not need.
     values["pin_memory"] = values["pin_memory"] is not False and strategy.device.type == "cuda"
-    check_workers(values["num_workers"])
+    values["num_workers"] = workers_of(values["num_workers"])
     return Loader(
         dataset,
         sampler,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,17 @@ def check_processes(processes: int, accelerator: str = "auto", backend: str = "a
     _check_memory("strategy.devices", "processes", processes, processes, _PROCESS)
 
 
-def check_workers(workers: int) -> None:
-    """Raise ResourceError if the machine lacks the memory for the workers of one loader."""
-    count = workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    _check_memory("loader.num_workers", "workers", workers, count, _WORKER)
+def workers_of(asked: int | Literal["auto"]) -> int:
+    """Return the worker processes of one loader; auto: a process's share of the cores, at most 8.
+
+    Raises ResourceError if the machine lacks the memory for them.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if asked == "auto":
+        share = (os.cpu_count() or 1) // ranks
+        return min(share, 8) if share > 1 else 0  # one core computes: it gains nothing
+    _check_memory("loader.num_workers", "workers", asked, asked * ranks, _WORKER)
+    return asked
 
 
 def _check_memory(key: str, kind: str, value: int, count: int, each: int) -> None:

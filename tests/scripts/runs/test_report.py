@@ -24,7 +24,7 @@ RESULTS = {
 }
 CONFIG = {
     "trainer": {"log_every_n_steps": 50, "validate_every_n_epochs": 1},
-    "loader": {"num_workers": 2},
+    "loader": {"num_workers": 0},
     "callbacks": {},
 }
 EARLY = "val/accuracy has not improved in 3 validations (best 0.970370)"
@@ -132,7 +132,7 @@ def test_shares_are_of_the_whole_time_and_the_largest_comes_first() -> None:
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({"data": 4.2}, "42% waiting for data: loader.num_workers=4"),
+        ({"data": 4.2}, "42% waiting for data: loader.num_workers=auto"),
         ({"evaluation": 4.2}, "42% evaluation: trainer.validate_every_n_epochs=2"),
         ({"checkpoints": 4.2}, "42% checkpoints: callbacks.checkpoint.every_n_epochs=2"),
         ({"callbacks": 4.2}, "42% callbacks and logging: trainer.log_every_n_steps=100"),
