@@ -22,7 +22,7 @@ from trainer.errors import ModelError, ResourceError
 from trainer.options import TrainerOptions
 from trainer.strategies import strategy as dp
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Strategy, check_processes, check_workers
+from trainer.strategies.strategy import Strategy, check_processes, workers_of
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -98,12 +98,17 @@ def test_more_processes_than_gpus(two_gpus):
 
 
 def test_workers_beyond_the_machine(monkeypatch):
-    check_workers(16)
+    assert workers_of(16) == 16
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert workers_of("auto") == 8
     with pytest.raises(ResourceError, match=r"loader\.num_workers=100000: 100000 workers"):
-        check_workers(100000)
+        workers_of(100000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert workers_of("auto") == 3
     with pytest.raises(ResourceError, match=r"num_workers=100000: 400000 workers"):
-        check_workers(100000)
+        workers_of(100000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
+    assert workers_of("auto") == 0  # one core each computes
 
 
 @pytest.mark.parametrize(
