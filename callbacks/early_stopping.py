@@ -107,13 +107,8 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, the number of validations since, and the last of them."""
-        return {
-            "best": self.best,
-            "waited": self.waited,
-            "looked_at": self._looked_at,
-            "epoch": self._epoch,
-            "last": self._last,
-        }
+        looked = {"looked_at": self._looked_at, "epoch": self._epoch, "last": self._last}
+        return {"best": self.best, "waited": self.waited, **looked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the counters."""

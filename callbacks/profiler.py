@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 
 import torch
 from torch import profiler
@@ -32,8 +33,13 @@ class Profiler(Callback):
         profile_memory: bool = False,
         with_stack: bool = False,
     ) -> None:
-        self._schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
-        self._details = record_shapes, profile_memory, with_stack
+        self._made = partial(
+            profiler.profile,
+            schedule=profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+        )
         self._profile: profiler.profile | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -42,14 +48,7 @@ class Profiler(Callback):
             return
         # torch's tracer prints each start and end to stderr, and errors where there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        shapes, memory, stack = self._details
-        self._profile = profiler.profile(
-            schedule=self._schedule,
-            on_trace_ready=lambda profile: self._write(trainer, profile),
-            record_shapes=shapes,
-            profile_memory=memory,
-            with_stack=stack,
-        )
+        self._profile = self._made(on_trace_ready=partial(self._write, trainer))
         self._profile.start()
 
     def on_update_end(self, trainer: Trainer) -> None:
@@ -66,9 +65,9 @@ class Profiler(Callback):
 
     def _write(self, trainer: Trainer, profile: profiler.profile) -> None:
         assert trainer.run_dir is not None
-        folder, step = trainer.run_dir / TENSORBOARD / TRACES, trainer.state.global_step
-        folder.mkdir(parents=True, exist_ok=True)
-        trace = folder / f"step-{step:08}.pt.trace.json"
+        place = f"{TENSORBOARD}/{TRACES}/step-{trainer.state.global_step:08}.pt.trace.json"
+        trace = trainer.run_dir / place
+        trace.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(trace))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=key, row_limit=40)

@@ -3,8 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -16,17 +15,10 @@ from trainer.trainer import Trainer
 _LOSS, _EPOCH_LOSS = "train/loss", "train/epoch_loss"
 _DRAWN = 0.2  # seconds between two drawings of the bars
 _NUMBER = 9  # characters of a value such as 1.234e-05
+_CLEAR = (
+    "\r\x1b[K\n\x1b[K\x1b[A"  # of the line of the cursor and the one below, to stay in the first
+)
 _log = logging.getLogger(__name__)
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]
-    # Disables tqdm's monitor thread: forking loader workers from a process with threads is unsafe.
-    monitor_interval: ClassVar[int] = 0
-
-    @staticmethod
-    def status_printer(file: Any) -> Callable[[str], None]:
-        """Erase what is left of a longer text; tqdm's spaces would wrap on a narrower terminal."""
-        return lambda text: print(f"\r{text}\x1b[K", end="", file=file, flush=True)
 
 
 class Progress(Callback):
@@ -46,8 +38,8 @@ class Progress(Callback):
             raise CallbackError(f"every_seconds={every_seconds}: choose more than 0")
         self._wants_bar = bar
         self._every_seconds = every_seconds
-        self._shown = False
-        self._bars: list[_Bar] = []  # of the run, of the epoch
+        self._shown = False  # by this process
+        self._bars = False  # as bars of the run and of its epoch
         self._consoles: list[logging.Handler] = []
         self._best: float | None = None  # of the monitored metric, so far
         self._widths: dict[str, int] = {}  # of the columns of the table
@@ -68,15 +60,14 @@ class Progress(Callback):
         # In a notebook each drawing would be a line of its own.
         moves = not is_dumb() and "ipykernel" not in sys.modules
         wanted = sys.stderr.isatty() if self._wants_bar is None else self._wants_bar
-        if self._shown and wanted and moves:
+        self._bars = self._shown and wanted and moves
+        if self._bars:
             saver = saver_of(trainer.callbacks)
             found = saver.best_result() if saver is not None else None
             self._best = found[1] if found else None
-            options: dict[str, Any] = {"leave": False, "bar_format": " "}
-            self._bars = [_Bar(position=place, **options) for place in (0, 1)]
-            streams = (sys.stderr, sys.stdout)
             for handler in logging.getLogger().handlers:
-                if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                stream = getattr(handler, "stream", None)
+                if stream is not None and stream in (sys.stderr, sys.stdout):
                     self._consoles.append(handler)
                     handler.addFilter(self._make_room)
 
@@ -147,11 +138,10 @@ class Progress(Callback):
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the bars and the log filters."""
-        for bar in reversed(self._bars):
-            bar.close()
+        self._make_room()
         for handler in self._consoles:
             handler.removeFilter(self._make_room)
-        self._bars, self._consoles = [], []
+        self._bars, self._consoles = False, []
 
     def _show(
         self, trainer: Trainer, epoch: int, values: Mapping[str, float], closes: bool = False
@@ -164,20 +154,17 @@ class Progress(Callback):
         if not self._bars:
             return
         saver = saver_of(trainer.callbacks)
-        value = None if saver is None or saver.monitor is None else shown.get(saver.monitor)
-        best = saver is not None and value is not None and saver.improves(value, self._best)
-        self._best = value if best else self._best
-        cells = {"epoch": number, "step": str(step), "best": "*" if best else ""}
-        if saver is None or saver.monitor is None:
-            del cells["best"]
-        cells |= dict.fromkeys(self._metrics(), "") | {k: f"{v:.4g}" for k, v in shown.items()}
-        width, height = size_of(sys.stderr)
-        self._make_room(None)
-        print(*self._table({**cells, "time": took}, width, height), sep="\n", file=sys.stderr)
+        cells = {"epoch": number, "step": str(step)}
+        if saver is not None and saver.monitor is not None:
+            value = shown.get(saver.monitor)
+            best = value is not None and saver.improves(value, self._best)
+            self._best = value if best else self._best
+            cells["best"] = "*" if best else ""
+        cells |= {name: "" for name in self._widths if "/" in name}
+        cells |= {name: f"{value:.4g}" for name, value in shown.items()} | {"time": took}
+        self._make_room()
+        print(*self._table(cells, *size_of(sys.stderr)), sep="\n", file=sys.stderr)
         self._draw(trainer)
-
-    def _metrics(self) -> list[str]:
-        return [name for name in self._widths if "/" in name]
 
     def _table(self, cells: Mapping[str, str], width: int, height: int) -> list[str]:
         """Return a row, below the names of its columns where these change, or every screenful.
@@ -214,7 +201,7 @@ class Progress(Callback):
         updates = f"{state.global_step}{f'/{total}' if total else ''} updates"
         items = [updates, *self._left(trainer, now)]
         width = size_of(sys.stderr).columns - 1  # a full line would move the cursor to the next
-        self._bars[0].display(bar_line(max(shares) if shares else None, "run", items, width))
+        run = bar_line(max(shares) if shares else None, "run", items, width)
         length, done = trainer.steps_per_epoch, state.position
         head = f"epoch {_numbered(trainer, state.epoch + 1)}"
         if not done and state.updates and self._doing:  # the epoch has been counted already
@@ -222,7 +209,9 @@ class Progress(Callback):
         rate = (state.position - self._position) / max(now - self._begun, 1e-9)
         count = f"{done}/{length}" if length else f"{done} updates"
         items = [count, self._doing, f"{rate:.3g} updates/s" if rate > 0 else "", _text(self._loss)]
-        self._bars[1].display(bar_line(done / length if length else None, head, items, width))
+        epoch = bar_line(done / length if length else None, head, items, width)
+        lines = f"\r{run}\x1b[K\n{epoch}\x1b[K\x1b[A"
+        print(lines, end="", file=sys.stderr, flush=True)
 
     def _left(self, trainer: Trainer, now: float) -> list[str]:
         """Return how long the rest of the run takes, validations included, where it is known."""
@@ -234,12 +223,12 @@ class Progress(Callback):
             left.append((total - trainer.state.global_step) * seconds / steps)
         return [f"{tqdm.format_interval(min(left))} left"] if left else []
 
-    def _make_room(self, record: logging.LogRecord | None) -> bool:
+    def _make_room(self, record: logging.LogRecord | None = None) -> bool:
         """Clear the bars before a line is written; rows of the table stand for our own lines."""
         if record is not None and record.name == _log.name:
             return not self._bars
-        for bar in reversed(self._bars):
-            bar.clear()
+        if self._bars:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
         return True
 
 

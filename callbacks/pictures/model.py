@@ -152,24 +152,22 @@ class Texts(Callback):
         if self._done or trainer.resumed or not trainer.is_main or trainer.run_dir is None:
             return
         self._done = True
-        files = {"config": CONFIG, "overrides": OVERRIDES, "plan": PLAN}
-        texts = {
-            name: (trainer.run_dir / file).read_text(encoding="utf-8")
-            for name, file in files.items()
-            if (trainer.run_dir / file).is_file()
-        }
-        for name, text in ({"plan": "\n".join(_short_plan(trainer))} | texts).items():
+        texts = {"plan": "\n".join(_short_plan(trainer))}
+        for name, file in {"config": CONFIG, "overrides": OVERRIDES, "plan": PLAN}.items():
+            if (path := trainer.run_dir / file).is_file():
+                texts[name] = path.read_text(encoding="utf-8")
+        for name, text in texts.items():
             trainer.log_text(f"run/{name}", code_block(text))
 
 
 def _short_plan(trainer: Trainer) -> Iterator[str]:
     options, strategy = trainer.options, trainer.strategy
+    sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+    trained = sum(size for size, trains in sizes if trains)
     yield f"epochs      {options.max_epochs or '-'}, updates {trainer.total_steps or 'unknown'}"
     yield f"devices     {strategy.devices} x {strategy.device.type}, strategy {strategy.name}"
     yield f"precision   {trainer.precision.name}"
-    parameters = list(trainer.model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    yield f"parameters  {sum(p.numel() for p in parameters):,}, trained {trained:,}"
+    yield f"parameters  {sum(size for size, _ in sizes):,}, trained {trained:,}"
     for name, rate in trainer.learning_rates().items():
         yield f"group       {name}: first learning rate {rate:.4g}"
     for callback in trainer.callbacks.values():
