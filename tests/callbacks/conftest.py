@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer import snapshot
-from trainer.callback import Callback
+from trainer.callback import Callback, Results
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
@@ -107,3 +107,25 @@ def carry_over() -> Callable[[Trainer, Trainer], None]:
         snapshot.restore(target, torch.load(file, weights_only=True))
 
     return carry
+
+
+@pytest.fixture
+def run_twice(make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any) -> Any:
+    """Return a function that trains `whole`, and `cut` with an interruption and a process lost."""
+
+    def run(make: Callable[[str], Callback], cut: int) -> None:
+        whole = make_trainer({"tracker": make("whole")}, tmp_path / "whole")
+        whole.fit()
+        whole.end(Results("finished"))
+        first = make_trainer({"tracker": make("cut"), "stop": stop_at(cut)}, tmp_path / "cut")
+        second, third = (make_trainer({"tracker": make("cut")}, tmp_path / "cut") for _ in "23")
+        first.fit()
+        first.end(Results("preempted", code=143))
+        carry_over(first, second)
+        carry_over(first, third)
+        second.fit()  # its checkpoint is lost: that of the first one still counts
+        second.end(Results("failed", code=1))
+        third.fit()
+        third.end(Results("finished"))
+
+    return run

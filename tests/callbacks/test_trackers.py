@@ -10,7 +10,9 @@ import pytest
 
 from callbacks.metrics_log import MetricsLog
 from callbacks.trackers import recorder as module
+from callbacks.trackers.mlflow import MLflow
 from callbacks.trackers.recorder import Names, Tracker, names_of
+from callbacks.trackers.wandb import WandB
 from conf.errors import ConfigError
 from trainer import snapshot
 from trainer.callback import Callback, Results
@@ -69,21 +71,10 @@ def points(store: Store) -> list[tuple[int, str, float]]:
 
 
 @pytest.mark.parametrize("cut", [3, 5, 6])
-def test_a_resumed_run_goes_on_without_doubled_points(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
-) -> None:
-    whole: Store = {}
-    store: Store = {}
-    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
-    first = make_trainer({"tracker": Listed(store), "stop": stop_at(cut)}, tmp_path / "cut")
-    second = make_trainer({"tracker": Listed(store)}, tmp_path / "cut")
-    third = make_trainer({"tracker": Listed(store)}, tmp_path / "cut")
-    first.fit()
-    carry_over(first, second)
-    carry_over(first, third)
-    second.fit()  # killed at its end: the checkpoint is still the first one's
-    third.fit()
-    assert sorted(points(store)) == sorted(points(whole))
+def test_a_resumed_run_goes_on_without_doubled_points(run_twice: Any, cut: int) -> None:
+    stores: dict[str, Store] = {"whole": {}, "cut": {}}
+    run_twice(lambda name: Listed(stores[name]), cut)
+    assert sorted(points(stores["cut"])) == sorted(points(stores["whole"]))
 
 
 def test_other_hyper_parameters_begin_another_tracked_run(
@@ -198,7 +189,19 @@ def test_files_of_a_run_are_bounded(tmp_path: Path, artifacts: str | None) -> No
     assert list(tracker.files()) == expected
 
 
-def test_a_package_that_is_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Listed, "package", "not_here")
-    with pytest.raises(ConfigError, match="not_here is not installed: pip install not_here"):
-        Listed({})
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        pytest.param(MLflow, {"tracking_uri": "ftp://x"}, "choose sqlite:///FILE", id="scheme"),
+        pytest.param(MLflow, {"artifacts": "all"}, "choose links, files or null", id="artifacts"),
+        pytest.param(MLflow, {"max_megabytes": 0}, "choose a positive number", id="bound"),
+        pytest.param(WandB, {"mode": "disabled"}, "choose offline or online", id="mode"),
+        pytest.param(WandB, {}, "not_here is not installed: pip install not_here", id="package"),
+    ],
+)
+def test_options(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(kind, "package", "torch" if options else "not_here")
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)

@@ -1,0 +1,239 @@
+"""What is logged, as it is recorded: `metrics.jsonl`, CSV files, and what TensorBoard reads."""
+
+import csv
+import errno
+import io
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
+from tensorboard.util import tensor_util
+
+from callbacks.metrics_log import MetricsLog, line
+from callbacks.tensorboard import TensorBoard
+from callbacks.trackers.csv import CSV
+from trainer.callback import Callback, Results
+from trainer.errors import StorageError
+from trainer.media import PRCurve
+
+Rows = list[tuple[int, int, dict[str, float]]]  # step, epoch, values
+
+
+def recorders() -> dict[str, Callback]:
+    return {"metrics_log": MetricsLog(), "csv": CSV(), "tensorboard": TensorBoard()}
+
+
+def lines(run: Path) -> Rows:
+    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row.pop("step"), row.pop("epoch"), row) for row in found]
+
+
+def table(run: Path) -> Rows:
+    with (run / "csv" / "metrics.csv").open(newline="") as file:
+        found = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return [(int(row.pop("step")), int(row.pop("epoch")), row) for row in found]
+
+
+def series(run: Path) -> dict[str, list[tuple[int, float]]]:
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    tags = board.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
+
+
+def events(run: Path) -> Iterator[Any]:
+    place = str(run / "tensorboard")
+    return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
+
+
+def test_all_have_each_value_once_at_its_step(make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(recorders(), tmp_path)
+    trainer.fit()
+    # After the training, and its teardown.
+    trainer.log({"test/loss": 1 / 3, "test/tiny": 5e-324, "test/large": 1e300 / 7})
+    trainer.log({"test/loss": 0.5, "test/accuracy": 0.25})
+    train = {"train/accuracy", "train/grad_norm", "train/loss"}
+    epoch = train | {f"train/epoch_{name}" for name in ("accuracy", "grad_norm", "loss")}
+    val = {"val/accuracy", "val/loss"}
+    found = lines(tmp_path)
+    assert [(step, epochs, set(row)) for step, epochs, row in found] == [
+        (2, 0, train),
+        (4, 0, train),
+        (5, 1, epoch),
+        (5, 1, val),
+        (6, 1, train),
+        (8, 1, train),
+        (10, 2, epoch),
+        (10, 2, val),
+        (10, 2, {"test/loss", "test/tiny", "test/large"}),
+        (10, 2, {"test/accuracy"}),
+    ]
+    assert found[-2][2]["test/loss"] == 1 / 3  # to the last bit
+    assert found[-3][2]["val/loss"] == trainer.metrics["val/loss"]
+    assert table(tmp_path) == found
+    board = series(tmp_path)
+    board.pop("test/tiny"), board.pop("test/large")  # of 32 bits
+    assert board.pop("test/loss") == [(10, pytest.approx(1 / 3)), (10, 0.5)]
+    points: dict[str, list[Any]] = {}
+    for step, _, row in found:
+        for key, value in row.items():
+            points.setdefault(key, []).append((step, pytest.approx(value, rel=1e-6)))
+    assert board == {key: points[key] for key in board}
+
+
+def test_what_is_not_finite_is_null() -> None:
+    values = {"a": 0.1 + 0.2, "b": math.nan, "c": -math.inf}
+    expected = {"step": 3, "epoch": 1, "a": 0.1 + 0.2, "b": None, "c": None}
+    assert json.loads(line(3, 1, values)) == expected
+
+
+@pytest.mark.parametrize("cut", [3, 5, 6])
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_resumed_run_leaves_the_records_of_one_never_interrupted(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int, torn: bool
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "cut"
+    make_trainer(recorders(), whole).fit()
+    first = make_trainer({**recorders(), "stop": stop_at(cut)}, run)
+    lost, second = (make_trainer(recorders(), run) for _ in range(2))
+    first.fit()
+    carry_over(first, lost)
+    carry_over(first, second)
+    lost.setup()
+    lost.hooks.emit("on_fit_start", lost)
+    lost.state.global_step = 9
+    lost.log({"train/loss": 9.0, "new": 1.0})  # it goes on from the first one's checkpoint again
+    lost.log_text("words", "lost")
+    first.log({"test/loss": 9.0})  # lost as well
+    if torn:
+        for name in ("metrics.jsonl", "csv/metrics.csv"):
+            with (run / name).open("a") as file:
+                file.write('{"step": 8, "ep')
+    second.fit()
+    assert (lines(run), table(run), series(run)) == (lines(whole), table(whole), series(whole))
+    assert list((run / "csv" / "shown").rglob("*.md")) == []
+    # A TensorBoard that is open is told what to forget.
+    purges = [event.step for event in events(run) if event.HasField("session_log")]
+    assert purges == [cut + 1]
+    for place in (run, whole):  # the layout of the charts once, however often it is resumed
+        tags = [value.tag for event in events(place) for value in event.summary.value]
+        assert tags.count("custom_scalars__config__") == 1
+
+
+def test_no_folder_no_log(make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer(recorders()).fit()
+    trainer = make_trainer(recorders())
+    trainer.run_dir = tmp_path / "missing"
+    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl"):
+        trainer.fit()
+
+
+def test_a_full_disk_is_one_warning_and_leaves_no_half_record(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write, calls = os.write, []
+
+    def full(descriptor: int, content: bytes) -> int:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(".regimen"):
+            return write(descriptor, content)
+        calls.append(len(content))
+        if len(calls) in (4, 6):
+            return write(descriptor, content[:7])
+        if len(calls) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", full)
+    with caplog.at_level(logging.WARNING):
+        make_trainer({"tensorboard": TensorBoard()}, tmp_path).fit()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("callbacks.tensorboard: cannot write")
+    assert warning.endswith("no space left; training continues without it")
+    found = series(tmp_path)  # records 4, 5 and 6 are missing, the later ones are whole
+    assert [step for step, _ in found["train/loss"]] == [2, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder", "later"),
+    [
+        pytest.param(CSV, "csv", False, id="csv"),
+        pytest.param(TensorBoard, "tensorboard", False, id="tensorboard"),
+        pytest.param(TensorBoard, "tensorboard", True, id="tensorboard, removed"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_one_warning_and_is_not_begun_anew(
+    make_trainer: Any, tmp_path: Path, caplog: Any, kind: Any, folder: str, later: bool
+) -> None:
+    trainer, place = make_trainer({"mine": kind()}, tmp_path), tmp_path / folder
+    if not later:
+        place.write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+        if later:
+            for path in place.iterdir():
+                path.unlink()
+        for _ in range(2):
+            trainer.log({"test/loss": 1.0})
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("callbacks.mine: cannot write")
+    assert trainer.state.global_step == 10
+    assert place.is_file() or not list(place.iterdir())
+
+
+CURVE = PRCurve(
+    thresholds=np.array([0.0, 0.5, 1.0]),
+    true_positives=np.array([4.0, 3.0, 0.0]),
+    false_positives=np.array([6.0, 1.0, 0.0]),
+    true_negatives=np.array([0.0, 5.0, 6.0]),
+    false_negatives=np.array([0.0, 1.0, 4.0]),
+)
+
+
+def test_images_histograms_texts_and_curves(make_trainer: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: mine\noptimizer: {lr: 0.1}\n")
+    trainer = make_trainer(recorders(), tmp_path)
+    trainer.fit()
+    trainer.log_image("an/image", torch.tensor([[0.0, 0.5], [1.0, 0.25]]))
+    trainer.log_histogram("a/histogram", torch.arange(8.0), bins=2)
+    trainer.log_text("../../words", "**bold**")
+    trainer.log_pr_curve("a/curve", CURVE)
+    trainer.end(Results("stopped", {"val/loss": 0.5}))
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    (image,) = board.Images("an/image")
+    stored = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
+    assert (image.step, stored[..., 0].tolist()) == (10, [[0, 128], [255, 64]])
+    histogram = board.Histograms("a/histogram")[0].histogram_value
+    assert (histogram.num, histogram.sum, histogram.sum_squares) == (8, 28.0, 140.0)
+    assert (histogram.min, histogram.max, histogram.bucket) == (0, 7, [4, 4])
+    (text,) = board.Tensors("../../words")
+    assert tensor_util.make_ndarray(text.tensor_proto).item() == b"**bold**"
+    (curve,) = board.Tensors("a/curve")
+    rows = tensor_util.make_ndarray(curve.tensor_proto)
+    assert np.allclose(rows[:2], CURVE[1:3])
+    assert np.allclose(rows[4:], [[0.4, 0.75, 1.0], [1.0, 0.75, 0.0]])
+
+    folder, step = tmp_path / "csv", "step-00000010"
+    shown = np.asarray(Image.open(folder / f"shown/an/image/{step}.png"))
+    assert np.array_equal(shown, stored)
+    assert [path.read_text() for path in folder.rglob("*.md")] == ["**bold**"]
+    counted = (folder / f"shown/a/histogram/{step}.csv").read_text()
+    assert counted == "left,right,count\n0.0,3.5,4\n3.5,7.0,4\n"
+    drawn = (folder / f"shown/a/curve/{step}.csv").read_text().splitlines()
+    assert drawn[:2] == ["threshold,precision,recall", "0.0,0.4,1.0"]
+    settings = (folder / "config.csv").read_text()
+    assert settings == "key,value\nname,mine\noptimizer.lr,0.1\n"
+    assert (folder / "results.csv").read_text() == "key,value\nstate,stopped\nval/loss,0.5\n"
