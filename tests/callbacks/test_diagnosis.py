@@ -1,8 +1,9 @@
-"""Tests of what looks into a run: summary, profiler, range test, dump, histograms."""
+"""What looks into a run: rates, speed, memory, summary, profiler, range test, histograms."""
 
 import json
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks.histograms import Histograms
 from callbacks.lr_finder import LRFinder
+from callbacks.lr_monitor import LRMonitor
+from callbacks.memory import Memory, peak_rss
 from callbacks.model_summary import ModelSummary
 from callbacks.profiler import Profiler
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
+from callbacks.throughput import Throughput
+from toys import Log
 from trainer.callback import Callback
 from trainer.errors import DivergedError
 from trainer.media import histogram_of
@@ -107,19 +112,17 @@ def test_range_test(make_trainer: Any, tmp_path: Path) -> None:
     assert found["suggestion"] in found["lr"]
 
 
-def test_range_test_stops_when_the_loss_explodes(make_trainer: Any, tmp_path: Path) -> None:
-    finder = LRFinder(min_lr=1e-3, max_lr=1e6, updates=40, smoothing=0.0)
+@pytest.mark.parametrize(("highest", "ends"), [(1e6, "explodes"), (1e300, "diverges")])
+def test_range_test_ends_and_reports_when_the_loss_explodes(
+    make_trainer: Any, tmp_path: Path, highest: float, ends: str
+) -> None:
+    options: Any = {"smoothing": 0.0} if ends == "explodes" else {"stop_factor": math.inf}
+    finder = LRFinder(min_lr=highest / 1e9, max_lr=highest, updates=40, **options)
     trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
-    trainer.fit()
-    assert trainer.state.updates < 40
-    assert finder.losses[-1] > 4 * min(finder.losses)
-
-
-def test_range_test_reports_even_when_the_run_diverges(make_trainer: Any, tmp_path: Path) -> None:
-    finder = LRFinder(min_lr=1e30, max_lr=1e300, updates=40, stop_factor=math.inf)
-    trainer = make_trainer({"finder": finder}, tmp_path, max_epochs=50, log_every_n_steps=1)
-    with pytest.raises(DivergedError):
+    with nullcontext() if ends == "explodes" else pytest.raises(DivergedError):
         trainer.fit()
+    assert trainer.state.updates < 40
+    assert ends == "diverges" or finder.losses[-1] > 4 * min(finder.losses)
     assert json.loads((tmp_path / "lr_finder.json").read_text())["loss"]
 
 
@@ -178,3 +181,52 @@ def test_histogram_of_values_that_are_not_finite() -> None:
     histogram = histogram_of(torch.tensor([1.0, math.nan, 3.0, math.inf]), bins=2)
     assert (histogram.counts.tolist(), histogram.total, histogram.squares) == ([1, 1], 4.0, 10.0)
     assert histogram_of(torch.tensor([math.nan]), bins=2).counts.tolist() == [0, 0]
+
+
+def test_learning_rates_of_the_last_update(make_trainer: Any) -> None:
+    log = Log()
+    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    trainer = make_trainer({"lr": LRMonitor(), "log": log}, lr=1e-2, scheduler=halve)
+    trainer.fit()
+    (name,) = trainer.learning_rates()
+    assert log.of(f"lr/{name}") == {
+        step: pytest.approx(1e-2 * 0.5 ** (step - 1)) for step in (2, 4, 5, 6, 8, 10)
+    }
+
+
+def interval(callback: Throughput, seconds: float, waited: float, updates: int = 10) -> Any:
+    trainer: Any = SimpleNamespace(
+        state=TrainState(samples=100, updates=5), timer=SimpleNamespace(total=seconds, data=waited)
+    )
+    callback.on_fit_start(trainer)
+    trainer.state.samples += 8 * updates
+    trainer.state.updates += updates
+    return callback.scalars(trainer)
+
+
+def test_throughput_of_an_interval() -> None:
+    assert interval(Throughput(), seconds=4.0, waited=1.0) == {
+        "time/samples_per_second": 20.0,
+        "time/step_seconds": 0.4,
+        "time/data_wait": 0.1,
+        "time/data_share": 0.25,
+    }
+    assert interval(Throughput(), seconds=1.0, waited=0.0, updates=0) == {}
+
+
+def test_the_hint_comes_once_and_not_for_the_first_interval(caplog: Any) -> None:
+    callback = Throughput(hint_share=0.3)
+    with caplog.at_level(logging.INFO):
+        for waited in (0.9, 0.2, 0.42, 0.5):
+            interval(callback, seconds=1.0, waited=waited)
+    assert [record.getMessage() for record in caplog.records] == [
+        "42% of the time is spent waiting for data: set loader.num_workers=auto"
+    ]
+
+
+def test_memory_is_logged_at_the_ends_of_epochs(make_trainer: Any) -> None:
+    log = Log()
+    make_trainer({"memory": Memory(), "log": log}, max_epochs=None, max_steps=7).fit()
+    peaks = log.of("memory/peak_rss_mib")
+    assert list(peaks) == [5, 7]
+    assert peaks[7] == pytest.approx(peak_rss() / 2**20, rel=0.1)

@@ -1,3 +1,5 @@
+"""The metric that is monitored, and the run that it ends."""
+
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +10,11 @@ import pytest
 from callbacks.checkpoint import Checkpoint
 from callbacks.early_stopping import EarlyStopping
 from callbacks.support import CallbackError, Monitor
+from trainer.state import TrainState
 from trainer.task import Task
 from trainer.tasks.gan import GAN
+
+NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
@@ -28,17 +33,12 @@ def test_mode(name: str, mode: str, higher_is_better: bool) -> None:
     assert monitor.better(1.0, 2.0) != higher_is_better
 
 
-def test_unknown_direction_is_asked_for() -> None:
+def test_unknown_direction_is_asked_for_where_values_are_compared() -> None:
     with pytest.raises(CallbackError, match="is a larger val/wobble better"):
-        Monitor("val/wobble")
+        EarlyStopping("val/wobble", patience=1)
     with pytest.raises(CallbackError, match="choose min, max or auto"):
         Monitor("val/loss", "smallest")
-
-
-def test_what_compares_nothing_does_not_ask() -> None:
     assert EarlyStopping("val/wobble").monitor == "val/wobble"
-    with pytest.raises(CallbackError, match="wobble"):
-        EarlyStopping("val/wobble", patience=1)
 
 
 @pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
@@ -52,30 +52,23 @@ def test_a_direction_that_is_asked_for_later_names_the_callback(
 
 
 @pytest.mark.parametrize(
-    ("metrics", "mode", "chosen", "rising"),
+    ("metrics", "chosen", "rises"),
     [
-        pytest.param(["loss", "accuracy"], "auto", "val/accuracy", True, id="classification"),
-        pytest.param(["loss"], "auto", "val/loss", False, id="without accuracy"),
+        pytest.param(["loss", "accuracy"], "val/accuracy", True, id="classification"),
+        pytest.param(["loss"], "val/loss", False, id="without accuracy"),
+        pytest.param(None, None, True, id="none: a GAN"),
     ],
 )
 def test_auto_takes_the_tasks_metric(
-    metrics: list[str], mode: str, chosen: str, rising: bool
+    metrics: list[str] | None, chosen: str | None, rises: bool
 ) -> None:
-    task = Task()
-    task.metric_names = lambda: metrics  # type: ignore[method-assign]
+    task = Task() if metrics else GAN()
+    task.metric_names = lambda: metrics  # type: ignore[method-assign, assignment, return-value]
     trainer: Any = SimpleNamespace(task=task)
-    monitor = Monitor("auto", mode)
-    monitor.resolve(trainer)
-    assert monitor.name == chosen
-    assert monitor.better(2.0, 1.0) == rising
-
-
-def test_a_task_may_have_no_metric() -> None:
-    trainer: Any = SimpleNamespace(task=GAN())
     monitor = Monitor("auto")
     monitor.resolve(trainer)
-    assert monitor.name is None
-    assert not monitor.on_validation
+    assert (monitor.name, monitor.on_validation) == (chosen, chosen is not None)
+    assert monitor.better(2.0, 1.0) == rises
 
 
 def test_nan_is_never_better_and_an_improvement_must_exceed_min_delta() -> None:
@@ -87,8 +80,91 @@ def test_nan_is_never_better_and_an_improvement_must_exceed_min_delta() -> None:
     assert not monitor.better(0.75, 1.0, min_delta=0.25)
 
 
-def test_missing_metric_lists_those_that_exist() -> None:
+def run(callback: EarlyStopping, values: list[float], first_epoch: int = 1) -> int | None:
+    """Return the epoch in which the callback stops a run whose validations give these values."""
+    trainer: Any = SimpleNamespace(state=TrainState(), metrics={}, val_loader=object())
+    callback.setup(trainer)
+    for epoch, value in enumerate(values, first_epoch):
+        trainer.state.epoch, trainer.state.global_step = epoch, 10 * epoch
+        trainer.metrics["val/loss"] = value
+        callback.on_validation_end(trainer, {"val/loss": value})
+        callback.on_boundary(trainer)
+        if trainer.state.stop_request:
+            return epoch
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stops"),
+    [
+        pytest.param({"patience": 2}, [3, 2, 1, 1, 1], 5, id="equal is no improvement"),
+        pytest.param({"patience": 2}, [3, 2, 2.5, 1, 2, 2], 6, id="a better one starts anew"),
+        pytest.param({"patience": 1}, [1, 1], 2, id="patience 1"),
+        pytest.param({"patience": None}, [1] * 50, None, id="off"),
+        pytest.param({"patience": 2, "mode": "max"}, [1, 2, 3, 2, 2], 5, id="max"),
+        pytest.param({"patience": 2, "min_delta": 0.5}, [3, 2.75, 2.5, 2.25], 3, id="min_delta"),
+        pytest.param(
+            {"patience": 2, "min_delta": 0.5}, [3, 2.4, 1.8, 1.2], None, id="over min_delta"
+        ),
+        pytest.param({"patience": 1, "min_epochs": 4}, [1, 2, 2, 2, 2], 4, id="min_epochs"),
+        pytest.param({"patience": 9}, [1, NAN, 1], 2, id="nan"),
+        pytest.param({"patience": None}, [1, INF], 2, id="inf, patience off"),
+        pytest.param(
+            {"patience": 3, "check_finite": False}, [2, NAN, NAN, 1, NAN], None, id="nan let be"
+        ),
+        pytest.param({"patience": 2, "check_finite": False}, [NAN, NAN, 1], 2, id="only nan"),
+    ],
+)
+def test_verdict(options: dict[str, Any], values: list[float], stops: int | None) -> None:
+    assert run(EarlyStopping("val/loss", **{"mode": "min", **options}), values) == stops
+
+
+def resumed(callback: EarlyStopping, epoch: int, branched: bool = False) -> str:
+    """Return the stop that a callback with this one's state asks for as a run resumes."""
+    fresh = EarlyStopping("val/loss", patience=callback._patience, min_epochs=callback._min_epochs)
+    fresh.load_state_dict(callback.state_dict())
+    trainer: Any = SimpleNamespace(state=TrainState(epoch=epoch), metrics={}, branched=branched)
+    fresh.on_fit_start(trainer)
+    return str(trainer.state.stop_request)
+
+
+def test_a_verdict_that_was_saved_is_carried_out_by_the_next_run() -> None:
+    patient, finite = EarlyStopping("val/loss", patience=2), EarlyStopping("val/loss")
+    assert run(patient, [1.0, 1.0, 1.0]) == 3
+    assert "val/loss has not improved in 2 validations (best 1)" in resumed(patient, epoch=3)
+    assert run(finite, [1.0, NAN]) == 2
+    assert "val/loss is nan" in resumed(finite, epoch=2)
+    assert resumed(finite, epoch=2, branched=True) == "None"  # a smaller rate may mend it
+
+
+def test_a_resume_between_two_validations_stops_no_run() -> None:
+    """After `min_epochs` the run goes on to the next validation, which may be better."""
+    callback = EarlyStopping("val/loss", patience=1, min_epochs=3)
+    assert run(callback, [1.0, 1.0]) is None
+    assert resumed(callback, epoch=3) == "None"
+    assert run(callback, [0.5, 0.6], first_epoch=3) == 4
+
+
+def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None:
+    callback = EarlyStopping("train/loss", "max", patience=2)  # it falls: never better
+    trainer = make_trainer({"stop": callback}, max_epochs=9, validated=False)
+    trainer.fit()
+    assert (trainer.state.epoch, callback.waited) == (3, 2)
+    assert "has not improved in 2 epochs (best" in str(trainer.state.stop_reason)
+    callback.on_boundary(trainer)  # as by a run that resumes at this boundary
+    assert callback.waited == 2
+
+
+def test_no_validation_set(make_trainer: Any) -> None:
+    trainer = make_trainer({"stop": EarlyStopping(patience=2)}, validated=False)
     with pytest.raises(
-        CallbackError, match="val/loss: no such metric; there are: train/loss, val/f1"
+        CallbackError, match=r"callbacks\.stop\.monitor=val/accuracy: there is no val"
     ):
-        Monitor("val/loss").value({"val/f1": 1.0, "train/loss": 2.0})
+        trainer.fit()
+    make_trainer({"stop": EarlyStopping()}, validated=False).fit()  # off by default
+
+
+def test_wrong_metric_lists_those_that_exist(make_trainer: Any) -> None:
+    trainer = make_trainer({"stop": EarlyStopping("val/f1", patience=2)})
+    with pytest.raises(CallbackError, match=r"no such metric; there are: .*val/accuracy, val/loss"):
+        trainer.fit()

@@ -1,0 +1,301 @@
+"""Averages of the weights: EMA and SWA against torch's own, and what is evaluated with them."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+    update_bn,
+)
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.ema import EMA, RunningAverage
+from callbacks.support import CallbackError
+from callbacks.swa import SWA
+from trainer import snapshot
+from trainer.callback import Callback
+from trainer.checkpoints.store import CheckpointStore
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def disturb(model: nn.Module) -> None:
+    """Change parameters and BatchNorm's statistics, as an update does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.train()(torch.randn(5, 3, dtype=torch.float64))
+
+
+# The fourth, swa with buffers, torch 2.15 cannot: it divides BatchNorm's integer count.
+@pytest.mark.parametrize(("kind", "use_buffers"), [("ema", True), ("ema", False), ("swa", False)])
+def test_equals_torchs_averaged_model(kind: str, use_buffers: bool) -> None:
+    model = make_model()
+    # get_swa_multi_avg_fn divides in float32, whatever the weights are.
+    rule = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
+    theirs = AveragedModel(
+        model, avg_fn=None if rule else get_swa_avg_fn(), use_buffers=use_buffers, **rule
+    )
+    theirs.update_parameters(model)  # torch's first call copies, where ours begins
+    ours = RunningAverage(use_buffers=use_buffers)
+    ours.begin(model)
+    for count in range(1, 6):
+        disturb(model)
+        theirs.update_parameters(model)
+        ours.update(get_ema_multi_avg_fn(0.9) if kind == "ema" else get_swa_multi_avg_fn(), count)
+    averaged = ours.tensors()
+    for name, value in theirs.module.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            assert averaged[name] == 5  # a count is no average: ours is the model's
+        else:
+            torch.testing.assert_close(averaged[name], value, rtol=1e-14, atol=1e-14)
+
+
+def test_exchange_gives_values_and_keeps_tensors() -> None:
+    model, average = make_model(), RunningAverage()
+    average.begin(model)
+    start = copy.deepcopy(model.state_dict())
+    disturb(model)
+    trained = copy.deepcopy(model.state_dict())
+    places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+
+    def same(expected: dict[str, Tensor]) -> bool:
+        return all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+
+    with suppress(RuntimeError), average.exchanged(model):
+        assert same(start)
+        raise RuntimeError("in between")
+    assert same(trained)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == places
+    loaded, under_way = RunningAverage(), RunningAverage()
+    under_way.begin(model)
+    for target in (loaded, under_way):
+        target.load_state_dict(average.state_dict())
+        with target.exchanged(model):
+            assert same(start)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+def test_tied_weights_move_once_and_keep_both_names() -> None:
+    model, average, loaded = Tied(), RunningAverage(), RunningAverage()
+    average.begin(model)
+    with torch.no_grad():
+        model.first.weight.zero_()
+    start = average.tensors()["first.weight"].clone()
+    average.update(get_ema_multi_avg_fn(1 - 0.5))
+    state = average.tensors()
+    assert state.keys() == {"first.weight", "second.weight"}
+    assert torch.equal(state["first.weight"], start / 2)
+    loaded.load_state_dict({"model": {name: value.clone() for name, value in state.items()}})
+    loaded.begin(model)
+    loaded.update(get_ema_multi_avg_fn(1 - 0.5))
+    assert torch.equal(loaded.tensors()["second.weight"], start / 4)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_model_is_averaged_in_its_parts() -> None:
+    plain, sharded = make_model(), make_model()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    averages = [RunningAverage(), RunningAverage()]
+    for average, model in zip(averages, (plain, sharded), strict=True):
+        average.begin(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        average.update(get_ema_multi_avg_fn(1 - 0.25))
+        average.update(get_ema_multi_avg_fn(0.5))
+    expected, found = (average.tensors() for average in averages)
+    assert hasattr(found["0.weight"], "full_tensor")
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    loaded = RunningAverage()
+    loaded.load_state_dict({"model": expected})
+    with loaded.exchanged(sharded):
+        assert torch.equal(sharded[0].weight.full_tensor(), expected["0.weight"])
+
+
+class History(Callback):
+    """Remember the weights after every update."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.weights.append(trainer.model[0].weight.detach().clone())
+
+    on_update_end = on_fit_start
+
+
+@pytest.mark.parametrize(
+    ("options", "decays"),
+    [
+        pytest.param({"decay": 0.8, "warmup": False}, dict.fromkeys(range(1, 11), 0.8), id="plain"),
+        pytest.param(
+            {"decay": 0.4, "update_every": 2},
+            {step: min(0.4, (1 + step) / (10 + step)) for step in (2, 4, 6, 8, 10)},
+            id="warmup, every second",
+        ),
+    ],
+)
+def test_an_ema_is_the_average_written_out_by_hand(
+    make_trainer: Any, options: Any, decays: dict[int, float]
+) -> None:
+    history, ema = History(), EMA(**options)
+    make_trainer({"history": history, "ema": ema}).fit()
+    expected = history.weights[0]
+    for step, decay in decays.items():
+        expected = decay * expected + (1 - decay) * history.weights[step]
+    averaged = ema.state_dict()["model"]["0.weight"]
+    torch.testing.assert_close(averaged, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_skipped_update_does_not_count(make_trainer: Any) -> None:
+    batches = [(torch.randn(6, 4).double(), torch.randn(6, 2).double()) for _ in range(5)]
+    batches[2] = (batches[2][0] * float("nan"), batches[2][1])
+    history, ema = History(), EMA(decay=0.8, warmup=False)
+    callbacks = {"history": history, "ema": ema}
+    trainer = make_trainer(callbacks, batches=batches, max_epochs=1, on_nonfinite="skip")
+    trainer.fit()
+    assert trainer.state.skipped_updates == 1
+    expected = history.weights[0]
+    for step in (1, 2, 4, 5):
+        expected = 0.8 * expected + 0.2 * history.weights[step]
+    averaged = ema.state_dict()["model"]["0.weight"]
+    torch.testing.assert_close(averaged, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_which_weights_are_evaluated_is_explicit(
+    make_trainer: Any, tmp_path: Path, used: bool
+) -> None:
+    ema = EMA(decay=0.9, use_for_evaluation=used)
+    trainer = make_trainer({"ema": ema, "checkpoint": Checkpoint()}, tmp_path)
+    trainer.fit()
+    trained = copy.deepcopy(trainer.model.state_dict())
+    evaluated = trainer.evaluate(trainer.val_loader, "val")
+    assert all(torch.equal(v, trained[n]) for n, v in trainer.model.state_dict().items())
+    state = ema.state_dict()["model"] if used else trained
+    plain = make_trainer({})
+    plain.model.load_state_dict(state)
+    assert plain.evaluate(plain.val_loader, "val") == evaluated
+    assert trainer.metrics["val/loss"] == evaluated["val/loss"]
+    # As the evaluate command: the checkpoint has both, and nothing is fitted.
+    payload = CheckpointStore(tmp_path / "checkpoints").load(tmp_path / "checkpoints" / "last.pt")
+    assert torch.equal(payload["model"]["0.weight"], trained["0.weight"])
+    fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
+    snapshot.load_weights(fresh, payload)
+    assert fresh.evaluate(fresh.val_loader, "val") == evaluated
+
+
+def test_buffers_that_are_copied_are_the_models_between_two_averagings(make_trainer: Any) -> None:
+    seen: list[Tensor] = []
+
+    class Looks(Callback):
+        def on_validation_start(self, trainer: Any) -> None:
+            with trainer.evaluation_weights():
+                seen.append(trainer.model[1].running_mean.clone())
+
+    ema = EMA(0.9, update_every=3, use_buffers=False)
+    trainer = make_trainer({"looks": Looks(), "ema": ema}, max_epochs=1)
+    trainer.fit()  # 5 updates: the last average is that of the third
+    own, saved = trainer.model.state_dict(), ema.state_dict()["model"]
+    assert torch.equal(seen[-1], own["1.running_mean"])
+    differ = {name for name in own if not torch.equal(saved[name], own[name])}
+    assert differ == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+
+
+class Torchs(Callback):
+    """torch's own AveragedModel, fed at the ends of epochs."""
+
+    def __init__(self, start_epoch: int) -> None:
+        self._start_epoch = start_epoch
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.model = AveragedModel(trainer.model)
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        if trainer.state.epoch > self._start_epoch:
+            self.model.update_parameters(trainer.model)
+
+
+@pytest.mark.parametrize(("start_epoch", "first", "count"), [(1, 1, 3), (0.5, 2, 2), (0, 0, 4)])
+def test_swa_equals_torchs_own(
+    make_trainer: Any, start_epoch: float, first: int, count: int
+) -> None:
+    swa, theirs = SWA(start_epoch), Torchs(first)
+    trainer = make_trainer({"swa": swa, "theirs": theirs}, max_epochs=4)
+    trainer.fit()
+    assert swa.averaged == count
+    # torch's pass over the training data, by which it, too, measures the average's statistics.
+    update_bn(list(trainer.train_loader._loader), theirs.model)
+    ours = swa.state_dict()["model"]
+    for name, value in theirs.model.module.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_training_does_not_depend_on_an_average(make_trainer: Any) -> None:
+    states = []
+    for callbacks in ({"swa": SWA(1), "ema": EMA(0.9, use_for_evaluation=False)}, {}):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)]
+        trainer = make_trainer(callbacks, model=nn.Sequential(*layers).double(), max_epochs=4)
+        torch.manual_seed(1)
+        trainer.fit()
+        states.append(trainer.model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_before_it_begins_the_model_itself_is_evaluated(make_trainer: Any) -> None:
+    same: list[bool] = []
+
+    class Compare(Callback):
+        def on_validation_end(self, trainer: Any, metrics: Any) -> None:
+            with_swap = trainer.evaluate(trainer.val_loader, "val")
+            average, trainer.average = trainer.average, None
+            same.append(with_swap == trainer.evaluate(trainer.val_loader, "val"))
+            trainer.average = average
+
+    make_trainer({"swa": SWA(1), "compare": Compare()}, max_epochs=3).fit()
+    assert same == [True, False, False]
+
+
+def test_a_share_of_a_run_needs_its_length_and_one_too_short_says_so(
+    make_trainer: Any, caplog: Any
+) -> None:
+    trainer = make_trainer({"swa": SWA(0.75)}, max_epochs=None, max_steps=4)
+    with pytest.raises(CallbackError, match=r"callbacks\.swa\.start_epoch=0\.75 is a fraction"):
+        trainer.fit()
+    make_trainer({"swa": SWA(5)}).fit()
+    assert "callbacks.swa: the run ended before its start_epoch" in caplog.text

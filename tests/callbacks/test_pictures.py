@@ -1,0 +1,445 @@
+"""Pictures against counting by hand; at their intervals; and the training does not notice them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from callbacks.histograms import Histograms
+from callbacks.metrics_log import MetricsLog
+from callbacks.pictures.classes import ConfusionMatrix, PRCurves
+from callbacks.pictures.generated import GeneratedImages, GeneratedText
+from callbacks.pictures.model import Graph, LayerStatistics, Texts
+from callbacks.pictures.picture import is_due, matrix, pixels, sheet
+from callbacks.pictures.samples import (
+    Masks,
+    Misclassified,
+    TrainingSamples,
+    ValidationSamples,
+    overlay,
+)
+from callbacks.support import CallbackError
+from callbacks.tensorboard import TensorBoard
+from trainer import rng
+from trainer.callback import Callback
+from trainer.media import PRCurve
+from trainer.optimizers.optimizers import Optimizers
+from trainer.options import TrainerOptions
+from trainer.strategies.strategy import Strategy
+from trainer.task import Task
+from trainer.tasks.classification import Classification
+from trainer.tasks.gan import GAN
+from trainer.tasks.language_model import LanguageModel
+from trainer.tasks.multilabel import MultiLabel
+from trainer.tasks.segmentation import Segmentation
+from trainer.trainer import Trainer
+
+CLASSES = 3
+
+
+class Gallery(Callback):
+    """Keep what is shown: name to (step, value) pairs."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, list[tuple[int, Any]]] = {}
+
+    def on_media(self, trainer: Any, name: str, media: Any) -> None:
+        self.shown.setdefault(name, []).append((trainer.log_point.step, media))
+
+    def steps(self, name: str) -> list[int]:
+        return [step for step, _ in self.shown[name]]
+
+
+def images(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(count, 6, 1, 8, 8, generator=generator)
+    labels = torch.randint(CLASSES, (count, 6), generator=generator)
+    return list(zip(pixels, labels, strict=True))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(144, CLASSES),
+    )
+
+
+def trainer_of(
+    callbacks: Mapping[str, Callback],
+    run_dir: Path | None = None,
+    *,
+    task: Task | None = None,
+    model: nn.Module | None = None,
+    train: Any = None,
+    val: Any = None,
+    optimizer: Any = None,
+    **options: Any,
+) -> Trainer:
+    torch.manual_seed(1)
+    model = model or network()
+    return Trainer(
+        model,
+        task or Classification(CLASSES),
+        optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        train or images(3, 0),
+        val or train or images(2, 1),
+        strategy=Strategy("cpu"),
+        callbacks=callbacks,
+        options=TrainerOptions(**{"max_epochs": 4, "log_every_n_steps": 2, **options}),
+        run_dir=run_dir,
+    )
+
+
+def everything() -> dict[str, Callback]:
+    return {
+        "texts": Texts(),
+        "train": TrainingSamples(),
+        "val": ValidationSamples(),
+        "wrong": Misclassified(),
+        "confusion": ConfusionMatrix(),
+        "curves": PRCurves(),
+        "histograms": Histograms(),
+        "layers": LayerStatistics(2),
+        "graph": Graph(),
+    }
+
+
+def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
+    runs = {}
+    for name, callbacks in (("bare", {}), ("shown", everything())):
+        (tmp_path / name).mkdir()
+        board = {"log": MetricsLog(), "board": TensorBoard()}
+        run = trainer_of({**board, **callbacks}, tmp_path / name)
+        run.fit()
+        runs[name] = run, rng.capture()
+    (bare, before), (shown, after) = runs["bare"], runs["shown"]
+    for key, value in bare.model.state_dict().items():
+        assert torch.equal(value, shown.model.state_dict()[key]), key
+    for kind, part in (("python", "internal"), ("numpy", "keys")):
+        assert torch.equal(before[kind][part], after[kind][part])
+    assert torch.equal(before["torch"], after["torch"])
+
+    def logged(name: str) -> list[dict[str, float]]:
+        text = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        own = ("grad_norm/", "update_ratio/")
+        return [{k: v for k, v in json.loads(x).items() if not k.startswith(own)} for x in text]
+
+    assert logged("bare") == logged("shown")
+
+
+def test_each_is_shown_at_its_own_interval_and_by_default_ever_less_often() -> None:
+    gallery = Gallery()
+    callbacks = {
+        "gallery": gallery,
+        "train": TrainingSamples(every_n_epochs=3),
+        "val": ValidationSamples(),
+        "confusion": ConfusionMatrix(every_n_validations=2),
+    }
+    trainer_of(callbacks, max_epochs=7, log_every_n_steps=3).fit()
+    assert gallery.steps("samples/train") == [9, 18]  # epochs 3 and 6
+    assert gallery.steps("samples/val") == [3, 12, 21]  # the 1st, the 4th and the last
+    assert gallery.steps("confusion/counts") == [6, 12, 18]
+    assert [n for n in range(1, 20) if is_due(n, None)] == [1, 4, 16]
+
+
+def test_names_and_numbers_are_written_at_their_places() -> None:
+    names = ["cat", "dog", "a very long name"]
+    blank, written = (matrix(np.eye(3) * 7, n) for n in (["", "", ""], names))
+    dark = (written < 90).all(2)
+    assert dark[:60].any()  # above the columns
+    assert dark[60:, :60].any()  # at the rows
+    assert blank.shape[1] < written.shape[1]
+    assert matrix(np.zeros((90, 90)), list(map(str, range(90)))).shape[0] < 800
+
+
+def test_a_small_picture_is_large_enough_for_its_caption() -> None:
+    tiles = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+    bare, told = sheet(tiles), sheet(tiles, ["aeroplane 100%\nis automobile", "cat 50%", "dog"])
+    assert bare.shape == (4 + 96 + 4, 3 * 100 + 4, 3)
+    assert told.shape[0] == bare.shape[0] + 2 * 18
+    assert told.shape[1] > bare.shape[1]
+    letters = (told[4 + 96 :] < 128).all((0, 2))
+    assert all(part.any() for part in np.array_split(letters, 3))
+
+
+@pytest.mark.parametrize(
+    ("tag", "kind", "stop", "steps"),
+    [
+        pytest.param("samples/val", ValidationSamples, 9, [3, 12, 18], id="validation"),
+        pytest.param("samples/train", TrainingSamples, 10, [3, 12], id="waiting-for-a-log-line"),
+    ],
+)
+def test_a_resumed_run_shows_what_it_would_have_shown(
+    stop_at: Any, carry_over: Any, tag: str, kind: type[Callback], stop: int, steps: list[int]
+) -> None:
+    def run(*extra: Any) -> tuple[Gallery, Trainer]:
+        gallery = Gallery()
+        callbacks = {"gallery": gallery, "kind": kind(), **dict(extra)}
+        return gallery, trainer_of(callbacks, max_epochs=6, log_every_n_steps=3)
+
+    (whole, all_of_it), (first, begun), (second, rest) = run(), run(("stop", stop_at(stop))), run()
+    for trainer in (all_of_it, begun):
+        torch.manual_seed(5)  # of the dropout masks
+        trainer.fit()
+    carry_over(begun, rest)
+    rest.fit()
+    assert whole.steps(tag) == steps
+    shown = first.shown[tag] + second.shown[tag]
+    for (step, picture), (other, same) in zip(whole.shown[tag], shown, strict=True):
+        assert step == other
+        assert np.array_equal(picture, same)
+
+
+def test_layers_against_plain_pytorch(make_trainer: Any) -> None:
+    class Watches(Callback):
+        """What the layer's parameters were in front of the step, and are behind it."""
+
+        def __init__(self) -> None:
+            self.found: dict[int, list[float]] = {}
+
+        def on_gradients(self, trainer: Any) -> None:
+            layer = list(trainer.model[0].parameters())
+            self.before = [p.detach().clone() for p in layer]
+            self.gradients = [p.grad.clone() for p in layer]
+
+        def on_log(self, trainer: Any, scalars: Any) -> None:
+            if "update_ratio/0" in scalars:
+                layer = list(trainer.model[0].parameters())
+                change = [p.detach() - old for p, old in zip(layer, self.before, strict=True)]
+                norms = [
+                    float(torch.cat([part.flatten() for part in parts]).norm())
+                    for parts in (change, self.before, self.gradients)
+                ]
+                shares = scalars["update_ratio/0"] / (norms[0] / norms[1])
+                self.found[trainer.state.global_step] = [shares, scalars["grad_norm/0"] / norms[2]]
+
+    watches = Watches()
+    make_trainer({"layers": LayerStatistics(4), "watches": watches}).fit()
+    assert watches.found == {step: pytest.approx([1.0, 1.0], rel=1e-5) for step in (4, 8)}
+
+
+def test_what_does_not_fit_the_task_shows_nothing(make_trainer: Any) -> None:
+    gallery = Gallery()
+    others = {"masks": Masks(), "made": GeneratedImages(), "text": GeneratedText()}
+    tried = {k: v for k, v in everything().items() if k not in ("graph", "histograms", "texts")}
+    make_trainer({"gallery": gallery, **tried, **others}).fit()  # regression on vectors
+    assert gallery.shown == {}
+
+
+def answers(trainer: Trainer, val: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return probabilities and labels, in plain PyTorch."""
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = torch.cat([trainer.model(x) for x, _ in val])
+    return logits.softmax(1), torch.cat([y for _, y in val])
+
+
+def test_the_confusion_matrix_counts_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[np.ndarray[Any, Any]] = []
+    monkeypatch.setattr(
+        "callbacks.pictures.classes.matrix",
+        lambda values, names, text="": drawn.append(values) or np.zeros((1, 1, 3), np.uint8),
+    )
+    val = images(2, 1)
+    val[0][1][0] = -100  # a sample without a label
+    run = trainer_of({"g": Gallery(), "c": ConfusionMatrix()}, val=val)
+    run.fit()
+    probabilities, labels = answers(run, val)
+    expected = np.zeros((CLASSES, CLASSES))
+    for label, answer in zip(labels.tolist(), probabilities.argmax(1).tolist(), strict=True):
+        if label >= 0:
+            expected[label, answer] += 1
+    assert np.array_equal(drawn[-2], expected)
+    assert expected.sum() == 11
+    assert np.allclose(drawn[-1].sum(1)[expected.sum(1) > 0], 1)
+
+
+@pytest.mark.parametrize("kind", ["classes", "labels"])
+def test_pr_curves_are_those_of_counting(kind: str) -> None:
+    gallery, val, train = Gallery(), images(2, 1), images(3, 0)
+    task: Task = Classification(CLASSES)
+    if kind == "labels":
+        task = MultiLabel()
+        train, val = (
+            [(x, torch.nn.functional.one_hot(y, CLASSES).float()) for x, y in part]
+            for part in (train, val)
+        )
+    run = trainer_of({"g": gallery, "c": PRCurves(thresholds=5)}, task=task, train=train, val=val)
+    run.fit()
+    _, labels = answers(run, val)
+    scores = task.interpret(torch.cat([run.model(x) for x, _ in val])).detach()
+    positive = labels > 0.5 if kind == "labels" else labels[:, None] == torch.arange(CLASSES)
+    for index in range(CLASSES):
+        curve: PRCurve = gallery.shown[f"pr_curve/{index}"][-1][1]
+        for place, threshold in enumerate([0.0, 0.25, 0.5, 0.75, 1.0]):
+            said, truth = scores[:, index] >= threshold, positive[:, index]
+            assert curve.true_positives[place] == (said & truth).sum()
+            assert curve.false_positives[place] == (said & ~truth).sum()
+            assert curve.true_negatives[place] == (~said & ~truth).sum()
+            assert curve.false_negatives[place] == (~said & truth).sum()
+
+
+def test_the_misclassified_are_the_most_surely_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    plain = pixels
+    monkeypatch.setattr(
+        "callbacks.pictures.samples.pixels", lambda images: seen.append(images) or plain(images)
+    )
+    val = images(3, 1)
+    run = trainer_of({"g": Gallery(), "w": Misclassified(count=4)}, val=val, max_epochs=2)
+    run.fit()
+    probabilities, labels = answers(run, val)
+    sure, predicted = probabilities.max(1)
+    wrong = [i for i in sure.argsort(descending=True).tolist() if predicted[i] != labels[i]]
+    assert len(wrong) > 4
+    assert torch.equal(seen[-1], torch.cat([x for x, _ in val])[wrong[:4]])
+
+
+@pytest.mark.parametrize("kind", [ConfusionMatrix, PRCurves, Misclassified])
+def test_several_processes_are_shown_together(kind: Any) -> None:
+    val = images(2, 1)
+
+    def shown(batches: Any, others: Any = ()) -> tuple[list[Any], Gallery]:
+        gallery, picture, gathered = Gallery(), kind(), []
+        run = trainer_of({"gallery": gallery, "picture": picture})
+        run.group.gather = lambda own: gathered.append(own) or [own, *others]  # type: ignore[func-returns-value, method-assign, assignment]
+        picture.on_validation_start(run)
+        with torch.no_grad():
+            for x, y in batches:
+                picture.on_validation_batch(run, (x, y), run.model.eval()(x))
+        picture.on_validation_end(run, {})
+        return gathered, gallery
+
+    (_, together), (_, whole) = shown(val[:1], shown(val[1:])[0]), shown(val)
+    assert together.shown.keys() == whole.shown.keys() != set()
+    for name in whole.shown:
+        (_, ours), (_, expected) = together.shown[name][0], whole.shown[name][0]
+        assert all(map(np.array_equal, ours, expected))
+
+
+def test_masks_lie_over_their_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.rand(4, 1, 8, 8, generator=generator), torch.randint(3, (4, 8, 8))) for _ in range(2)
+    ]
+    gallery, model = Gallery(), nn.Conv2d(1, 3, 1)
+    callbacks = {"g": gallery, "m": Masks(count=2)}
+    trainer_of(callbacks, task=Segmentation(3), model=model, train=batches, max_epochs=1).fit()
+    height, width, _ = gallery.shown["masks/val"][0][1].shape
+    assert width == 3 * (96 + 4) + 4  # image, label and prediction of a sample in a row
+    assert height > 2 * 96
+    grey = torch.full((3, 2, 2), 50, dtype=torch.uint8)
+    painted = overlay(grey, torch.tensor([[0, 1], [2, 255]]), 3)
+    assert torch.equal(painted[:, 0, 0], grey[:, 0, 0])  # the background stays as it is
+    assert len({tuple(pixel) for pixel in painted.flatten(1).T.tolist()}) == 4
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator of a layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(5, 16), nn.Linear(16, 1)
+
+    def forward(self, inputs: Tensor, part: str) -> Tensor:
+        if part == "generator":
+            made: Tensor = self.generator(inputs).view(-1, 1, 4, 4)
+            return made
+        judged: Tensor = self.discriminator(inputs.flatten(1))
+        return judged
+
+
+def test_generated_images_come_from_the_same_noise_each_time() -> None:
+    noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(3))
+    batches = [(torch.rand(2, 1, 4, 4), noise)]
+    gallery = Gallery()
+
+    def two(model: Any) -> Optimizers:
+        parts = {"discriminator": model.discriminator, "generator": model.generator}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        made = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+        return Optimizers(made, names)
+
+    run = trainer_of(
+        {"g": gallery, "made": GeneratedImages()},
+        task=GAN(),
+        model=Pair(),
+        train=batches,
+        optimizer=two,
+        max_epochs=1,
+    )
+    run.fit()
+    expected = sheet(pixels(run.model(noise, part="generator")), columns=8)
+    assert np.array_equal(gallery.shown["generated/val"][0][1], expected)
+
+
+class Bigram(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+def test_text_is_written_from_a_prompt_and_draws_nothing_from_the_training(tmp_path: Path) -> None:
+    tokens = torch.randint(4, (3, 9), generator=torch.Generator().manual_seed(0))
+    batches = [(tokens[:, :-1], tokens[:, 1:])]
+    (tmp_path / "inference.json").write_text(json.dumps({"classes": ["a", "b", "c", "d"]}))
+    states, texts = [], []
+    for length in (1, 30):
+        gallery, text = Gallery(), GeneratedText(count=1, prompt=4, length=length)
+        options: Any = {"task": LanguageModel(4), "model": Bigram(), "train": batches}
+        trainer_of({"g": gallery, "text": text}, tmp_path, max_epochs=1, **options).fit()
+        states.append(torch.get_rng_state())
+        texts.append(gallery.shown["generated/text"][0][1])
+    prompt = "".join("abcd"[i] for i in tokens[0, :4].tolist())
+    assert [len(text) for text in texts] == [4 + 4 + 1, 4 + 4 + 30]
+    assert all(text.startswith(f"    {prompt}") for text in texts)
+    assert torch.equal(*states)
+
+
+def test_texts_of_a_run_are_logged_once(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    (tmp_path / "overrides.yaml").write_text("- seed=3\n")
+    gallery = Gallery()
+    trainer_of({"texts": Texts(), "g": gallery}, tmp_path, max_epochs=2).fit()
+    texts = {name: shown for name, ((_, shown),) in gallery.shown.items()}
+    assert texts["run/config"] == "    seed: 3"
+    assert texts["run/overrides"] == "    - seed=3"
+    assert "updates 6" in texts["run/plan"]
+
+
+def test_a_graph_needs_tensorboard_and_a_model_that_can_be_traced(
+    make_trainer: Any, tmp_path: Path, caplog: Any
+) -> None:
+    with pytest.raises(CallbackError, match=r"callbacks\.graph needs callbacks\.tensorboard"):
+        make_trainer({"graph": Graph()}).fit()
+
+    class Untraceable(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if torch.jit.is_tracing():
+                raise RuntimeError("not this one")
+            return super().forward(inputs)
+
+    callbacks = {"tensorboard": TensorBoard(), "graph": Graph()}
+    make_trainer(callbacks, tmp_path / "a", model=Untraceable(4, 2).double()).fit()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning == "callbacks.graph: the model cannot be traced: not this one"
+
+    make_trainer({"tensorboard": TensorBoard(), "graph": Graph()}, tmp_path / "b").fit()
+    board = EventAccumulator(str(tmp_path / "b" / "tensorboard"))
+    assert any("Linear" in node.name for node in board.Reload().Graph().node)
