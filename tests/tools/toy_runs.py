@@ -1,14 +1,20 @@
-"""Run directories, and processes that hold one, for the tests of both."""
+"""Run directories and checkpoints, and processes that hold or write them, for their tests."""
 
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from trainer.checkpoints.store import CheckpointStore, read_checkpoint
+from trainer.errors import CheckpointError
 from trainer.runs.directory import RunDirectory
 
 FORK = multiprocessing.get_context("fork")
@@ -31,3 +37,41 @@ def kill(process: BaseProcess) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+
+
+def payload(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
+    state = {"made_with": {"torch": "2", "threads": 1, "device": "cpu"}}
+    return {"model": {"weight": torch.full((size,), value)}, "state": state}
+
+
+def files(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def value(path: Path) -> float:
+    return float(torch.load(path, weights_only=True)["model"]["weight"][0])
+
+
+def refused(
+    path: Path,
+    kind: type[CheckpointError] | None = None,
+    reader: Callable[[Path], Any] = read_checkpoint,
+) -> str:
+    """Return the one line that refuses a file: it names the file and advises nothing unsafe."""
+    with pytest.raises(CheckpointError) as caught:
+        reader(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert "weights_only" not in message
+    assert caught.value.exit_code == 4
+    assert kind in (None, caught.type)
+    return message
+
+
+def in_a_child(function: Callable[..., Any], *arguments: Any) -> int | None:
+    """Return how a forked process ended that ran `function`."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode

@@ -10,6 +10,7 @@ from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.updates import UpdateSampler
 from trainer.callback import Callback
+from trainer.distributed.processes import Group
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
@@ -185,15 +186,69 @@ class Log(Callback):
         return {step: line[key] for step, line in self.lines if key in line}
 
 
-def in_group(function: Callable[[Strategy], Any], kind: Any = DDP) -> Callable[[int], Any]:
-    """Return what a process of the fixture `ranks` runs: `function` within its group."""
+class Block(nn.Module):
+    """A unit for `wrap_modules`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return x + torch.tanh(self.linear(x))
+
+
+def blocks() -> nn.Sequential:
+    """Return a model of 9 features and 3 classes."""
+    return nn.Sequential(Block(), Block(), nn.Linear(9, 3))
+
+
+def loaders(group: Group, accumulation: int = 2) -> tuple[Loader, Loader]:
+    """Return a process's loaders: updates of 10 samples, the last of 3; 10 samples to validate."""
+    place: dict[str, Any] = {"rank": group.rank, "world_size": group.world_size}
+    order, data = Shuffled(SAMPLES, seed=1), points(features=9)
+    train = UpdateSampler(order, batch_size=10, gradient_accumulation_steps=accumulation, **place)
+    val = UpdateSampler(Sequential(10), batch_size=4 * group.world_size, **place)
+    return Loader(data, train, seed=0), Loader(data, val, seed=0)
+
+
+def in_group(
+    function: Callable[[Any], Any],
+    kind: Any = DDP,
+    processes: Processes | None = None,
+    **options: Any,
+) -> Callable[[int], Any]:
+    """Return what a process of the fixture `ranks` runs: `function(strategy)` in a gloo group."""
 
     def run(rank: int) -> Any:
-        strategy = kind(Processes("gloo", 60, "cpu"))
+        strategy = kind(processes or Processes("gloo", 60, "cpu"), **options)
         strategy.setup()
         result = function(strategy)
-        strategy.group.barrier()
         strategy.group.leave()
         return result
 
     return run
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a state holds, each value with its path."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Name the leaves that differ; a tensor of zeros is as good as none: state not begun yet."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return not (a if isinstance(a, Tensor) else b).any()
+        return bool(a == b)
+
+    ours, theirs = dict(leaves(one)), dict(leaves(other))
+    keys = sorted(ours.keys() | theirs.keys())
+    return [k for k in keys if not same(ours.get(k), theirs.get(k)) and "time/" not in k]

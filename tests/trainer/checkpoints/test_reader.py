@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toy_checkpoints import refused
+from toy_runs import refused
 from trainer.checkpoints.archive import (
     DamagedCheckpointError,
     read_safetensors,

@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from toy_checkpoints import files, in_a_child, payload, value
+from toy_runs import files, in_a_child, payload, value
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.background import Staging, Writer
 from trainer.checkpoints.store import CheckpointStore

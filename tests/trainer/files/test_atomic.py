@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from toy_checkpoints import in_a_child
+from toy_runs import in_a_child
 from trainer.errors import StorageError
 from trainer.files import append_log
 from trainer.files.append_log import AppendLog, LogFileHandler

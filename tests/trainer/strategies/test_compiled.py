@@ -10,7 +10,7 @@ from callbacks.compression.pruning import Pruning
 from callbacks.compression.qat import QuantizationAwareTraining
 from callbacks.ema import EMA
 from callbacks.support import CallbackError
-from toy_blocks import blocks, in_group, loaders
+from toys import blocks, in_group, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP

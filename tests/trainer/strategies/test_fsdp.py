@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-import toy_blocks
+import toys
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from conf.check import parse
@@ -18,7 +18,7 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.convert import convert
-from toy_blocks import blocks, loaders
+from toys import blocks, loaders
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.callback import Callback
@@ -76,7 +76,7 @@ def train(strategy, stop=None, content=None):
     return trainer.metrics, file.getvalue()
 
 
-in_group = partial(toy_blocks.in_group, kind=FSDP)
+in_group = partial(toys.in_group, kind=FSDP)
 
 
 def tensors(tree, prefix=""):

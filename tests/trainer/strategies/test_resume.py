@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import toy_blocks
+import toys
 from data.loading.loader import Loader
 from data.orders import Shuffled
 from data.updates import UpdateSampler
@@ -108,7 +108,7 @@ def same(one, other):
     )
 
 
-in_group = partial(toy_blocks.in_group, bucket_cap_mb=0.004)
+in_group = partial(toys.in_group, bucket_cap_mb=0.004)
 
 
 def interrupted(strategy, warm_up=True):

@@ -11,8 +11,7 @@ from callbacks.unfreeze import Unfreeze
 from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
-from toy_blocks import Points, in_group, loaders
-from toys import Log
+from toys import Log, in_group, loaders, points
 from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
 from trainer.state import TrainState
@@ -157,7 +156,7 @@ def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
             rank=strategy.group.rank,
             world_size=strategy.group.world_size,
         )
-        return trainer.evaluate(Loader(Points(), sampler, seed=0), "val")
+        return trainer.evaluate(Loader(points(features=9), sampler, seed=0), "val")
 
     expected = evaluate(Strategy("cpu"))
     for metrics in ranks(3, in_group(evaluate)):

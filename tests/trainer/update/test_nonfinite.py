@@ -13,8 +13,7 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from scripts.composition.compose import compose
-from toy_trees import differences
-from toys import Log, batches, in_group, loader, normed, points
+from toys import Log, batches, differences, in_group, loader, normed, points
 from trainer import snapshot
 from trainer.callback import Callback
 from trainer.checkpoints.store import CheckpointStore

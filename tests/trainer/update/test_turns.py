@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from callbacks.ema import EMA
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.composition.compose import compose
-from toy_trees import differences
-from toys import batches
+from toys import batches, differences
 from trainer.callback import Callback
 from trainer.errors import DivergedError, ModelError
 from trainer.optimizers.optimizers import build_optimizers
