@@ -30,14 +30,6 @@ class Saved(NamedTuple):
     value: float
 
 
-class _UnderWay(NamedTuple):
-    """A save whose end is not known yet, and what holds if it fails."""
-
-    step: int
-    ranking: list[Saved]
-    saved: dict[str, Any]
-
-
 class Checkpoint(Saver):
     """Save between two updates: every so often, and at the end, whatever ended the run.
 
@@ -85,7 +77,8 @@ class Checkpoint(Saver):
         self._failures = 0  # in a row
         self._writer = Writer()
         self._staging, self._staged_weights = Staging(), Staging()
-        self._under_way: _UnderWay | None = None
+        # A save whose end is not known yet: its step, and ranking and counters if it fails.
+        self._under_way: tuple[int, list[Saved], dict[str, Any]] | None = None
         self._wrote = False
 
     @property
@@ -204,7 +197,7 @@ class Checkpoint(Saver):
             counters = trainer.state.state_dict()
             if self._store is None or not trainer.state.updates or counters == self._saved:
                 return
-            self._under_way = _UnderWay(trainer.state.global_step, self._ranking, self._saved)
+            self._under_way = trainer.state.global_step, self._ranking, self._saved
             if ranked:
                 self._rank(trainer)
             self._saved = counters
@@ -243,7 +236,7 @@ class Checkpoint(Saver):
             self._under_way, self._failures, self._wrote = None, 0, True
         except StorageError as error:
             self._take_back(trainer)
-            self._warn(trainer, save.step, error)
+            self._warn(trainer, save[0], error)
 
     def _take_back(self, trainer: Trainer) -> None:
         assert self._under_way is not None

@@ -91,16 +91,14 @@ def check(payload: Mapping[str, Any], path: Path) -> None:
         known = {Path(name).name: sha256 for name, sha256 in shards["files"].items()}
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: its list of shards is malformed: {error!r}") from None
-    for name, sha256 in known.items():
+    for file, sha256 in ((folder / name, sha256) for name, sha256 in known.items()):
         try:
-            same = digest(folder / name) == sha256
+            same = digest(file) == sha256
         except OSError as error:
-            reason = f"{path}: cannot read its shard {folder / name}: {error.strerror}"
+            reason = f"{path}: cannot read its shard {file}: {error.strerror}"
             raise DamagedCheckpointError(reason) from error
         if not same:
-            raise DamagedCheckpointError(
-                f"{path}: its shard {folder / name} changed after it was saved"
-            )
+            raise DamagedCheckpointError(f"{path}: its shard {file} changed after it was saved")
     shards["folder"] = str(folder)
 
 
@@ -125,8 +123,8 @@ def read(
     def room_for(path: str, tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return tensor
-        names = (name for name in reversed(path.split("/")) if name in (parameters or {}))
-        owner = (parameters or {}).get(next(names, ""))
+        known = [name for name in path.split("/") if name in (parameters or {})]
+        owner = (parameters or {})[known[-1]] if known else None
         if owner is not None and hasattr(owner, "device_mesh") and owner.shape == tensor.shape:
             tensors[path] = torch.empty_like(owner, dtype=tensor.dtype, requires_grad=False)
         else:
@@ -134,7 +132,14 @@ def read(
         return tensors[path]  # type: ignore[no-any-return]
 
     filled: dict[str, Any] = _mapped(payload, room_for)
-    described = _described(folder / ".metadata")
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            described = _Unpickler(file).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / '.metadata'}: {error}") from None
+    except Exception as error:  # unpickling damaged bytes can raise any type
+        message = f"{folder / '.metadata'}: cannot be read: {error}"
+        raise DamagedCheckpointError(message) from error
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -161,16 +166,6 @@ def _mapped(tree: Any, leaf: Callable[[str, Tensor], Any], path: str = "") -> An
     if isinstance(tree, list | tuple):
         return type(tree)(_mapped(value, leaf, f"{path}/{i}") for i, value in enumerate(tree))
     return tree
-
-
-def _described(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
-            return _Unpickler(file).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # unpickling damaged bytes can raise any type
-        raise DamagedCheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -29,17 +30,16 @@ class Unsaved:
     def __init__(self, model: nn.Module, task: Task) -> None:
         self._task = {f"task.{name}.": part for name, part in task.own_modules().items()}
         self._parts = {"": model, **self._task}
-        self._built = {name: b.detach().cpu().clone() for name, (*_, b) in self._passing()}
+        self._built = {name: _copied(buffer) for name, (*_, buffer) in self._passing()}
         self._marks = dict(self._attributes())
         self._told: set[str] = set()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return this process's state on the host; warn about attributes that changed."""
         self._warn()
-        buffers = {name: b.detach().cpu().clone() for name, (*_, b) in self._passing()}
+        buffers = {name: _copied(buffer) for name, (*_, buffer) in self._passing()}
         moved = {n: b for n, b in buffers.items() if not _same(b, self._built.get(n))}
-        task = {n: value.detach().cpu().clone() for n, value in self._task_state().items()}
-        return {"buffers": moved, "task": task}
+        return {"buffers": moved, "task": {n: _copied(v) for n, v in self._task_state().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
@@ -106,15 +106,15 @@ def _mark(value: Any) -> Any:
             return id(value), value._version
         case torch.Generator():
             return value.get_state().numpy().tobytes()
-        case random.Random():
-            return value.getstate()
-        case np.random.Generator():
-            return repr(value.bit_generator.state)
-        case np.random.RandomState():
-            return repr(value.get_state(legacy=False))
+        case random.Random() | np.random.Generator() | np.random.RandomState():
+            return pickle.dumps(value)
         case list() | deque():
             return len(value)
     return None
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone()
 
 
 def _same(value: Tensor, built: Tensor | None) -> bool:

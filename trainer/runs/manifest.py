@@ -13,15 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_DISTRIBUTIONS: tuple[str, ...] = (
-    "regimen",
-    "torch",
-    "torchvision",
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-)
-_DISTRIBUTIONS += ("pillow", "scikit-learn", "tensorboard")
+_FRAMEWORKS = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
+_DISTRIBUTIONS = ("regimen", *_FRAMEWORKS, "numpy", "pillow", "scikit-learn")
 _GIT_SECONDS = 10.0
 
 
