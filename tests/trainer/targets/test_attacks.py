@@ -24,7 +24,8 @@ sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml scripts.train.trai
 conf.yaml_file.examine tests.conftest.anything data.sources.os.system trainer.runs.manifest._git
 trainer.files.append_log.AppendLog trainer.errors.leave_at_once trainer.targets.allow_list.allow
 trainer.checkpoints.reader.read_checkpoint data.batch.map_leaves
-callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict torch.load torch.save torch.hub.load torch.ops.load_library
+callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict
+torch.load torch.save torch.hub.load torch.ops.load_library
 torch.utils.cpp_extension.load torch.nn.Module.load_state_dict torch.nn.Linear.__subclasses__
 torch.nn.Module.register_forward_hook torch.nn.Linear.mro torch.nn.modules.module.torch.os.system
 torch.nn.utils._deprecation_utils.lazy_deprecated_import torch.nn.functional.boolean_dispatch
