@@ -83,6 +83,8 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     alone = {name: STEPS[name] for name in ("crop", "to_float")}
     with_flips = {**alone, "flip": batched.RandomHorizontalFlip(p=0.0)}
     assert _equal(_images(steps=alone), _images(steps=with_flips))
+    flips = [_images(steps={name: batched.RandomHorizontalFlip()}) for name in ("one", "other")]
+    assert not _equal(*flips)  # each draws by its name
 
 
 @pytest.mark.parametrize("normalize", [Standardize([0.3], [0.3]), None])

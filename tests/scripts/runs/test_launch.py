@@ -1,6 +1,8 @@
 """Which failure of several processes is told as the cause."""
 
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -44,3 +46,9 @@ def test_the_cause_of_the_others_is_told(tmp_path, told, codes, seconds, stoppin
     assert re.match(expected[1], found.text)
     assert len(notes.signed()) == len(told)
     assert Failure(**asdict(found)) == found
+
+
+def test_a_process_whose_launcher_is_gone_leaves(tmp_path):
+    command = [sys.executable, "-P", "-m", "scripts.runs.launch", "0", str(tmp_path)]
+    assert subprocess.run(command).returncode == 6
+    assert list(tmp_path.iterdir()) == []
