@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -36,16 +35,9 @@ from trainer.optimizers.optimizers import Optimizers, build_optimizers
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "lr_scheduler"
 
-
 TOTAL, PER_EPOCH = 48, 6
-
-
 LOSSES = [1.0, 0.9, 0.95, 0.93, 0.92, 0.91, 0.8, 0.85]  # of the eight epochs
-
-
 LRS = [0.4, 0.1]
-
-
 TORCH = "torch.optim.lr_scheduler"
 
 
@@ -146,11 +138,3 @@ def assert_close(ours: list[list[float]], theirs: list[list[float]]) -> None:
         rtol=1e-12,
         atol=1e-12,
     )
-
-
-def through_a_file(*states: dict[str, Any]) -> list[dict[str, Any]]:
-    buffer = io.BytesIO()
-    torch.save(list(states), buffer)
-    buffer.seek(0)
-    loaded: list[dict[str, Any]] = torch.load(buffer, weights_only=True)
-    return loaded

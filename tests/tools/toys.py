@@ -1,5 +1,6 @@
 """The toys of all tests: samples, a network, their loader, the loop by hand, what is logged."""
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,3 +253,11 @@ def differences(one: Any, other: Any) -> list[str]:
     ours, theirs = dict(leaves(one)), dict(leaves(other))
     keys = sorted(ours.keys() | theirs.keys())
     return [k for k in keys if not same(ours.get(k), theirs.get(k)) and "time/" not in k]
+
+
+def through_a_file(state: Any) -> Any:
+    """Return a state as it is loaded from where it was saved."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

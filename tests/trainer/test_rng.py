@@ -186,10 +186,10 @@ def test_the_older_tf32_switches_can_be_read_as_well(tf32: bool) -> None:
 @pytest.mark.parametrize(
     ("precision", "tf32", "device", "told"),
     [
-        pytest.param("fp32", False, "cuda", True, id="convolutions are slower than torch's"),
-        pytest.param("fp32", True, "cuda", False, id="as torch's"),
-        pytest.param("bf16", False, "cuda", False, id="another format"),
-        pytest.param("fp32", False, "cpu", False, id="no TF32 on a CPU"),
+        ("fp32", False, "cuda", True),
+        ("fp32", True, "cuda", False),
+        ("bf16", False, "cuda", False),
+        ("fp32", False, "cpu", False),
     ],
 )
 def test_a_run_says_where_it_is_more_exact_than_torch(

@@ -20,9 +20,9 @@ from schedules_by_hand import (
     assert_close,
     node,
     optimizers,
-    through_a_file,
     walk,
 )
+from toys import through_a_file
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.functions import MAX_LENGTH, expression
 from trainer.lr_schedulers.schedule import LRSchedule, ScheduleError, curve
@@ -59,32 +59,26 @@ def test_an_expression_is_what_python_makes_of_it(text: str, expected: float) ->
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        pytest.param(["", "1 +", "step; step", "\0"], "not a valid expression", id="syntax"),
-        pytest.param(["lr * 2"], "'lr' is not allowed.* numbers, step, epoch", id="name"),
-        pytest.param(
+        (["", "1 +", "step; step", "\0"], "not a valid expression"),
+        (["lr * 2"], "'lr' is not allowed.* numbers, step, epoch"),
+        (
             ["__import__('os').system('true')", "step.__class__", "[1][0]", "(lambda: 1)()"],
             "not allowed",
-            id="code",
         ),
-        pytest.param(
-            ["'a' * 3", "1j", "None", "[x for x in (1,)]", "(y := 1)", "f'{step}'"],
-            "not allowed",
-            id="values",
-        ),
-        pytest.param(
+        (["'a' * 3", "1j", "None", "[x for x in (1)]", "(y := 1)", "f'{step}'"], "not allowed"),
+        (
             ["1 < step < 9", "step @ step", "1 << 9999", "max(1, *step)", "min(step, key=1)"],
             "not allowed",
-            id="operators",
         ),
-        pytest.param(["eval(1)"], "eval.* not allowed.* cos", id="function"),
-        pytest.param(["cos(1, 2)", "min(1)", "max()"], "does not take . arguments", id="count"),
-        pytest.param(["9" * 400], "too large", id="huge-number"),
-        pytest.param(["-" * 200 + "1"], "nested more than", id="deep"),
-        pytest.param(["1" + "+1" * MAX_LENGTH], "more than 500 characters", id="long"),
-        pytest.param(["1 / (step - 7)", "log(0)"], "has no value at step = 7", id="domain"),
-        pytest.param(["9 ** 9 ** 9 ** 9", "(-8) ** 0.5"], "has no value", id="overflow"),
-        pytest.param(["1e308 * 10"], "is inf", id="infinite"),
-        pytest.param(["1e308 * 10 - 1e308 * 10"], "is nan", id="nan"),
+        (["eval(1)"], "eval.* not allowed.* cos"),
+        (["cos(1, 2)", "min(1)", "max()"], "does not take . arguments"),
+        (["9" * 400], "too large"),
+        (["-" * 200 + "1"], "nested more than"),
+        (["1" + "+1" * MAX_LENGTH], "more than 500 characters"),
+        (["1 / (step - 7)", "log(0)"], "has no value at step = 7"),
+        (["9 ** 9 ** 9 ** 9", "(-8) ** 0.5"], "has no value"),
+        (["1e308 * 10"], "is inf"),
+        (["1e308 * 10 - 1e308 * 10"], "is nan"),
     ],
 )
 def test_anything_else_is_refused(texts: list[str], message: str) -> None:
@@ -173,7 +167,7 @@ def test_a_plain_scheduler_is_wrapped_as_it_is() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert LRSchedule.wrap(schedule) is schedule
     again = LRSchedule.wrap(StepLR(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1, 0.5), "epoch")
-    again.load_state_dict(through_a_file(schedule.state_dict())[0], hyper_parameters=False)
+    again.load_state_dict(through_a_file(schedule.state_dict()), hyper_parameters=False)
     assert again.state_dict() == schedule.state_dict() | {"tracks": again.state_dict()["tracks"]}
 
 

@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scripts.composition.compose import compose
-from trainer.assembly.parts import optimizer_nodes
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.optimizers.steps import needs_closure
 from trainer.targets.allow_list import TargetError
-from trainer.targets.signatures import bind_problems
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
@@ -54,20 +52,13 @@ def node(*overrides: str) -> dict[str, Any]:
     return copy.deepcopy(chosen)
 
 
-def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        yield (
-            torch.randn(8, 3, generator=generator, dtype=torch.float64),
-            torch.randn(8, 2, generator=generator, dtype=torch.float64),
-        )
-
-
 def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> list[Tensor]:
     """Update `model` with every optimizer; return its parameters."""
-    for x, y in batches(updates):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(updates):
+        x, y = torch.randn(2, 8, 3, generator=generator, dtype=torch.float64)
 
-        def closure(x: Tensor = x, y: Tensor = y) -> float:
+        def closure(x: Tensor = x, y: Tensor = y[:, :2]) -> float:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss = (model(x) - y).square().mean()
@@ -76,7 +67,9 @@ def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> li
 
         closure()
         for optimizer in optimizers:
-            optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
+            needs = isinstance(optimizer, torch.optim.LBFGS)
+            assert needs_closure(optimizer) is needs
+            optimizer.step(closure) if needs else optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
@@ -119,7 +112,7 @@ def test_every_file_is_written_out_by_hand_here() -> None:
     assert files == {*BY_HAND, "gan"}  # which has networks of its own: see below
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in BY_HAND])
+@pytest.mark.parametrize("name", list(BY_HAND))
 def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
     model, other = network(), network()
     begin = [p.detach().clone() for p in model.parameters()]
@@ -129,12 +122,6 @@ def test_a_shipped_optimizer_does_what_plain_torch_does(name: str) -> None:
     ours = train(model, list(optimizers.optimizers.values()))
     assert largest_difference(ours, theirs) < 1e-12
     assert largest_difference(ours, begin) > 1e-4
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in BY_HAND])
-def test_a_shipped_optimizer_passes_the_signature_check(name: str) -> None:
-    nodes = optimizer_nodes(node(f"optimizer={name}"))
-    assert [p for key, n in nodes.items() for p in bind_problems(n, key, positional=1)] == []
 
 
 def is_bias_or_norm(name: str) -> bool:
@@ -164,7 +151,7 @@ def test_every_set_of_rules_is_written_out_by_hand_here() -> None:
     assert {path.stem for path in files} == RULES_BY_HAND.keys()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in RULES_BY_HAND])
+@pytest.mark.parametrize("name", list(RULES_BY_HAND))
 def test_shipped_rules_do_what_groups_written_out_do(name: str) -> None:
     model, other = network(), network()
     optimizers = build_optimizers(model, node("optimizer=adamw", f"optimizer/param_groups={name}"))
@@ -245,24 +232,19 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        pytest.param({"lr": 0.1}, "optimizer: has no _target_", id="no-target"),
-        pytest.param({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer: ", id="lr-text"),
-        pytest.param(
-            {"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1", id="lr-negative"
-        ),
-        pytest.param({"_target_": "torch.optim.SGD", "lrr": 1}, "lrr", id="unknown-argument"),
-        pytest.param({"_target_": "torch.nn.ReLU"}, "ReLU", id="no-optimizer"),
-        pytest.param(
-            {"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters", id="muon-vectors"
-        ),
-        pytest.param(
+        ({"lr": 0.1}, "optimizer: has no _target_"),
+        ({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer: "),
+        ({"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1"),
+        ({"_target_": "torch.optim.SGD", "lrr": 1}, "lrr"),
+        ({"_target_": "torch.nn.ReLU"}, "ReLU"),
+        ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+        (
             {"_target_": "torch.optim.LBFGS", "param_groups": {"norm": {"module": "norm"}}},
             "parameter groups",
-            id="lbfgs-groups",
         ),
-        pytest.param({"optimizers": 3}, "must be a dict of optimizers", id="optimizers-type"),
-        pytest.param({"optimizers": {"a": 3}}, "optimizers.a: must be a node", id="node-type"),
-        pytest.param(
+        ({"optimizers": 3}, "must be a dict of optimizers"),
+        ({"optimizers": {"a": 3}}, "optimizers.a: must be a node"),
+        (
             {
                 "optimizers": {
                     "a": {"_target_": "torch.optim.SGD", "params": {"match": "^head"}},
@@ -270,9 +252,8 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
                 }
             },
             "no optimizer takes patch_embed.weight, patch_embed.bias",
-            id="homeless",
         ),
-        pytest.param(
+        (
             {
                 "optimizers": {
                     "a": {"_target_": "torch.optim.SGD"},
@@ -280,9 +261,8 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
                 }
             },
             "optimizer.optimizers.b: has no trainable parameter left",
-            id="nothing-left",
         ),
-        pytest.param(
+        (
             {
                 "optimizers": {
                     "a": {"_target_": "torch.optim.SGD", "params": {"kind": "matrixx"}},
@@ -290,7 +270,6 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
                 }
             },
             "optimizer.optimizers.a.params.kind: 'matrixx'",
-            id="bad-selector",
         ),
     ],
 )
@@ -361,13 +340,3 @@ def test_zero_grad_drops_the_gradients_of_all() -> None:
     model(torch.zeros(1, 3, dtype=torch.float64)).sum().backward()
     optimizers.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_only_lbfgs_needs_a_closure() -> None:
-    model = network()
-    needing = {
-        name
-        for name, by_hand in BY_HAND.items()
-        if isinstance(made := by_hand(model), Optimizer) and needs_closure(made)
-    }
-    assert needing == {"lbfgs"}

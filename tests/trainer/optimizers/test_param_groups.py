@@ -231,95 +231,55 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        pytest.param(
+        (
             {"head": {"match": "^heed"}},
             "optimizer.param_groups.head: matches no parameter; the model has 0.weight",
-            id="no-match",
         ),
-        pytest.param(
+        (
             {"all": {"match": ".*"}, "head": {"match": "^4"}},
             "optimizer.param_groups.head: has no parameter left: earlier rules take 4.weight",
-            id="shadowed",
         ),
-        pytest.param({"head": {"lr": 1.0}}, "param_groups.head: selects nothing", id="no-selector"),
-        pytest.param(
-            {"head": {"match": "("}},
-            "head.match: '(' is not a valid regular expression",
-            id="regex",
-        ),
-        pytest.param({"head": {"match": 3}}, "head.match: must be a string", id="match-type"),
-        pytest.param({"head": {"kind": "biass"}}, "did you mean bias?", id="kind"),
-        pytest.param({"head": {"module": "nrom"}}, "did you mean norm?", id="module-word"),
-        pytest.param(
-            {"head": {"module": "torch.nn.Linaer"}}, "did you mean Linear?", id="module-path"
-        ),
-        pytest.param({"head": {"module": "os.system"}}, "is not allowed", id="module-refused"),
-        pytest.param(
-            {"head": {"module": "torch.nn.functional.relu"}},
-            "neither the import path of a class",
-            id="module-function",
-        ),
-        pytest.param(
-            {"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean match?", id="except"
-        ),
-        pytest.param({"head": 3}, "param_groups.head: must be a rule", id="rule-type"),
-        pytest.param({"default": {"match": "^4"}}, "must not be 'default'", id="reserved-name"),
-        pytest.param({"a b": {"match": "^4"}}, "the name of a rule may have", id="bad-name"),
-        pytest.param("head", "must be a dict or a list of rules", id="rules-type"),
-        pytest.param(
+        ({"head": {"lr": 1.0}}, "param_groups.head: selects nothing"),
+        ({"head": {"match": "("}}, "head.match: '(' is not a valid regular expression"),
+        ({"head": {"match": 3}}, "head.match: must be a string"),
+        ({"head": {"kind": "biass"}}, "did you mean bias?"),
+        ({"head": {"module": "nrom"}}, "did you mean norm?"),
+        ({"head": {"module": "torch.nn.Linaer"}}, "did you mean Linear?"),
+        ({"head": {"module": "os.system"}}, "is not allowed"),
+        ({"head": {"module": "torch.nn.functional.relu"}}, "neither the import path of a class"),
+        ({"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean match?"),
+        ({"head": 3}, "param_groups.head: must be a rule"),
+        ({"default": {"match": "^4"}}, "must not be 'default'"),
+        ({"a b": {"match": "^4"}}, "the name of a rule may have"),
+        ("head", "must be a dict or a list of rules"),
+        (
             [{"name": "a", "match": "^4"}, {"name": "a", "match": "^3"}],
             "the same name to two rules",
-            id="twice",
         ),
-        pytest.param({"head": {"match": "^4", "frozen": 1}}, "head.frozen: must be", id="frozen"),
-        pytest.param(
-            {"head": {"match": "^4", "layer_decay": 0.5}},
-            "both layer_decay and layers",
-            id="layers",
-        ),
-        pytest.param(
+        ({"head": {"match": "^4", "frozen": 1}}, "head.frozen: must be"),
+        ({"head": {"match": "^4", "layer_decay": 0.5}}, "both layer_decay and layers"),
+        (
             {"head": {"match": "^4", "layer_decay": 1.5, "layers": ["a"]}},
             "layer_decay: must be a number in (0, 1]",
-            id="layer-decay",
         ),
-        pytest.param(
+        (
             {"head": {"match": "^4", "layer_decay": 0.5, "layers": ["^3"]}},
             "head.layers: no pattern matches 4.weight",
-            id="no-layer",
         ),
-        pytest.param(
+        (
             {"all": {"match": ".*", "layer_decay": 0.5, "layers": ["block", ".*"]}},
             "all.layers: finds one layer only; give patterns from the input on",
-            id="one-layer",
         ),
-        pytest.param(
-            {"head": {"match": "^4", "lrr": 0.1}}, "head.lrr: the optimizer has no", id="unknown"
-        ),
-        pytest.param(
-            {"head": {"match": "^4", "momentun": 0.1}}, "did you mean momentum?", id="typo"
-        ),
-        pytest.param(
-            {"head": {"match": "^4", "lr": -1}}, "head.lr: must be 0 or more", id="negative"
-        ),
-        pytest.param({"head": {"match": "^4", "lr": "a"}}, "head.lr: must be a number", id="text"),
-        pytest.param(
-            {"head": {"match": "^4", "lr": float("nan")}}, "head.lr: must be a number", id="nan"
-        ),
-        pytest.param({"head": {"match": "^4", "lr": True}}, "head.lr: must be a number", id="bool"),
-        pytest.param(
-            {"head": {"match": "^4", "nesterov": 1}}, "head.nesterov: must be true", id="not-bool"
-        ),
-        pytest.param(
-            {"head": {"match": "^4", "lr": 1.0, "lr_scale": 2}}, "remove one of the two", id="both"
-        ),
-        pytest.param(
-            {"head": {"match": "^4", "nesterov_scale": 2}}, "no hyper-parameter", id="no-share"
-        ),
-        pytest.param(
-            {"all": {"match": ".*", "frozen": True}},
-            "optimizer: has no trainable parameter left",
-            id="all-frozen",
-        ),
+        ({"head": {"match": "^4", "lrr": 0.1}}, "head.lrr: the optimizer has no"),
+        ({"head": {"match": "^4", "momentun": 0.1}}, "did you mean momentum?"),
+        ({"head": {"match": "^4", "lr": -1}}, "head.lr: must be 0 or more"),
+        ({"head": {"match": "^4", "lr": "a"}}, "head.lr: must be a number"),
+        ({"head": {"match": "^4", "lr": float("nan")}}, "head.lr: must be a number"),
+        ({"head": {"match": "^4", "lr": True}}, "head.lr: must be a number"),
+        ({"head": {"match": "^4", "nesterov": 1}}, "head.nesterov: must be true"),
+        ({"head": {"match": "^4", "lr": 1.0, "lr_scale": 2}}, "remove one of the two"),
+        ({"head": {"match": "^4", "nesterov_scale": 2}}, "no hyper-parameter"),
+        ({"all": {"match": ".*", "frozen": True}}, "optimizer: has no trainable parameter left"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(rules: Any, message: str) -> None:

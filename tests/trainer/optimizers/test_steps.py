@@ -1,4 +1,4 @@
-"""A step without torch's label; fused SGD begins with zeros, for parameters that come late too."""
+"""A step without torch's label, fused SGD that begins with zeros, Muon over kernels."""
 
 import functools
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.optimizers.muon import Muon
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.steps import take_step
+from trainer.optimizers.steps import can_leave_out, take_step
 
 
 def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:
@@ -103,15 +104,10 @@ def test_a_step_without_the_label_is_the_same_step() -> None:
     assert torch.equal(plain.param_groups[0]["params"][0], labelled.param_groups[0]["params"][0])
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        pytest.param("register_step_pre_hook", id="before"),
-        pytest.param("register_step_post_hook", id="after"),
-    ],
-)
-def test_hooks_of_a_step_are_called(hook: str) -> None:
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_a_step_are_called(when: str) -> None:
     called: list[object] = []
+    hook = f"register_step_{when}_hook"
     one_step(lambda optimizer: getattr(optimizer, hook)(lambda *_: called.append(1)))
     assert called == [1]
 
@@ -170,3 +166,56 @@ def test_a_step_that_is_differentiated_through_keeps_its_graph() -> None:
     optimizer.defaults["differentiable"] = True
     take_step(optimizer)
     assert moved.grad_fn is not None
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_muon_takes_a_kernel_as_a_matrix(
+    memory_format: torch.memory_format, normalized: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    begin = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
+    kernel = nn.Parameter(begin.to(memory_format=memory_format, copy=True))
+    matrix = nn.Parameter(begin.flatten(1).clone())
+    ours, plain = Muon([kernel], lr=0.1, normalized=normalized), torch.optim.Muon([matrix], lr=0.1)
+    for _ in range(3):
+        grad = torch.randn(4, 3, 3, 3, generator=generator, dtype=torch.float64)
+        kernel.grad, matrix.grad = grad, grad.flatten(1)  # a gradient of either layout
+        with torch.no_grad():
+            matrix *= 2 / matrix.norm() if normalized else 1  # the root of its 4 rows
+        ours.step()
+        plain.step()
+    rtol = 1e-12 if normalized else 0
+    torch.testing.assert_close(kernel.flatten(1).detach(), matrix.detach(), rtol=rtol, atol=0)
+    assert not torch.equal(kernel, begin)
+    assert ours.state[kernel]["momentum_buffer"].shape == kernel.shape
+
+
+def test_muon_leaves_out_a_step_where_the_device_says_so() -> None:
+    kernel = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+    muon = Muon([kernel], normalized=True)
+    assert can_leave_out(muon)
+    for bad in (1.0, 0.0, 1.0):
+        kernel.grad = torch.full_like(kernel, torch.nan) if bad else torch.randn_like(kernel)
+        muon.found_inf = torch.tensor(bad)  # type: ignore[attr-defined]
+        before, momentum = kernel.detach().clone(), muon.state[kernel].get("momentum_buffer")
+        kept = torch.zeros_like(kernel) if momentum is None else momentum.clone()
+        muon.step()
+        assert torch.equal(kernel, before) is bool(bad)
+        assert torch.equal(muon.state[kernel]["momentum_buffer"], kept) is bool(bad)
+
+
+def test_muon_goes_on_with_a_momentum_of_another_layout() -> None:
+    kernel = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+    permuted = nn.Parameter(kernel.detach().clone())
+    ours, other = Muon([kernel]), Muon([permuted])
+    momentum = torch.randn(4, 3, 3, 3)
+    ours.state[kernel]["momentum_buffer"] = momentum.contiguous()
+    other.state[permuted]["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
+    kernel.grad = permuted.grad = torch.randn(4, 3, 3, 3)
+    ours.step()
+    other.step()
+    assert torch.equal(kernel, permuted)
+    assert torch.equal(
+        ours.state[kernel]["momentum_buffer"], other.state[permuted]["momentum_buffer"]
+    )

@@ -51,7 +51,7 @@ if hasattr(torch.optim.Adagrad([torch.zeros(1)], fused=True), "_step_supports_am
     ON_DEVICE.add("adagrad")  # later than torch 2.11
 
 
-EACH = pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in NODES])
+EACH = pytest.mark.parametrize("name", list(NODES))
 
 
 DECIDED = pytest.mark.parametrize("name", [pytest.param(n, id=n) for n in sorted(ON_DEVICE)])

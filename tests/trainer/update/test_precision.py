@@ -48,12 +48,12 @@ def trained(precision, model: nn.Module | None = None, **options) -> Trainer:
 @pytest.mark.parametrize(
     ("name", "autocast", "stored"),
     [
-        pytest.param("fp32", None, torch.float32, id="fp32"),
-        pytest.param("tf32", None, torch.float32, id="tf32"),
-        pytest.param("bf16", torch.bfloat16, torch.float32, id="bf16"),
-        pytest.param("fp16", torch.float16, torch.float32, id="fp16"),
-        pytest.param("bf16_true", None, torch.bfloat16, id="bf16_true"),
-        pytest.param("fp64", None, torch.float64, id="fp64"),
+        ("fp32", None, torch.float32),
+        ("tf32", None, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("bf16_true", None, torch.bfloat16),
+        ("fp64", None, torch.float64),
     ],
 )
 def test_each_format_is_the_loop_written_by_hand(name, autocast, stored, clip) -> None:

@@ -144,7 +144,7 @@ def updating(name: str, layers: int = 3, **options: Any) -> Iterator[tuple[Train
         yield trainer, update
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in NODES])
+@pytest.mark.parametrize("name", list(NODES))
 @pytest.mark.parametrize("choice", ["stop", "skip"])
 def test_an_update_waits_once_or_not_at_all(name: str, choice: str) -> None:
     with updating(name, on_nonfinite=choice) as (trainer, update), Watch() as watch:
