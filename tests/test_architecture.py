@@ -108,7 +108,7 @@ LIGHT = (
 # to remain. What is private may change with any version, so each has a test of what it needs.
 PRIVATE = {
     "trainer/internals.py": "kernels over lists of tensors; the bases of norms and convolutions",
-    "trainer/optimizers/steps.py": "a step without the wrapper that costs a tenth of an update",
+    "trainer/optimizers/state.py": "a step without the wrapper that costs a tenth of an update",
     "trainer/update/precision.py": "a backward pass without 30 us of argument checks",
 }
 

@@ -32,7 +32,7 @@ from trainer.assembly.parts import (
 )
 from trainer.lr_schedulers.build import target_nodes as schedule_nodes
 from trainer.optimizers.optimizers import UNSHARDED, sections
-from trainer.optimizers.steps import takes_closure
+from trainer.optimizers.state import takes_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy

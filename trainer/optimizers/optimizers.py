@@ -27,8 +27,7 @@ from trainer.optimizers.param_groups import (
     parse_selector,
     some,
 )
-from trainer.optimizers.state import hyper_parameters, pack, unpack
-from trainer.optimizers.steps import begin_with_zeros, damped
+from trainer.optimizers.state import begin_with_zeros, damped, hyper_parameters, pack, unpack
 from trainer.targets.instantiate import instantiate
 
 T = TypeVar("T")

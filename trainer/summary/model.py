@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from data.batch import map_tensors
-from trainer.optimizers.steps import take_step
+from trainer.optimizers.state import take_step
 from trainer.rng import preserved
 from trainer.summary.text import count, natural_width, size, table, to_text
 from trainer.task import first_tensor, tensors_of

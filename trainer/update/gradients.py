@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from data.batch import MicroBatch
 from trainer.optimizers.optimizers import Optimizers
-from trainer.optimizers.steps import can_leave_out, take_step
+from trainer.optimizers.state import can_leave_out, take_step
 from trainer.options import TrainerOptions
 from trainer.rng import derived
 from trainer.state import TrainState

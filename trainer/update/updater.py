@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from data.batch import MicroBatch, joined
 from trainer.errors import DivergedError, ModelError, SampleError
-from trainer.optimizers.steps import needs_closure
+from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
 from trainer.update.gradients import (
     Guard,

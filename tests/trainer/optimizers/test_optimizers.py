@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from scripts.composition.compose import compose
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
-from trainer.optimizers.steps import needs_closure
+from trainer.optimizers.state import needs_closure
 from trainer.targets.allow_list import TargetError
 
 CONF = Path(__file__).resolve().parents[3] / "conf"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainer.optimizers.muon import Muon
 from trainer.optimizers.optimizers import Optimizers, build_optimizers
-from trainer.optimizers.steps import can_leave_out, take_step
+from trainer.optimizers.state import can_leave_out, take_step
 
 
 def steps_of_sgd(late: int, fused: bool, **options: Any) -> tuple[list[Tensor], Optimizer]:
