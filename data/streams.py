@@ -28,7 +28,12 @@ class Stream:
     ) -> None:
         self.source = source
         self.transform = transform
-        self.length = _length(source) if length is None else length
+        if length is None and not hasattr(source, "__len__"):
+            raise DataError(
+                f"{type(source).__name__} has no length, which the schedule needs: wrap it in "
+                "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
+            )
+        self.length: int = len(source) if length is None else length  # type: ignore[arg-type]
         self._iterator: Iterator[Any] | None = None
         self._position = 0
         self._epoch = 0
@@ -67,7 +72,11 @@ class Stream:
             try:
                 item = next(self._iterator)
             except StopIteration:
-                raise self._ended() from None
+                self._iterator = None
+                raise DataError(
+                    f"the stream ended after {self._position} of {self.length} samples: "
+                    f"set its length to {self._position} or less"
+                ) from None
             self._position += 1
             if self._position > position:
                 return item
@@ -80,24 +89,7 @@ class Stream:
         self._iterator = iter(self.source) if jump is None else jump(position)
         self._position = 0 if jump is None else position
 
-    def _ended(self) -> DataError:
-        self._iterator = None
-        return DataError(
-            f"the stream ended after {self._position} of {self.length} samples: "
-            f"set its length to {self._position} or less"
-        )
-
 
 def as_dataset(dataset: Any) -> Any:
     """Return a data set whose samples have numbers: an iterable-style one becomes a `Stream`."""
     return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
-
-
-def _length(source: Any) -> int:
-    try:
-        return len(source)
-    except TypeError as error:
-        raise DataError(
-            f"{type(source).__name__} has no length, which the schedule needs: wrap it in "
-            "{_target_: data.streams.Stream, source: ..., length: samples of an epoch}"
-        ) from error

@@ -128,32 +128,21 @@ class Standardize:
         """Return `ToFloat` and this step as one, bit-equal, with half the memory traffic."""
 
         def both(image: Tensor) -> Tensor:
-            if image.dtype == torch.uint8 and image.device.type == "cpu" and self.fits(image):
-                return self.of_bytes(image, torch.empty(image.shape))
-            values = to_float(image)
             mean, std = self.mean.beside(image), self.std.beside(image)
-            if values is image or values.shape[-3] != len(mean):
-                return self(values)
-            return values.sub_(mean).div_(std)
+            fits = image.shape[-3] == len(mean)
+            if not fits or image.dtype != torch.uint8 or image.device.type != "cpu":
+                values = to_float(image)
+                return values.sub_(mean).div_(std) if fits and values is not image else self(values)
+            # x / 255 - mean is one operation, with the same roundings; it is quick where all but
+            # one operand are as large as an image.
+            shape = image.shape[-3:]
+            if self._below_zero.shape != shape:
+                self._below_zero = (-mean).expand(shape).contiguous()
+            out = torch.empty(image.shape).copy_(image)
+            torch.addcdiv(self._below_zero, out, self._white.beside(image), out=out)
+            return out.div_(std)
 
         return both
-
-    def fits(self, image: Tensor) -> bool:
-        """Return whether an image has as many channels as there are constants."""
-        return image.shape[-3] == len(self.mean.beside(image))
-
-    def of_bytes(self, image: Tensor, out: Tensor) -> Tensor:
-        """Write bytes, divided by 255, minus the mean, and divided, to `out`, in three passes.
-
-        x / 255 - mean is one operation, with the same roundings; it is quick where all but one
-        operand are as large as an image.
-        """
-        shape, mean = image.shape[-3:], self.mean.beside(image)
-        if self._below_zero.shape != shape:
-            self._below_zero = (-mean).expand(shape).contiguous()
-        out.copy_(image)
-        torch.addcdiv(self._below_zero, out, self._white.beside(image), out=out)
-        return out.div_(self.std.beside(image))
 
 
 class ProgressiveResize:

@@ -159,7 +159,7 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
     """Return a run's answer for the values of a page, as gradio shows it."""
     import torch
 
-    from data.formats.table import Columns, TableRows
+    from data.formats.table import Columns, Table
     from scripts.prediction.work import mask_picture
     from trainer.assembly.data import build_pipeline
 
@@ -172,7 +172,7 @@ def _answer(run: Any, given: Sequence[Any], checkpoint: str, top_k: int) -> Any:
         names = [column["name"] for column in form["features"]]
         cells = {n: [None if v is None else str(v)] for n, v in zip(names, given, strict=True)}
         columns, transform = Columns(Path("the form"), cells, 1), build_pipeline(run.config, "eval")
-        sample = TableRows(columns, form["features"], form["missing"], transform)[0]
+        sample = Table(columns, form["features"], form["missing"], transform)[0]
     elif form["kind"] != "picture":
         sample = torch.tensor(sample, dtype=torch.float32)
     (row,) = run.predict([sample], top_k=top_k, checkpoint=checkpoint)

@@ -150,8 +150,12 @@ def _number(text: str) -> float | None:
         return None
 
 
-class TableRows:
-    """Rows without a target, for predictions: samples are float32 [features]."""
+class Table:
+    """Rows of a table: samples are float32 [features], or with targets (those, target).
+
+    A target is a float32 value, or a class number where there are `classes`. `target_scale`: (mean,
+    std) of the training values by which targets are standardised.
+    """
 
     def __init__(
         self,
@@ -160,6 +164,9 @@ class TableRows:
         missing: Missing = "error",
         transform: Transform | None = None,
         rows: RowNumbers | None = None,
+        targets: Tensor | None = None,
+        classes: list[str] | None = None,
+        target_scale: Sequence[float] | None = None,
     ) -> None:
         self._path, self._first_row = columns.path, columns.first_row
         self.features = [dict(feature) for feature in features]
@@ -168,6 +175,10 @@ class TableRows:
         inputs = np.concatenate([columns.encoded(f, missing) for f in features], axis=1)
         self.inputs = torch.from_numpy(inputs.astype(np.float32)[self.rows])
         self.transform = transform
+        self.answers = None if targets is None else targets[torch.from_numpy(self.rows)]
+        self.target_scale = target_scale and (float(target_scale[0]), float(target_scale[1]))
+        if classes is not None:
+            self.classes, self.targets = classes, self.answers
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -181,32 +192,12 @@ class TableRows:
         return {"kind": "table", "features": self.features, "missing": self.missing}
 
     def __getitem__(self, index: int) -> Any:
-        row = self.inputs[index]
-        return row if self.transform is None else self.transform(row)
-
-
-class Table(TableRows):
-    """Rows with a target: samples are (float32 [features], a float32 value or a class number).
-
-    scale: (mean, std) of the training values by which targets are standardised.
-    """
-
-    def __init__(
-        self,
-        columns: Columns,
-        features: Sequence[Feature],
-        missing: Missing,
-        transform: Transform | None,
-        rows: RowNumbers,
-        targets: Tensor,
-        classes: list[str] | None,
-        scale: Sequence[float] | None,
-    ) -> None:
-        super().__init__(columns, features, missing, transform, rows)
-        self.answers = targets[torch.from_numpy(self.rows)]
-        self.target_scale = scale and (float(scale[0]), float(scale[1]))
-        if classes is not None:
-            self.classes, self.targets = classes, self.answers
+        inputs = self.inputs[index]
+        inputs = inputs if self.transform is None else self.transform(inputs)
+        if self.answers is None:
+            return inputs
+        target = self.answers[index]
+        return inputs, target if target.is_floating_point() else int(target)
 
     def statistics(self) -> dict[str, Any]:
         """Return how the columns are encoded, by the training rows: what a checkpoint keeps."""
@@ -217,12 +208,9 @@ class Table(TableRows):
     def fingerprint(self) -> str:
         """Return a digest of the encoded rows and their targets."""
         digest = hashlib.sha256(repr(self.features).encode())
-        digest.update(self.inputs.numpy().tobytes() + self.answers.numpy().tobytes())
+        for values in (self.inputs, self.answers):
+            digest.update(b"" if values is None else values.numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        target = self.answers[index]
-        return super().__getitem__(index), target if target.is_floating_point() else int(target)
 
 
 def table(

@@ -20,7 +20,7 @@ from conf.check import parse
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.schema import Config
 from data.errors import DataError
-from data.formats.table import TableRows, read_columns
+from data.formats.table import Table, read_columns
 from data.image_folder import find_pictures
 from data.loading.fetch import path_of
 from data.text import Prompts, find_prompts
@@ -97,7 +97,7 @@ def _dataset(options: Options, config: Config, facts: InferenceFacts, lines: lis
             return prompts_for(facts, config, *find_prompts(source, lines))
         if form["kind"] == "table":
             pipeline = build_pipeline(config, "eval")
-            return TableRows(read_columns(source), form["features"], form["missing"], pipeline)
+            return Table(read_columns(source), form["features"], form["missing"], pipeline)
         return pictures_for(facts, config, find_pictures(source, lines))
     if facts.outputs["kind"] == "text" and options.save is None:
         hint = "save=logits writes its answers into a file"

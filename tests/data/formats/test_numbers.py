@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.formats.table import TableRows, read_columns, table
+from data.formats.table import Table, read_columns, table
 from data.formats.tokens import token_blocks
 from data.loading.loader import Loader
 from data.orders import Shuffled
@@ -87,7 +87,7 @@ def test_parquet_and_new_rows_are_encoded_alike(file: Path, tmp_path: Path) -> N
     train, new = rows_of(file), tmp_path / "new.csv"
     form = train.input_form()
     new.write_text("town,area,rooms\n" + "\n".join(",".join(r.split(",")[2::-1]) for r in houses()))
-    rows = TableRows(read_columns(str(new)), form["features"], form["missing"], None)
+    rows = Table(read_columns(str(new)), form["features"], form["missing"], None)
     assert torch.equal(rows.inputs[torch.from_numpy(train.rows)], train.inputs)
     assert rows.path(3) == f"{new}:5"
     arrow = pytest.importorskip("pyarrow.csv")
