@@ -4,10 +4,10 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+
+from toy_pictures import write_digits
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,14 +34,5 @@ def _root_logger() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def digit_photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write JPEG files of digits, 32 x 32, in folders: 10 of each for training, 3 for the test."""
-    from sklearn.datasets import load_digits
-
     root = tmp_path_factory.mktemp("photographs")
-    images, labels = load_digits(return_X_y=True)
-    for label in range(10):
-        for number, pixels in enumerate(images[labels == label][:13]):
-            folder = root / ("train" if number < 10 else "test") / f"{label}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = np.kron(pixels.reshape(8, 8) * 15.9, np.ones((4, 4))).astype(np.uint8)
-            Image.fromarray(picture).convert("RGB").save(folder / f"{number}.jpg")
-    return root
+    return write_digits(root, {"train": 10, "test": 3}, size=32, colour=True, suffix="jpg")

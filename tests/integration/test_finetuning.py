@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
+
+from toy_pictures import write_digits
 
 BASE = ["experiment=resnet18", "model=small_cnn", "trainer.log_every_n_steps=1"]
 TUNED = [
@@ -35,14 +36,7 @@ def base(train, tmp_path_factory):
 def three(tmp_path_factory):
     """Overrides for three of the digits as files: another number of classes."""
     root = tmp_path_factory.mktemp("three")
-    images, labels = load_digits(return_X_y=True)
-    for label in range(3):
-        for number, pixels in enumerate(images[labels == label][:60]):
-            split = ("train", "train", "val", "test")[number % 4]
-            folder = root / split / f"digit {label}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = np.kron(pixels.reshape(8, 8) * 15.9, np.ones((2, 2))).astype(np.uint8)
-            Image.fromarray(picture).save(folder / f"{number}.png")
+    write_digits(root, {"train": 30, "val": 15, "test": 15}, 3, size=16, named="digit {}")
     return [
         "data=image_folder",
         f"data.root={root}",

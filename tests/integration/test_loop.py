@@ -3,15 +3,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import optuna
 import pytest
 import yaml
-from PIL import Image
-from sklearn.datasets import load_digits
 
 from callbacks.trial import PRUNER, open_storage
 from same_run import differences
+from toy_pictures import write_digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 QUICK = [
@@ -139,12 +137,7 @@ def test_a_look_at_validation_first_changes_nothing(run, lines) -> None:
 
 @pytest.mark.parametrize("looks", [0, 1])
 def test_a_look_at_validation_first_fails_early(train, tmp_path, looks) -> None:
-    images, labels = load_digits(return_X_y=True)
-    for i, (pixels, label) in enumerate(zip(images[:60], labels[:60], strict=True)):
-        split = "val" if i % 3 == 0 else "train"
-        folder = tmp_path / "images" / split / str(label)
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((pixels.reshape(8, 8) * 15).astype(np.uint8)).save(folder / f"{i}.png")
+    write_digits(tmp_path / "images", {"train": 4, "val": 2})
     next((tmp_path / "images" / "val" / "0").iterdir()).write_bytes(b"broken")
     done = train(
         [

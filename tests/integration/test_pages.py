@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from sklearn.datasets import load_digits
 from torch import nn
-from torchvision.io import write_jpeg, write_png
+from torchvision.io import write_jpeg
 
 from conf.check import parse
 from scripts.composition.compose import compose
+from toy_pictures import write_digits
 from trainer.assembly.check import check_targets
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.optimizers.optimizers import build_optimizers
@@ -88,16 +88,6 @@ def reason(command):
     return next((why for part, why in NOT_HERE.items() if part in command + " "), None)
 
 
-def pictures(folder, count, split="", size=32):
-    """Write digits as PNG files, a folder for each class."""
-    images, labels = load_digits(return_X_y=True)
-    for index, (image, label) in enumerate(zip(images[:count], labels, strict=False)):
-        place = folder / split / (f"class{label % 2}" if split else "")
-        place.mkdir(parents=True, exist_ok=True)
-        grown = torch.from_numpy(image.reshape(1, 8, 8) * 15).byte().repeat(3, size // 8, size // 8)
-        write_png(grown, str(place / f"{index:03}.png"))
-
-
 def tables(place):
     """Write what data=table, tokens, shards and the prompts are read from."""
     names = [f"c{number}" for number in range(12)]
@@ -142,11 +132,11 @@ def run(start):
 def world(run, tmp_path_factory):
     """Make what the pages name: data, pictures, finished runs, a sweep."""
     place = tmp_path_factory.mktemp("world")
-    for split, count in (("train", 60), ("val", 20), ("test", 20)):
-        pictures(place / "DIR", count, split)
-    pictures(place / "photos", 3)
+    counts = {"train": 30, "val": 10, "test": 10}
+    write_digits(place / "DIR", counts, 2, 32, colour=True, named="class{}")
+    write_digits(place / "photos", {"": 1}, 3, 32, colour=True)
     write_jpeg(torch.zeros(3, 32, 32, dtype=torch.uint8), str(place / "photos" / "last.jpg"))
-    pictures(place / "NEW_IMAGES", 3)
+    write_digits(place / "NEW_IMAGES", {"": 1}, 3, 32, colour=True)
     tables(place)
     made = [
         ["train", "experiment=resnet18", "model=small_cnn", "run_dir=RUN", *LIMITS],

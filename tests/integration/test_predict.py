@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from conf.errors import ConfigError
@@ -22,6 +21,7 @@ from models.small_cnn import SmallCNN
 from scripts.cli.arguments import Request, of_run, parse_arguments
 from scripts.composition.compose import compose
 from scripts.prediction.options import take_apart
+from toy_pictures import write_digits
 from trainer import load_run
 
 TABLE = Path(__file__).parents[1] / "mistakes.yaml"
@@ -32,14 +32,7 @@ MEAN, STD = 0.305, 0.319  # of conf/data/digits.yaml
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     """Thirty digits as PNG files of 8 x 8 pixels, in folders, two levels deep."""
-    folder = tmp_path_factory.mktemp("pictures")
-    images, labels = load_digits(return_X_y=True)
-    for number in range(30):
-        place = folder / str(labels[number])
-        place.mkdir(exist_ok=True)
-        pixels = np.round(images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
-        Image.fromarray(pixels).save(place / f"{number:02d}.png")
-    return folder
+    return write_digits(tmp_path_factory.mktemp("pictures"), {"": 3})
 
 
 def read_csv(path):

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from sklearn.datasets import load_digits
+
+from toy_pictures import write_digits
 
 QUICK = ["experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
 
@@ -163,15 +163,7 @@ def test_divergence_ends_the_run(train, tmp_path):
 def image_tree(tmp_path_factory):
     """Real digits as image files, three classes, without a validation split."""
     root = tmp_path_factory.mktemp("images")
-    images, labels = load_digits(return_X_y=True)
-    for label in range(3):
-        for number, pixels in enumerate(images[labels == label][:40]):
-            split = "train" if number < 30 else "test"
-            folder = root / split / f"class {label}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = np.kron(pixels.reshape(8, 8) * 15.9, np.ones((2, 2))).astype(np.uint8)
-            Image.fromarray(picture).convert("RGB").save(folder / f"{number}.png")
-    return root
+    return write_digits(root, {"train": 30, "test": 10}, 3, 16, colour=True, named="class {}")
 
 
 FOLDER = ["model=mlp", "data=image_folder", "trainer.max_epochs=3", "loader.batch_size=16"]
