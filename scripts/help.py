@@ -51,7 +51,7 @@ _GRAMMAR = """\
 
 
 # Comments that are no description: commands, and lines for Hydra and editors.
-_FOR_PROGRAMS = ("train ", "torchrun ", "python ", "@package", "yaml-language-server:")
+_FOR_PROGRAMS = ("train ", "pip ", "torchrun ", "python ", "@package", "yaml-language-server:")
 Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
 
 

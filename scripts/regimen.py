@@ -47,9 +47,10 @@ def regimen(argv: Sequence[str]) -> int:
         )
         return 0
     if word not in COMMANDS:
-        from conf.errors import ConfigError
+        from conf.errors import ConfigError, Problem, did_you_mean
 
-        raise ConfigError(f"regimen has no command {word!r}: {', '.join(COMMANDS)}")
+        hint = did_you_mean(word, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
+        raise ConfigError(Problem("", f"regimen has no command {word!r}", hint))
     module, _, function = COMMANDS[word][0].partition(":")
     run: Callable[[Sequence[str]], int] = getattr(
         importlib.import_module(f"scripts.{module}"), function
