@@ -9,6 +9,11 @@ from conf.errors import raise_problems
 from scripts.cli.arguments import Take, one_of, parse_or_help, take_keys, true_or_false, whole
 from scripts.cli.console import greet, importing, log_to_stderr
 
+_BOTH = """\
+  preprocessing  outside (default): floats in, logits out. inside: bytes in, probabilities out
+  checkpoint     best (default), last, or a path
+  overwrite      true replaces a folder that exists
+"""
 _EXPORT = """\
 Write a trained model as a file that other programs load; it is verified before it has its name.
 
@@ -16,9 +21,6 @@ Write a trained model as a file that other programs load; it is verified before 
 
   out            a folder; default: RUN_DIR/exports/FORMAT. It holds the model, export.json
                  (classes, transforms, provenance, what was verified) and card.md
-  preprocessing  outside (default): floats in, logits out. inside: bytes in, probabilities out
-  checkpoint     best (default), last, or a path
-  overwrite      true replaces a folder that exists
 """
 _QUANTIZE = """\
 Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU. It is compared with
@@ -35,9 +37,6 @@ the model before it has its name; what it gains and loses is printed.
   split          where it is measured: test (default), or val where the data have no test split
   out            a folder; default: RUN_DIR/exports/quantized. It holds the model, export.json and
                  card.md
-  preprocessing  outside (default): floats in, logits out. inside: bytes in, probabilities out
-  checkpoint     best (default), last, or a path
-  overwrite      true replaces a folder that exists
 """
 FORMATS = ("onnx", "torch_export", "torchscript", "aoti", "safetensors")
 _KEYS: Mapping[str, Take] = {
@@ -100,7 +99,7 @@ def _open(
     required: Mapping[str, str],
 ) -> tuple[Any, dict[str, Any]] | None:
     """Return the run that a command line names, and its other keys; None where it asks for help."""
-    if (arguments := parse_or_help(argv, text)) is None:
+    if (arguments := parse_or_help(argv, text + _BOTH)) is None:
         return None
     greet("cpu")
     log_to_stderr(verbose=True)

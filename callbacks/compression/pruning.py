@@ -50,26 +50,10 @@ def step_of(key: str, value: float, total: int | None) -> int:
     return math.floor(value * total)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The steps at which something is pruned: `count` intervals of `every` from `start` on."""
-
-    start: int
-    every: int
-    count: int  # 0: all at once, at `start`
-
-    @property
-    def end(self) -> int:
-        """The last of the steps."""
-        return self.start + self.count * self.every
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a step is one of them."""
-        return self.start <= step <= self.end and (step - self.start) % self.every == 0
-
-    def progress(self, step: int) -> float:
-        """Return the share of the schedule that is done after the last of them up to `step`."""
-        return min((step - self.start) // self.every, self.count) / self.count if self.count else 1
+def progress(steps: range, step: int) -> float:
+    """Return the share of a schedule that is done after the last of its steps up to `step`."""
+    count = len(steps) - 1
+    return min((step - steps.start) // steps.step, count) / count if count else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +241,11 @@ class Pruning(Callback):
         self._averages: list[Average] = []
         self._handles: list[Any] = []
 
-    def schedule(self, total: int | None) -> Schedule:
-        """Return when to prune in a run of `total` updates. Raises CallbackError."""
+    def schedule(self, total: int | None) -> range:
+        """Return the steps at which a run of `total` updates prunes. Raises CallbackError."""
         start, end, every = self._steps
         first, last = step_of("start_step", start, total), step_of("end_step", end, total)
-        return Schedule(first, every, max(0, last - first) // every)
+        return range(first, max(first, last) + 1, every)
 
     def check(self, model: nn.Module) -> None:
         """Divide the parameters of the model by the rules."""
@@ -304,16 +288,16 @@ class Pruning(Callback):
         state = trainer.state
         if state.skipped_in_a_row:
             return
-        if self._schedule.is_due(state.global_step):
+        if state.global_step in self._schedule:
             trainer.updater.confirm()
             self._prune(trainer)
         else:
             self._apply(self._weights)
 
     def _prune(self, trainer: Trainer) -> None:
-        progress = self._schedule.progress(trainer.state.global_step)
+        share = progress(self._schedule, trainer.state.global_step)
         for pool in self.pools:
-            extend(pool, self._pruned, pool.settings.level(progress), trainer.options.seed)
+            extend(pool, self._pruned, pool.settings.level(share), trainer.options.seed)
         self._apply(self._weights)
         # An average of zero weights stays zero: only new masks apply to it.
         for average in self._averages:
@@ -349,9 +333,10 @@ class Pruning(Callback):
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be pruned, when, and to which sparsity."""
-        plan, when = self.schedule(trainer.total_steps), ""
-        when = f"from step {plan.start} to {plan.end}, every {plan.every}"
-        yield f"callbacks.{self.name} prunes {when if plan.count else f'at step {plan.start}'}:"
+        plan = self.schedule(trainer.total_steps)
+        when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
+        when = when if len(plan) > 1 else f"at step {plan[0]}"
+        yield f"callbacks.{self.name} prunes {when}:"
         for pool in pools_of(self._rules, trainer.model):
             how = f"{pool.settings.sparsity:.1%} ({pool.rule}, {pool.settings.method}"
             for name, weight in pool.members.items():

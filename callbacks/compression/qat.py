@@ -6,7 +6,6 @@ anything.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from trainer.callback import Callback
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_log = logging.getLogger(__name__)
 _LEVELS = 255  # of activations, as unsigned integers of 8 bits
 _LARGEST = 127  # of weights, as signed ones
 _SMALLEST = 1e-12  # a scale: a channel may be all zeros
@@ -196,11 +194,6 @@ class QuantizationAwareTraining(Callback):
             ranges.follow(seen, self._momentum)
             ranges.rounds = trainer.state.global_step >= self._start
         ranges.seen.zero_()
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """Log how many layers were trained, and the next command."""
-        text = "callbacks.%s: %d layers were trained for 8 bits; regimen quantize writes them"
-        _log.info(text, self.name, len(self._ranges.layers))
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the rounding from the model."""

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,17 +73,10 @@ def answer(request: Request) -> int:
                 if trainer.is_main:
                     found.add(answers)
             if trainer.is_main:
-                origin = origin_of(run_dir, trainer, options.checkpoint)
-                origin |= {
-                    "samples": len(dataset),
-                    "batch_size": loader.sampler.batch_size,
-                    "generation": None if generation is None else asdict(generation),
-                    "classes": facts.classes,
-                    "outputs": facts.outputs,
-                    "transforms": facts.transforms,
-                }
-                kept = ("source", "top_k", "save", "on_error")
-                found.write(origin | {key: getattr(options, key) for key in kept})
+                origin = asdict(options) | asdict(facts)
+                origin |= origin_of(run_dir, trainer, options.checkpoint)
+                origin |= {"samples": len(dataset), "batch_size": loader.sampler.batch_size}
+                found.write(origin | {"generation": generation and asdict(generation)})
                 print(found.told())
             loader.close()
     finally:
@@ -157,7 +151,8 @@ class Findings:
     def write(self, origin: Mapping[str, Any]) -> None:
         """Write the arrays, then the table, and beside it where both come from (I7)."""
         path = self._options.table
-        self._write_arrays(self._options.array, origin)
+        if (array := self._options.array) is not None:
+            self._write_arrays(array, origin)
         columns = dict.fromkeys(name for row in self.rows for name in row)
         if "error" in columns:  # comes last
             columns["error"] = columns.pop("error")
@@ -173,18 +168,16 @@ class Findings:
         of_them = f", {broken} of them broken" if broken else ""
         return f"{len(self.rows)} samples{of_them}, written to {where}"
 
-    def _write_arrays(self, path: Path | None, origin: Mapping[str, Any]) -> None:
-        if path is not None and path.suffix == ".safetensors":
-            one = self._arrays.pop(OUTPUT, None)
-            named = self._arrays if one is None else {self._options.saved: one, **self._arrays}
+    def _write_arrays(self, path: Path, origin: Mapping[str, Any]) -> None:
+        if path.suffix == ".safetensors":
+            named = {self._options.saved if n == OUTPUT else n: v for n, v in self._arrays.items()}
             tensors = {name: torch.from_numpy(values) for name, values in named.items()}
             write_safetensors(path, tensors, {"regimen": json.dumps(origin)})
-        elif path is not None:
-            for name, values in self._arrays.items():
-                with replacing(
-                    path if name == OUTPUT else path.with_suffix(f".{name}.npy")
-                ) as file:
-                    np.save(file, values)
+            return
+        for name, values in self._arrays.items():
+            own = path if name == OUTPUT else path.with_suffix(f".{name}.npy")
+            with replacing(own) as file:
+                np.save(file, values)
 
     def _mask(self, index: int, mask: Tensor) -> str:
         path = self._masks / f"{index:06d}.png"
@@ -201,12 +194,10 @@ def mask_picture(mask: Tensor) -> Image.Image:
 
     They differ well: the bits of a number, spread over red, green and blue.
     """
-    bits = [
-        [(number >> (3 * place + shift)) & 1 for place in range(3)]
-        for number in range(256)
-        for shift in range(3)
-    ]
-    colours = [sum(bit << (7 - place) for place, bit in enumerate(three)) for three in bits]
+    colours = []
+    for number, shift in product(range(256), range(3)):
+        bits = [(number >> (3 * place + shift)) & 1 for place in range(3)]
+        colours.append(sum(bit << (7 - place) for place, bit in enumerate(bits)))
     picture = Image.fromarray(mask.to(torch.uint8).numpy(), mode="P")
     picture.putpalette(colours)
     return picture

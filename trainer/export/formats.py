@@ -155,23 +155,19 @@ def silently() -> Iterator[None]:
 
 
 def exported_program(graph: Exportable) -> ExportedProgram:
-    """Export with a free batch size: without Python's own control flow first, then with it."""
-    failures = []
-    for strict in (False, True):
-        try:
-            return torch.export.export(
-                graph.network,
-                (graph.example,),
-                dynamic_shapes=({0: Dim("batch", min=1)},),
-                strict=strict,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
-        except Exception as error:
-            failures.append(error)
-    raise ModelError(
-        f"the model cannot be exported by torch.export: {one_line(failures[0])}; "
-        "format=torchscript or format=safetensors may do"
-    ) from failures[0]
+    """Export with a free batch size. Raises ModelError."""
+    try:
+        return torch.export.export(
+            graph.network,
+            (graph.example,),
+            dynamic_shapes=({0: Dim("batch", min=1)},),
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be exported by torch.export: {one_line(error)}; "
+            "format=torchscript or format=safetensors may do"
+        ) from error
 
 
 def one_line(error: Exception) -> str:

@@ -19,8 +19,6 @@ from trainer.files.atomic import write_json
 from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
 from trainer.task import Task
 
-FORMAT_VERSION = 1
-
 
 @dataclass(frozen=True, slots=True)
 class InferenceFacts:
@@ -32,7 +30,6 @@ class InferenceFacts:
     outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
     transforms: dict[str, Any]  # those of evaluation, as in the configuration
     model: dict[str, Any]
-    format_version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
         """Write `inference.json` into a run's folder, whole or not at all."""
@@ -66,15 +63,12 @@ def read_facts(folder: Path) -> InferenceFacts:
         raise RunDirectoryError(
             f"{path} is missing, which training writes when it begins: resume=auto writes it again"
         )
-    if (version := found.get("format_version")) != FORMAT_VERSION:
-        raise RunDirectoryError(
-            f"{path} has format_version {version!r}, but this version of Regimen reads "
-            f"{FORMAT_VERSION}: use the version that made the run"
-        )
     try:
         return InferenceFacts(**{field.name: found[field.name] for field in fields(InferenceFacts)})
     except KeyError as error:
-        raise RunDirectoryError(f"{path} is damaged: it has no {error}") from error
+        raise RunDirectoryError(
+            f"{path} is damaged, or of another version: it has no {error}"
+        ) from error
 
 
 def _input_form(dataset: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.compression.pruning import Pruning, PruningSettings, Schedule, extend
+from callbacks.compression.pruning import Pruning, PruningSettings, extend, progress
 from callbacks.compression.qat import rounded_weight
 from callbacks.ema import EMA
 from callbacks.swa import SWA
@@ -143,14 +143,14 @@ def test_mistakes_are_config_errors(options: dict[str, Any], said: str) -> None:
 def test_the_schedule_of_zhu_and_gupta() -> None:
     plan = Pruning(WEIGHTS, start_step=4, end_step=0.75, every_n_steps=3).schedule(20)
     settings = PruningSettings(0.8, 0.2)
-    assert [step for step in range(20) if plan.is_due(step)] == [4, 7, 10, 13]
+    assert list(plan) == [4, 7, 10, 13]
     for step in (4, 7, 10, 13):
         expected = 0.8 + (0.2 - 0.8) * (1 - (step - 4) / (3 * 3)) ** 3
-        assert settings.level(plan.progress(step)) == pytest.approx(expected, abs=1e-15)
-    assert settings.level(plan.progress(9)) == settings.level(plan.progress(7))
-    assert settings.level(plan.progress(19)) == 0.8
-    assert Pruning(WEIGHTS, start_step=3).schedule(None) == Schedule(3, 1, 0)
-    assert settings.level(Schedule(3, 1, 0).progress(3)) == 0.8
+        assert settings.level(progress(plan, step)) == pytest.approx(expected, abs=1e-15)
+    assert settings.level(progress(plan, 9)) == settings.level(progress(plan, 7))
+    assert settings.level(progress(plan, 19)) == 0.8
+    at_once = Pruning(WEIGHTS, start_step=3).schedule(None)
+    assert (list(at_once), settings.level(progress(at_once, 3))) == ([3], 0.8)
     with pytest.raises(ConfigError, match="give a number of updates"):
         Pruning(WEIGHTS, start_step=0.5).schedule(None)
 
