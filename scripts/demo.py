@@ -114,7 +114,7 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
         except Exception as error:
             raise gradio.Error(str(error), print_exception=False) from error
 
-    average = "" if origin["average"] is None else f", average {origin['average']}"
+    average = f", average {origin['average']}" if origin["average"] else ""
     figures = ", ".join(f"{name} {value:.4f}" for name, value in origin["results"].items())
     about = [
         f"{facts.model['_target_']}, {origin['checkpoint']}, step {origin['step']}{average}",

@@ -90,9 +90,15 @@ def quantize_run(
             save_onnx(importlib.import_module("onnx").load(str(path)), path, facts)
             difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
             facts["verified"]["largest_difference"] = difference
-            facts["before"] = _measured(run.config, whole, graph, split)
-            facts["after"] = _measured(run.config, path, graph, split)
-            check_drop(facts["before"], facts["after"], max_drop)
+            before = facts["before"] = _measured(run.config, whole, graph, split)
+            after = facts["after"] = _measured(run.config, path, graph, split)
+        for name in (name for name in before if name.endswith("/accuracy")):
+            if not before[name] - after[name] <= max_drop:
+                raise ModelError(
+                    f"{name} falls from {before[name]:.4f} to {after[name]:.4f}, by more than "
+                    f"max_drop={max_drop:g}: nothing is written; callbacks=[default,qat] trains "
+                    "for 8 bits"
+                )
 
     check_libraries("onnx")
     if method == "auto":
@@ -219,13 +225,3 @@ def _measured(config: Config, path: Path, graph: Exportable, split: str | None) 
     for size in (1, _BATCH):
         values[f"ms_of_{size}"] = milliseconds(answer, graph.samples[:size])
     return values
-
-
-def check_drop(before: Mapping[str, float], after: Mapping[str, float], most: float) -> None:
-    """Raise ModelError where more accuracy is lost than `most`."""
-    for name, value in before.items():
-        if name.endswith("/accuracy") and not value - after[name] <= most:
-            raise ModelError(
-                f"{name} falls from {value:.4f} to {after[name]:.4f}, by more than "
-                f"max_drop={most:g}: nothing is written; callbacks=[default,qat] trains for 8 bits"
-            )
