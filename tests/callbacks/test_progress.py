@@ -1,7 +1,12 @@
 import contextlib
+import fcntl
 import logging
+import os
 import re
+import struct
 import sys
+import termios
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +15,71 @@ import pytest
 
 from callbacks import progress as module
 from callbacks.progress import Progress, bar_line
-from screen import Terminal
 from trainer.callback import Callback, Saver
+
+_PART = re.compile(r"\x1b\[(\d*)([A-Za-z])|(.)", re.DOTALL)
+
+
+class Terminal:
+    """A pseudo terminal of a width, and all that is written to it.
+
+    `stream` writes to it; `frames` and `rows` close it.
+    """
+
+    def __init__(self, columns: int = 120) -> None:
+        self.columns = columns
+        self._master, self.slave = os.openpty()
+        self.resize(columns)
+        self.stream = os.fdopen(self.slave, "w", encoding="utf-8")
+        self._read: list[bytes] = []
+        self._reader = threading.Thread(target=self._collect)
+        self._reader.start()
+
+    def resize(self, columns: int) -> None:
+        """Change the width."""
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def text(self) -> str:
+        """Close the terminal and return all that was written."""
+        if not self.stream.closed:
+            self.stream.close()
+            self._reader.join()
+            os.close(self._master)
+        return b"".join(self._read).decode()
+
+    def frames(self) -> list[str]:
+        """Return what a line held, each time it was written anew."""
+        found = re.split(r"[\r\n]+|\x1b\[\d*[AK]", self.text())
+        return [frame.rstrip() for frame in found if frame.strip()]
+
+    def rows(self) -> list[str]:
+        """Return what the terminal shows in the end; AssertionError for an unknown code."""
+        rows: list[list[str]] = [[]]
+        row = column = 0
+        for number, letter, sign in _PART.findall(self.text()):
+            if sign == "\n":
+                row += 1
+            elif sign == "\r":
+                column = 0
+            elif letter == "A":
+                row = max(0, row - int(number or 1))
+            elif letter == "K":
+                del rows[row][column:]
+            else:
+                assert sign, f"the terminal of the tests does not know ESC [ {number}{letter}"
+                if column == self.columns:
+                    row, column = row + 1, 0
+                rows += [[] for _ in range(row + 1 - len(rows))]
+                rows[row] += " " * (column + 1 - len(rows[row]))
+                rows[row][column] = sign
+                column += 1
+            rows += [[] for _ in range(row + 1 - len(rows))]
+        return ["".join(row).rstrip() for row in rows]
+
+    def _collect(self) -> None:
+        with contextlib.suppress(OSError):  # the last writer has closed it
+            while chunk := os.read(self._master, 65536):
+                self._read.append(chunk)
 
 
 @contextlib.contextmanager
@@ -162,7 +230,7 @@ def test_a_header_comes_again_where_columns_change_or_a_screen_is_full(make_trai
 
 def test_more_metrics_than_fit_take_further_lines(make_trainer: Any) -> None:
     terminal = Terminal(60)
-    metrics = {f"val/metric_{number}": 0.5 for number in range(8)}
+    metrics = {f"val/metric_{number}": 0.0125 for number in range(8)}
     with console(terminal.stream):
         trainer = make_trainer({"progress": Progress()}, max_epochs=1)
         trainer.evaluate = lambda *args, **more: metrics
@@ -173,7 +241,7 @@ def test_more_metrics_than_fit_take_further_lines(make_trainer: Any) -> None:
     names = " ".join(lines[:half]).split()
     assert names == ["epoch", "step", "train/epoch_loss", *metrics, "time"]
     for above, below in zip(lines[:half], lines[half:], strict=True):  # each below its name
-        ends = [match.end() for match in re.finditer(r"0\.5", below)]
+        ends = [match.end() for match in re.finditer(r"0\.0125", below)]
         assert all(above[end - 1] != " " and above[end : end + 1] in ("", " ") for end in ends)
 
 

@@ -85,26 +85,18 @@ def test_a_metric_of_the_training_is_reported_by_the_epoch(
     assert reported(it)[3] == trainer.metrics["train/epoch_loss"]
 
 
-def test_the_pruner_ends_a_run(study: Any, trial: Any, make_trainer: MakeTrainer) -> None:
+def test_the_pruner_ends_a_run_that_is_not_done(
+    study: Any, trial: Any, make_trainer: MakeTrainer
+) -> None:
     it = study(ALWAYS)
     trainer = make_trainer({"trial": trial()}, max_epochs=5)
     trainer.fit()
-    assert trainer.state.stop_reason == PRUNED
-    assert (trainer.state.epoch, trainer.state.pruned, trainer.state.interrupted) == (
-        2,
-        True,
-        False,
-    )
+    assert (trainer.state.stop_reason, trainer.state.epoch) == (PRUNED, 2)
+    assert (trainer.state.pruned, trainer.state.interrupted) == (True, False)
     assert it.trials[0].user_attrs[PRUNED_AT] == 10
-
-
-def test_a_run_that_is_done_is_not_pruned(
-    study: Any, trial: Any, make_trainer: MakeTrainer
-) -> None:
-    study(ALWAYS)
-    trainer = make_trainer({"trial": trial()}, max_epochs=2)
-    trainer.fit()
-    assert trainer.state.stop_reason is None
+    done = make_trainer({"trial": Trial(trial()._place, "s", it.ask().number)}, max_epochs=2)
+    done.fit()
+    assert done.state.stop_reason is None
 
 
 @pytest.mark.parametrize(
@@ -196,28 +188,18 @@ def test_a_replayed_validation_does_not_decide_again(
     assert reported(it) == {3: 0.5}
 
 
-def test_a_study_that_is_gone_ends_the_run_at_its_start(
-    trial: Any, make_trainer: MakeTrainer
+def test_a_study_that_does_not_fit_ends_the_run_at_its_start(
+    study: Any, trial: Any, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
+    place = str(tmp_path / "study.journal")
     with pytest.raises(CheckpointError, match="the study that the job belongs to is gone"):
         make_trainer({"trial": trial()}).fit()
-
-
-def test_a_trial_that_the_study_lacks(
-    study: Any, make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
     study(NEVER)
     with pytest.raises(CheckpointError, match="has no trial 7 of 's'"):
-        make_trainer({"trial": Trial(str(tmp_path / "study.journal"), "s", 7)}).fit()
-
-
-def test_a_study_that_does_not_name_its_metric(
-    trial: Any, make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
-    storage = open_storage(str(tmp_path / "study.journal"))
-    optuna.create_study(study_name="s", storage=storage).ask()
+        make_trainer({"trial": Trial(place, "s", 7)}).fit()
+    optuna.create_study(study_name="unnamed", storage=open_storage(place)).ask()
     with pytest.raises(CheckpointError, match="does not say which metric"):
-        make_trainer({"trial": trial()}).fit()
+        make_trainer({"trial": Trial(place, "unnamed", 0)}).fit()
 
 
 def test_a_study_that_is_lost_on_the_way_is_a_warning(

@@ -131,20 +131,6 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.ask("Emulation.setDeviceMetricsOverride", **size)
 
-    def draw(self, points: list[tuple[float, float]]) -> None:
-        """Press the mouse at the first point, move it along the others, let it go."""
-        kinds = ["mousePressed", *["mouseMoved"] * (len(points) - 1), "mouseReleased"]
-        for kind, (x, y) in zip(kinds, [*points, points[-1]], strict=True):
-            self.ask(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=x,
-                y=y,
-                button="left",
-                buttons=0 if kind == "mouseReleased" else 1,
-                clickCount=1,
-            )
-
     def screenshot(self, path: Path) -> None:
         """Write what is seen, as a PNG."""
         path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
