@@ -155,7 +155,7 @@ def _cpu_formats() -> Finding:
 
     from trainer.update.precision import cpu_formats
 
-    fast = sorted(cpu_formats(Path("/proc/cpuinfo")) or ())
+    fast = sorted(cpu_formats() or ())
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
     level = torch.backends.cpu.get_cpu_capability()
     return f"{', '.join(['fp32', *fast])} ({level}){emulated}", None
