@@ -248,6 +248,7 @@ def test_overrides_are_absolute_or_a_share_of_the_optimizers() -> None:
         ({"head": {"module": "os.system"}}, "is not allowed"),
         ({"head": {"module": "torch.nn.functional.relu"}}, "neither the import path of a class"),
         ({"head": {"match": "^4", "except": {"mach": "a"}}}, "did you mean match?"),
+        ({"head": {"match": "^4", "except": {"except": {}}}}, "except.except: unknown key"),
         ({"head": 3}, "param_groups.head: must be a rule"),
         ({"default": {"match": "^4"}}, "must not be 'default'"),
         ({"a b": {"match": "^4"}}, "the name of a rule may have"),
