@@ -88,8 +88,8 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 def dataclass_in(annotation: Any) -> type | None:
     """Return the section that a type stands for, if it stands for one."""
-    found = (m for m in members(annotation) if dataclasses.is_dataclass(m))
-    return next((m for m in found if isinstance(m, type)), None)
+    found = (m for m in members(annotation) if isinstance(m, type))
+    return next((m for m in found if dataclasses.is_dataclass(m)), None)
 
 
 def plain_name(value: str) -> str | None:

@@ -49,11 +49,7 @@ def children(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the key and the value of everything that is no section and no list."""
-    if isinstance(node, dict | list):
-        for here, child in children(node, key):
-            yield from leaves(child, here)
-    else:
-        yield key, node
+    yield from (one for one in sections(node, key) if not isinstance(one[1], dict | list))
 
 
 @dataclass(slots=True)

@@ -66,15 +66,12 @@ class DataConfig:
                 f"is {self.decode}, but data.cache={self.cache} keeps whole images",
                 "set data.decode=full or data.cache=none",
             )
-        if self.fold is None and self.folds is not None:
-            yield Problem(
-                "fold", f"missing: data.folds={self.folds} has folds 0 to {self.folds - 1}"
-            )
+        if self.folds is not None and (self.fold is None or self.fold >= self.folds):
+            found = "missing" if self.fold is None else f"is {self.fold}"
+            message = f"{found}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
+            yield Problem("fold", message)
         if self.folds is None and self.fold is not None:
             yield Problem("folds", "missing: how many folds there are", "such as data.folds=5")
-        if self.fold is not None and self.folds is not None and self.fold >= self.folds:
-            message = f"is {self.fold}, but data.folds={self.folds} has folds 0 to {self.folds - 1}"
-            yield Problem("fold", message)
         if str((self.train or {}).get("_target_")).startswith("data."):  # of ours
             given = {key: value for key, value in self.extra.items() if value is not None}
             yield from _sizes(given)

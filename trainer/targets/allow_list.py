@@ -40,11 +40,6 @@ def allow(packages: Iterable[str]) -> None:
             _extra.append(package)
 
 
-def allowed_extra() -> tuple[str, ...]:
-    """Return what `allow` was given, for the other processes of the run."""
-    return tuple(_extra)
-
-
 def close(folders: Iterable[str]) -> None:
     """Offer no code below folders that hold configurations, for this process."""
     _closed.extend(os.path.realpath(os.path.expanduser(folder)) for folder in folders)

@@ -13,6 +13,7 @@ from conf.errors import ConfigError
 from conf.schema import Config
 from data.sources import Diabetes, Digits, ImageTensors
 from data.text import StandardLibraryText
+from data.transforms import Pipeline, ToFloat
 from scripts.composition.compose import compose
 from trainer.assembly.data import build_data, kept_bytes, set_cache
 from trainer.rng import seed_everything
@@ -92,6 +93,9 @@ def test_what_shows_only_in_the_object_cannot_be_kept_either() -> None:
         set_cache(config, "val", Own(torch.zeros(2, 3, 4, 4), torch.zeros(2), []))
     with pytest.raises(ConfigError, match=r"data\.val\.transform: takes single samples"):
         set_cache(config, "val", Digits("val", transform=lambda image: image))
+    whole = Digits("val", transform=Pipeline({"to_float": ToFloat()}, "transforms.eval"))
+    with pytest.raises(ConfigError, match=r"transforms\.eval\.to_float: ToFloat takes single"):
+        set_cache(config, "val", whole)  # which nobody left to the loader
 
 
 def test_the_plan_counts_what_is_kept(digit_photographs: Path) -> None:
