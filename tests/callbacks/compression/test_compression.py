@@ -12,7 +12,7 @@ from torch import nn
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.compression.pruning import Pruning, PruningSettings, extend, progress
-from callbacks.compression.qat import rounded_weight
+from callbacks.compression.qat import Ranges, rounded_weight
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
@@ -320,3 +320,32 @@ def test_weights_are_rounded_by_channel_and_gradients_pass() -> None:
     rounded.square().sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(weight.grad, 2 * rounded.detach())
     assert torch.equal(rounded_weight(torch.zeros(2, 3)), torch.zeros(2, 3))
+
+
+def test_inputs_are_rounded_to_a_running_range_of_whole_updates() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4)
+    plain = copy.deepcopy(layer)
+    ranges = Ranges(nn.Sequential(layer), "cpu")
+    detach = ranges.attach(nn.Sequential(layer))
+    low = high = torch.zeros(())
+    for number in range(3):
+        x = torch.randn(10, 3) * (number + 1)
+        ranges.rounds = False
+        layer(x[:6]), layer(x[6:])
+        with torch.no_grad():
+            layer(100 * x)  # an evaluation is not seen
+        share = 0.1 if number else 1.0
+        low, high = low + share * (x.min() - low), high + share * (x.max() - high)
+        ranges.follow(ranges.seen, 0.9)
+        ranges.seen.zero_()
+    torch.testing.assert_close((ranges.low[0], ranges.high[0]), (low, high))
+    ranges.rounds = True
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    rounded = (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
+    expected = nn.functional.linear(rounded, rounded_weight(plain.weight), plain.bias)
+    torch.testing.assert_close(layer(x), expected)
+    detach()
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer(x), plain(x))
