@@ -205,6 +205,7 @@ def test_if_none_is_whole_it_is_no_fresh_start(store):
     with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
         store.newest()
     assert "\n" not in str(caught.value)
+    assert "last.pt" not in str(caught.value)  # the same file
     for step in (1, 2):
         store.path_of(step).unlink()
     with pytest.raises(CheckpointError):
@@ -286,7 +287,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_named(store, indexed):
     assert store.newest(up_to=1)[0] == store.path_of(1)
 
 
-@pytest.mark.parametrize("target", [None, "step-00000099.pt", "other"])
+@pytest.mark.parametrize("target", [None, "step-00000001.pt", "step-00000099.pt", "other"])
 def test_a_wrong_last_pointer_leads_nobody_astray(store, tmp_path, target):
     elsewhere = CheckpointStore(tmp_path / "other").save(payload(99), step=99)
     last = store.folder / "last.pt"
