@@ -239,3 +239,8 @@ def test_the_order_of_transforms_is_a_difference() -> None:
     first = {"transforms": {"train": {"a": {}, "b": {}}}}
     second = {"transforms": {"train": {"b": {}, "a": {}}}}
     assert [*changes(first, second)] == ["transforms.train (order)"]
+
+
+def test_what_is_empty_within_an_argument_is_a_value() -> None:
+    before, after = ({"model": RUN["model"] | {"activation": given}} for given in ({}, {"a": None}))
+    assert changes(before, after) == {"model.activation.a": (ABSENT, None)}
