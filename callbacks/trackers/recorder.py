@@ -150,7 +150,7 @@ class Tracker(Recorder):
         """Reach the tracker, and send what it has missed."""
         self._config_text = trainer.config_text
         self._branch = trainer.state.global_step if trainer.branched else None
-        self._reach(trainer.state.global_step)
+        self._reach()
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Send values."""
@@ -198,11 +198,8 @@ class Tracker(Recorder):
             _log.info(text, self.name, self._megabytes, len(inodes) - len(taken))
         return taken
 
-    def _reach(self, last: float = float("inf")) -> bool:
-        """Connect unless it is connected or was down a moment ago; return whether it is.
-
-        Sends what is missing up to the step `last`: a run that begins may find lines of later ones.
-        """
+    def _reach(self) -> bool:
+        """Connect unless it is connected or was down a moment ago; return whether it is."""
         if self._reached or time.monotonic() < self._retry_at:
             return self._reached
         known = read_json(self.run / FOLDER / f"{self.name}.json")
@@ -219,8 +216,7 @@ class Tracker(Recorder):
             _log.info("callbacks.%s: %s", self.name, self.address())
         for line in read_metrics(self.run):
             at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
-            if at.step <= last:
-                self._send_values(at, {k: v for k, v in line.items() if v is not None})
+            self._send_values(at, {k: v for k, v in line.items() if v is not None})
         return True
 
     def _send_values(self, at: LogPoint, values: Mapping[str, float]) -> None:

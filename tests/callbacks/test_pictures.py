@@ -270,6 +270,7 @@ def test_the_confusion_matrix_counts_every_sample(monkeypatch: pytest.MonkeyPatc
 def test_pr_curves_are_those_of_counting(kind: str) -> None:
     gallery, val, train = Gallery(), images(2, 1), images(3, 0)
     task: Task = Classification(CLASSES)
+    val[0][1][0] = 0 if kind == "labels" else -100  # a sample without a label
     if kind == "labels":
         task = MultiLabel()
         train, val = (
@@ -281,10 +282,11 @@ def test_pr_curves_are_those_of_counting(kind: str) -> None:
     _, labels = answers(run, val)
     scores = task.interpret(torch.cat([run.model(x) for x, _ in val])).detach()
     positive = labels > 0.5 if kind == "labels" else labels[:, None] == torch.arange(CLASSES)
+    known = torch.ones(12, dtype=torch.bool) if kind == "labels" else labels >= 0
     for index in range(CLASSES):
         curve: PRCurve = gallery.shown[f"pr_curve/{index}"][-1][1]
         for place, threshold in enumerate([0.0, 0.25, 0.5, 0.75, 1.0]):
-            said, truth = scores[:, index] >= threshold, positive[:, index]
+            said, truth = scores[known, index] >= threshold, positive[known, index]
             assert curve.true_positives[place] == (said & truth).sum()
             assert curve.false_positives[place] == (said & ~truth).sum()
             assert curve.true_negatives[place] == (~said & ~truth).sum()
