@@ -48,6 +48,7 @@ def sample(number: int, label: str) -> dict[str, bytes]:
     ending = "png" if number % 2 else "jpg"
     return {
         f"s{number:04}.{ending}": picture(number, form),
+        f"s{number:04}.mask.png": b"another field of the sample",
         f"s{number:04}.cls": label.encode(),
         f"s{number:04}.json": json.dumps({"kind": f"kind {label}", "id": number}).encode(),
     }
