@@ -18,7 +18,7 @@ from scripts.cli.shadow import PACKAGES, ROOT
 from scripts.composition.compose import compose, split_jobs
 from scripts.composition.folders import CONF
 from scripts.help import description
-from scripts.regimen import COMMANDS
+from scripts.regimen import COMMANDS, regimen
 
 MINE = Path("conf/experiment/mine.yaml")
 
@@ -129,6 +129,11 @@ def test_the_umbrella_ends_with_their_exit_code() -> None:
     done = subprocess.run(argv, capture_output=True, text=True)
     expected = (2, "", f"error: {MINE} exists: choose another name\n")
     assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no command 'run'; did you mean runs"):
+        regimen(["run"])
 
 
 @pytest.fixture
