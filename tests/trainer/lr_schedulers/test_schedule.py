@@ -248,7 +248,10 @@ def test_a_state_without_its_parts_is_refused() -> None:
             schedule.load_state_dict(broken)
 
 
-@pytest.mark.parametrize("name", ["one_cycle", "step", "plateau", "lambda", "chained"])
+CYCLIC = {"_target_": f"{TORCH}.CyclicLR", "base_lr": 0.01, "max_lr": None, "step_size_up": 7}
+
+
+@pytest.mark.parametrize("name", ["one_cycle", "step", "plateau", "lambda", "chained", "cyclic"])
 def test_reordered_groups_keep_their_schedules(name: str) -> None:
     rules = {"a": {"match": "^0", "lr": 0.4}, "b": {"match": "^1", "lr": 0.1}}
 
@@ -259,8 +262,9 @@ def test_reordered_groups_keep_their_schedules(name: str) -> None:
         return build_optimizers(model, {**sgd, "param_groups": groups})
 
     first, second = over("ab"), over("ba")
-    before = build_lr_schedule(node(name), first, TOTAL, PER_EPOCH)
-    after = build_lr_schedule(node(name), second, TOTAL, PER_EPOCH)
+    chosen = CYCLIC if name == "cyclic" else node(name)
+    before = build_lr_schedule(chosen, first, TOTAL, PER_EPOCH)
+    after = build_lr_schedule(chosen, second, TOTAL, PER_EPOCH)
     walk(first, before, 0, 20)
     states = through_a_file([first.state_dict(), before.state_dict()])
     second.load_state_dict(states[0])
