@@ -34,8 +34,7 @@ class Rule:
         if isinstance(value, int | float) and not isinstance(value, bool):
             limits = {">=": self.at_least, ">": self.above, "<=": self.at_most}
             given = {sign: limit for sign, limit in limits.items() if limit is not None}
-            finite = isinstance(value, int) or math.isfinite(value)
-            finite |= self.infinite and not math.isnan(value)
+            finite = isinstance(value, int) or math.isfinite(value) or self.infinite
             kept = (_COMPARE[sign](value, limit) for sign, limit in given.items())
             if not (finite and all(kept)):
                 shown = [f"a number {sign} {limit}" for sign, limit in given.items()]

@@ -196,6 +196,12 @@ def test_nothing_of_torch_is_imported() -> None:
             {"loss", "metrics", "num_classes"},
             id="chosen",
         ),
+        pytest.param(
+            ["task._target_=trainer.tasks.gan.GAN", "task/loss=weighted_sum"],
+            "task",
+            {"loss"},
+            id="chosen-and-not-taken",  # which the check names
+        ),
     ],
 )
 def test_a_replaced_target_takes_over_what_it_takes(
