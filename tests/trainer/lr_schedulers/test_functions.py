@@ -116,8 +116,9 @@ def test_a_function_of_a_rule_is_for_all_its_layers_and_one_of_all_for_all() -> 
     over = build_optimizers(model, sgd)
     assert over.learning_rates() == {"body.0": 0.5, "body.1": 1.0}
     target = {"_target_": f"{TORCH}.LambdaLR"}
-    build_lr_schedule(target | {"functions": {"body": "0.1"}}, over, TOTAL, PER_EPOCH)
-    assert over.learning_rates() == pytest.approx({"body.0": 0.05, "body.1": 0.1})
+    functions = {"body": "0.1", "body.1": "0.3"}  # the longest name that fits decides
+    build_lr_schedule(target | {"functions": functions}, over, TOTAL, PER_EPOCH)
+    assert over.learning_rates() == pytest.approx({"body.0": 0.05, "body.1": 0.3})
     over = build_optimizers(model, sgd)
     build_lr_schedule(target | {"functions": "0.2"}, over, TOTAL, PER_EPOCH)
     assert over.learning_rates() == pytest.approx({"body.0": 0.1, "body.1": 0.2})

@@ -340,3 +340,12 @@ def test_zero_grad_drops_the_gradients_of_all() -> None:
     model(torch.zeros(1, 3, dtype=torch.float64)).sum().backward()
     optimizers.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_rates_of_an_update_stay_when_a_tensor_changes() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
+    optimizers = Optimizers({"a": optimizer}, {})
+    optimizers.keep_rates()
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert optimizers.learning_rates(used=True) == {"default": 0.5}
+    assert optimizers.learning_rates() == {"default": 0.25}

@@ -164,7 +164,7 @@ def test_learning_rate_decays_layer_by_layer() -> None:
     """Layer d of L learns at lr * decay ** (L - 1 - d), as for BEiT."""
     rules = {
         "no_decay": {"kind": ["bias", "norm"], "weight_decay": 0.0, "layer_decay": 0.5},
-        "weights": {"match": ".*", "layer_decay": 0.5},
+        "weights": {"match": ".*", "layer_decay": 0.5, "lr": 1.6},
     }
     for rule in rules.values():
         rule["layers"] = ["embed|token", r"blocks\.(\d+)\.", ".*"]
@@ -176,10 +176,10 @@ def test_learning_rate_decays_layer_by_layer() -> None:
         "no_decay.1": 0.2,
         "no_decay.2": 0.4,
         "no_decay.3": 0.8,
-        "weights.0": 0.1,
-        "weights.1": 0.2,
-        "weights.2": 0.4,
-        "weights.3": 0.8,
+        "weights.0": 0.2,
+        "weights.1": 0.4,
+        "weights.2": 0.8,
+        "weights.3": 1.6,
     }
     of = {optimizers.names[p]: g.name for g in optimizers.groups() for p in g.options["params"]}
     chosen = [
