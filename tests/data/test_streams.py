@@ -127,6 +127,15 @@ def test_only_needed_samples_are_loaded_and_transformed() -> None:
     assert raw.loaded == list(range(12, 20))
 
 
+def test_an_epoch_that_was_broken_off_is_forgotten() -> None:
+    broken, fresh = Stream(Numbers()), Stream(Numbers())
+    broken.begin_epoch(0, 5)
+    assert broken[2] is not None
+    for stream in (broken, fresh):
+        stream.begin_epoch(1, 6)
+    assert torch.equal(broken[3][0], fresh[3][0])
+
+
 def test_a_stream_that_ends_early_is_told() -> None:
     with pytest.raises(DataError, match="ended after 20 of 30 samples: set its length to 20"):
         _batches(Stream(Numbers(), length=30))

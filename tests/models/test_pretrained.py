@@ -65,11 +65,13 @@ def test_another_number_of_classes_gets_a_fresh_head(
     assert "resized: head.weight, head.bias" in caplog.text
 
 
-def test_another_number_of_channels_sees_grey_as_before() -> None:
-    trained, model = net(in_channels=3, seed=1).eval(), net(in_channels=1).eval()
+@pytest.mark.parametrize("channels", [1, 2])
+def test_another_number_of_channels_sees_grey_as_before(channels: int) -> None:
+    trained, model = net(in_channels=3, seed=1).eval(), net(in_channels=channels).eval()
     found = load_weights(model, trained.state_dict())
     grey = torch.randn(2, 1, 8, 8)
-    torch.testing.assert_close(model(grey), trained(grey.expand(-1, 3, -1, -1)))
+    seen = model(grey.expand(-1, channels, -1, -1))
+    torch.testing.assert_close(seen, trained(grey.expand(-1, 3, -1, -1)))
     assert found["adapted"] == ["features.0.conv.weight"]
 
 
