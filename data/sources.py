@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from data.errors import DataError, reason
-from data.keys import SPLIT, random_state
-from data.splits import Split, cut, train_and_val, unlabelled_parts
+from data.splits import Split, cut, train_and_val
 from data.transforms import Transform, acts_on_batches
 
 
@@ -49,9 +48,9 @@ class ImageTensors:
             image = self.transform(image)
         return image, int(self.targets[index])
 
-    def input_form(self) -> dict[str, Any]:
+    def inputform_of(self) -> dict[str, Any]:
         """Return the form that the transforms expect of a picture."""
-        return _form(self.images)
+        return form_of(self.images)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return all samples as one batch, before the transforms."""
@@ -68,7 +67,8 @@ class ImageTensors:
         return images, self.targets.index_select(0, rows)
 
 
-def _form(images: Tensor) -> dict[str, Any]:
+def form_of(images: Tensor) -> dict[str, Any]:
+    """Return the form that the transforms expect of images (n, C, H, W)."""
     channels, height, width = images.shape[1:]
     if images.dtype != torch.uint8 or channels not in (1, 3):
         return {"kind": "array"}
@@ -228,133 +228,6 @@ def _locked(root: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-UNSURE = 255  # in a mask: pixels at the edge of a stroke, which are ignored
-_SURE, _FAINT = 96, 32  # of 255: from here on ink; below this background
-
-
-class DigitScenes:
-    """Scenes of 1 to `most` of scikit-learn's digits, without overlap, in one of the four quarters.
-
-    Scene i shows digit i of the split, and others of the same split; all is drawn once, from
-    `split_seed`. Transforms get the image alone.
-
-    target: "mask" gives [size, size] numbers, 0 for paper, 1 + digit for ink and 255 for pixels
-    that are neither; "present" gives [10] floats, 1 for each digit that is shown.
-    """
-
-    transforms_in_batches = True
-
-    def __init__(
-        self,
-        split: Split,
-        target: Literal["mask", "present"] = "mask",
-        image_size: int = 32,
-        most: int = 3,
-        split_seed: int = 0,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
-    ) -> None:
-        if image_size % 2 or not 1 <= most <= 4:
-            raise DataError(f"scenes of {image_size} pixels and {most} digits: even, and 1 to 4")
-        half = image_size // 2
-        digits = Digits(split, half, split_seed, fold=fold, folds=folds)
-        self.transform = transform
-        self.images = torch.zeros(len(digits), 1, image_size, image_size, dtype=torch.uint8)
-        masks = torch.zeros(len(digits), image_size, image_size, dtype=torch.long)
-        present = torch.zeros(len(digits), 10)
-        draws = random_state(split_seed, SPLIT, 1, len(digits))
-        for i in range(len(digits)):
-            places = draws.permutation(4)[: draws.randint(1, most + 1)]
-            shown = [i, *draws.randint(len(digits), size=len(places) - 1)]
-            for place, digit in zip(places, shown, strict=True):
-                top, left = half * (place // 2), half * (place % 2)
-                window = i, slice(top, top + half), slice(left, left + half)
-                ink, label = digits.images[digit, 0], int(digits.targets[digit])
-                self.images[:, 0][window] = ink
-                masks[window] = torch.where(ink >= _SURE, label + 1, 0)
-                masks[window][(ink >= _FAINT) & (ink < _SURE)] = UNSURE
-                present[i, label] = 1.0
-        self.target = masks if target == "mask" else present
-        self.classes = ["paper", *digits.classes] if target == "mask" else digits.classes
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def input_form(self) -> dict[str, Any]:
-        """Return what a picture must be brought to before the transforms."""
-        return _form(self.images)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all samples as one batch, before the transforms."""
-        return self.images, self.target
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        image = self.images[index]
-        return image if self.transform is None else self.transform(image), self.target[index]
-
-
-class WithNoise:
-    """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
-
-    The noise is keyed by (seed, epoch, index) as any augmentation is, so that an update of a GAN
-    is the same however its batch is split.
-    """
-
-    transforms_in_batches = True
-
-    def __init__(self, dataset: Any, latent_dim: int, transform: Transform | None = None) -> None:
-        self.dataset = dataset
-        self.latent_dim = latent_dim
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        image = self.dataset[index][0]
-        if self.transform is not None:
-            image = self.transform(image)
-        return image, torch.randn(self.latent_dim)
-
-
-class Diabetes:
-    """scikit-learn's 442 diabetes patients: 10 measurements, and the disease a year later.
-
-    In the package: no download. Features and value are standardised with the training set's mean
-    and deviation. The split is fixed by `split_seed`: 310 train, 66 val, 66 test. With `folds` val
-    is fold number `fold` of the 376 that are not test.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        split_seed: int = 0,
-        transform: Transform | None = None,
-        fold: int | None = None,
-        folds: int | None = None,
-    ) -> None:
-        from sklearn.datasets import load_diabetes
-
-        features, values = (torch.from_numpy(c).float() for c in load_diabetes(return_X_y=True))
-        parts = unlabelled_parts(len(values), 66, 2, split_seed, fold, folds)
-        rows, train = np.sort(parts[split]), parts["train"]
-        self.features = ((features - features[train].mean(0)) / features[train].std(0))[rows]
-        self.values = ((values - values[train].mean(0)) / values[train].std(0))[rows]
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all samples as one batch, before the transforms."""
-        return self.features, self.values
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        features = self.features[index]
-        return features if self.transform is None else self.transform(features), self.values[index]
 
 
 def fingerprint(dataset: Any) -> str:

@@ -80,8 +80,8 @@ FILES = {"the six packages": 270, "tests": 218}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12
-NAMED_BY_YAML = ("callbacks", "models", "trainer/tasks")
-CROWDED = {"data": 13, "scripts": 13, "trainer": 15}  # to be emptied: no number here goes up
+NAMED_BY_YAML = ("callbacks", "data", "models", "trainer/tasks")
+CROWDED = {"scripts": 13, "trainer": 15}  # to be emptied: no number here goes up
 # A module with fewer lines than a chapter and a single reader is part of it: so many are not yet.
 CHAPTER = 100
 PARAGRAPHS = 7

@@ -1,6 +1,7 @@
 """Every YAML file that is shipped: it opens with its command, composes, and its targets bind."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,28 @@ FREE = (
     "strategy",
     "callbacks",
     "debug",
+)
+# Paths that users' YAML and Python name: a class stays in its file, whatever is merged around it.
+PROMISED = (
+    "callbacks.pictures.graph.Graph",
+    "callbacks.pictures.layers.LayerStatistics",
+    "callbacks.pictures.masks.Masks",
+    "callbacks.pictures.texts.Texts",
+    "data.noise.WithNoise",
+    "data.scenes.DigitScenes",
+    "data.tabular.Diabetes",
+    "data.samplers.PerClass",
+    "data.formats.huggingface_stream.streamed",
+    "models.timm_adapter.build",
+    "models.torchvision_adapter.build",
+    "models.transformers_adapter.build",
+    "trainer.trainer.Trainer",
+    "trainer.load_run",
+    "trainer.inference.run.load_run",
+    "trainer.callback.Callback",
+    "trainer.task.Task",
+    "trainer.task.StepOutput",
+    "scripts.composition.compose.compose",
 )
 
 
@@ -97,3 +120,9 @@ def test_an_experiment_goes_with_every_alternative(experiment: str) -> None:
         for group, names in choices.items():
             line += picked(group, names[turn % len(names)])
         parse(compose(line).config)
+
+
+@pytest.mark.parametrize("path", PROMISED)
+def test_a_promised_path_stays(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert getattr(import_module(module), name).__module__.startswith(module)

@@ -1,12 +1,10 @@
 """Samples as the network gets them, and its predictions in a validation."""
 
-import colorsys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.utils import draw_segmentation_masks
 
 from callbacks.pictures.picture import (
     ValidationPicture,
@@ -111,36 +109,6 @@ class Misclassified(ValidationPicture):
     def _worst(self, images: Tensor, labels: Tensor, answers: Tensor) -> Sequence[Tensor]:
         worst = _wrongness(labels, answers).topk(min(self.wanted, len(labels))).indices
         return images[worst], labels[worst], answers[worst]
-
-
-class Masks(ValidationSamples):
-    """Show the first images of the validation, with label and prediction over them, as `masks/val`.
-
-    Each class but 0, the background, has a color; pixels without a known class are grey.
-    """
-
-    kinds = ("mask",)
-
-    def show(self, trainer: Trainer, *parts: Tensor) -> None:
-        """Log the images."""
-        images, labels, answers = parts
-        count = getattr(trainer.task, "num_classes", None) or int(labels.max()) + 1
-        tiles = []
-        for image, label, answer in zip(pixels(images), labels, answers, strict=True):
-            tiles += [image, overlay(image, label, count), overlay(image, answer, count)]
-        captions = ["image", "label", "prediction"] * len(images)
-        trainer.log_image("masks/val", sheet(torch.stack(tiles), captions, columns=3))
-
-
-def overlay(image: Tensor, mask: Tensor, classes: int) -> Tensor:
-    """Return an image with each class but the first in a color over it; unknown ones are grey."""
-    hues = [colorsys.hsv_to_rgb(index / classes, 1, 1) for index in range(1, classes)]
-    colors = [(int(255 * r), int(255 * g), int(255 * b)) for r, g, b in hues]
-    layers = [mask == index for index in range(1, classes)] + [(mask < 0) | (mask >= classes)]
-    painted: Tensor = draw_segmentation_masks(
-        image, torch.stack(layers), 0.6, [*colors, (128, 128, 128)]
-    )
-    return painted
 
 
 def _wrongness(labels: Tensor, answers: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Data sets of the Hugging Face package `datasets`: saved, from files, by name; also streamed."""
+"""Data sets of the Hugging Face package `datasets`: saved, from files, by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,19 +125,19 @@ def huggingface(
     val split is cut from train, stratified by class. With `folds` val is fold number `fold` of
     train. None if there is no such split; raises DataError.
     """
-    tables = _tables(path, name)
+    tables = open_tables(path, name)
     train = tables.get("train")
     if train is None:
         raise DataError(f"data.path={path} has no split train, only {', '.join(tables)}")
-    _check_columns(path, train, columns)
+    check_columns(path, train, columns)
     classes = None
     if classification and "target" in columns:
         classes = getattr(train.features[columns["target"]], "names", None)
         if classes is None:
             found = {str(value) for value in train[columns["target"]]}
             classes = class_names(found, num_classes, len(train), f"data.path={path}")
-    table = _split_of(tables, split)
-    if is_cut(split, _split_of(tables, "val") is not None, val_fraction, folds):
+    table = split_of(tables, split)
+    if is_cut(split, split_of(tables, "val") is not None, val_fraction, folds):
         labels = np.zeros(len(train), np.int64)
         if classes is not None:
             labels = np.unique(train[columns["target"]], return_inverse=True)[1]
@@ -148,73 +148,7 @@ def huggingface(
     return ArrowRows(table, columns, classes, channels, tokenizer, length, transform)
 
 
-class StreamedRows:
-    """ArrowRows as they come, or shuffled within a buffer: the `source` of a `Stream`.
-
-    An epoch's order is a function of (seed, epoch). `iter_from` skips rows without decoding them;
-    the files before a position are not opened where `datasets` can tell their length.
-    """
-
-    def __init__(self, rows: ArrowRows, seed: int, buffer: int | None) -> None:
-        table = rows.table
-        self._table = table if buffer is None else table.shuffle(seed=seed, buffer_size=buffer)
-        self._rows = rows
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, whose number the order of a shuffled stream depends on."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        return self.iter_from(0)
-
-    def iter_from(self, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield numbers and rows from a position on."""
-        table = self._table.skip(position) if position else self._table
-        table.set_epoch(self._epoch)  # a table made by `skip` begins at epoch 0
-        return enumerate(table, start=position)
-
-    def load(self, item: tuple[int, Mapping[str, Any]]) -> Any:
-        """Return the sample of a row: (input, target), or the input alone without a target."""
-        number, row = item
-        return self._rows.sample(row, number)
-
-
-def streamed(
-    path: str,
-    split: Split,
-    columns: Mapping[str, str],
-    name: str | None = None,
-    tokenizer: str | None = None,
-    length: int = 128,
-    channels: Channels = 3,
-    seed: int = 0,
-    buffer: int | None = None,
-) -> StreamedRows:
-    """Open a split of a folder, of files, or of a name on the hub, without loading it.
-
-    `columns`, `name`, `tokenizer` and `length` are those of `huggingface`. A target of classes is a
-    ClassLabel or counts from 0: nothing is read to find their names. `buffer`: rows that are
-    shuffled together; None: the order of the files. Raises DataError.
-    """
-    tables = _tables(path, name, streaming=True)
-    table = _split_of(tables, split)
-    if table is None:
-        have = f"data.path={path} has no split {split}, only {', '.join(tables)}"
-        raise DataError(f"{have}: set data.{split}=null")
-    if hasattr(table, "to_iterable_dataset"):  # saved on disk
-        table = table.to_iterable_dataset(num_shards=1)  # its order does not depend on workers
-    if table.features is None:
-        try:
-            table = table._resolve_features()  # from the first rows; CSV and JSON tell no types
-        except Exception as error:  # of file systems and of each format
-            raise DataError(f"data.path={path}: {shortened(reason(error))}") from error
-    _check_columns(path, table, columns)
-    rows = ArrowRows(table, columns, None, channels, tokenizer, length)
-    return StreamedRows(rows, seed, buffer)
-
-
-def _tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
+def open_tables(path: str, name: str | None, streaming: bool = False) -> dict[str, Any]:
     """Return the splits of a data set by their own names. Raises DataError."""
     datasets = import_package("datasets", "huggingface")
     folder = Path(path).expanduser()
@@ -229,12 +163,13 @@ def _tables(path: str, name: str | None, streaming: bool = False) -> dict[str, A
     return dict(found) if hasattr(found, "keys") else {"train": found}
 
 
-def _split_of(tables: Mapping[str, Any], split: str) -> Any:
+def split_of(tables: Mapping[str, Any], split: str) -> Any:
     """Return the table of a split, whatever its name; None if there is none."""
     return next((tables[name] for name in _NAMES[split] if name in tables), None)
 
 
-def _check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
+def check_columns(path: str, table: Any, columns: Mapping[str, str]) -> None:
+    """Raise DataError if a table has not all of these columns."""
     for key, column in columns.items():
         if key not in ("input", "target"):
             raise DataError(f"data.columns.{key}: unknown; there are input and target")

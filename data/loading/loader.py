@@ -14,7 +14,7 @@ from data.loading.cache import Kept
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.fetch import BrokenOff, Collate, Fetched, Fetcher, Skipped, collate, never
 from data.loading.workers import Workers
-from data.orders import own_samples
+from data.samplers import own_samples
 from data.streams import Stream, as_dataset
 from data.updates import UpdateSampler
 

@@ -17,15 +17,12 @@ from callbacks.histograms import Histograms
 from callbacks.metrics_log import MetricsLog
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from callbacks.pictures.generated import GeneratedImages, GeneratedText
-from callbacks.pictures.model import Graph, LayerStatistics, Texts
+from callbacks.pictures.graph import Graph
+from callbacks.pictures.layers import LayerStatistics
+from callbacks.pictures.masks import Masks, overlay
 from callbacks.pictures.picture import is_due, matrix, pixels, sheet
-from callbacks.pictures.samples import (
-    Masks,
-    Misclassified,
-    TrainingSamples,
-    ValidationSamples,
-    overlay,
-)
+from callbacks.pictures.samples import Misclassified, TrainingSamples, ValidationSamples
+from callbacks.pictures.texts import Texts
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from trainer import rng

@@ -20,8 +20,9 @@ from callbacks.metrics_log import MetricsLog
 from callbacks.model_summary import ModelSummary
 from callbacks.pictures.classes import PRCurves
 from callbacks.pictures.generated import GeneratedText
-from callbacks.pictures.model import LayerStatistics
-from callbacks.pictures.samples import Masks, Misclassified, TrainingSamples
+from callbacks.pictures.layers import LayerStatistics
+from callbacks.pictures.masks import Masks
+from callbacks.pictures.samples import Misclassified, TrainingSamples
 from callbacks.progress import Progress
 from callbacks.support import CallbackError
 from callbacks.swa import SWA

@@ -13,7 +13,8 @@ from torchvision.transforms import v2
 
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.loader import Loader
-from data.orders import Sequential, as_order, as_updates
+from data.orders import Sequential
+from data.samplers import as_order, as_updates
 from data.sources import Digits, ImageTensors
 from data.transforms import Pipeline
 from data.updates import UpdateSampler

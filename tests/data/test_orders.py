@@ -11,20 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import data as torch_data
 
-from data import orders
+from data import samplers
 from data.errors import DataError
 from data.keys import Permutation
 from data.orders import (
     ClassBalanced,
     FirstOf,
-    GivenBatches,
     LowMemory,
-    PerClass,
-    SamplerOrder,
     Sequential,
     Shuffled,
     Subset,
     Weighted,
+)
+from data.samplers import (
+    GivenBatches,
+    PerClass,
+    SamplerOrder,
     as_order,
     as_updates,
     default_order,
@@ -284,7 +286,7 @@ def test_the_order_of_a_data_set_without_a_sampler(monkeypatch: pytest.MonkeyPat
     assert default_order(range(4), 0, shuffle=False)(7).tolist() == [0, 1, 2, 3]
     assert isinstance(default_order(Stream(range(9)), 0), Sequential)
     assert isinstance(default_order(range(10), 0), Shuffled)
-    monkeypatch.setattr(orders, "HUGE", 10)
+    monkeypatch.setattr(samplers, "HUGE", 10)
     assert isinstance(default_order(range(10), 0), LowMemory)
 
 

@@ -18,19 +18,12 @@ from torchvision.transforms import v2
 from data.errors import DataError, MissingPackageError, import_package
 from data.image_folder import image_folder
 from data.loading.loader import Loader
+from data.noise import WithNoise
 from data.orders import Sequential
-from data.sources import (
-    UNSURE,
-    Cifar10,
-    Diabetes,
-    Digits,
-    DigitScenes,
-    FashionMnist,
-    WithNoise,
-    _digits,
-    fingerprint,
-)
+from data.scenes import UNSURE, DigitScenes
+from data.sources import Cifar10, Digits, FashionMnist, _digits, fingerprint
 from data.splits import cut, fold_of
+from data.tabular import Diabetes
 from data.text import ALPHABET, StandardLibraryText, docstrings
 from data.transforms import Pipeline, Standardize, ToFloat
 from data.updates import UpdateSampler

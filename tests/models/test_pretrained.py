@@ -13,12 +13,14 @@ import torchvision
 from torch import nn
 from torch.hub import get_dir
 
-from models import adapters
-from models.adapters import from_timm, from_torchvision, from_transformers
+from models import torchvision_adapter
 from models.layers import NetworkError
 from models.pretrained import WeightsError, fine_tune, load_weights, no_initial_weights
 from models.pretrained import read_weights as read
 from models.small_cnn import SmallCNN
+from models.timm_adapter import build as from_timm
+from models.torchvision_adapter import build as from_torchvision
+from models.transformers_adapter import build as from_transformers
 from trainer.checkpoints.archive import write_safetensors
 
 
@@ -212,7 +214,7 @@ def test_trained_weights_with_a_fresh_head_and_for_grey_images(cached: nn.Module
 def test_weights_are_not_fetched_on_meta_nor_for_a_checkpoints_sake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapters, "fetch", lambda entry: pytest.fail("fetched"))
+    monkeypatch.setattr(torchvision_adapter, "fetch", lambda entry: pytest.fail("fetched"))
     with torch.device("meta"):
         from_torchvision("resnet18", 5, in_channels=1, weights="DEFAULT")
     with no_initial_weights():

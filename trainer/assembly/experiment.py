@@ -16,7 +16,8 @@ from conf.schema import Config, EvalLoaderConfig
 from data.loading.device_transforms import DeviceTransforms
 from data.loading.fetch import collate_ragged
 from data.loading.loader import Loader
-from data.orders import FirstOf, Sequential, as_order, as_updates, default_order
+from data.orders import FirstOf, Sequential
+from data.samplers import as_order, as_updates, default_order
 from data.updates import Order, Updates, UpdateSampler
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import (

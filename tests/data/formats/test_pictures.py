@@ -15,7 +15,8 @@ from PIL import Image
 
 from data.decode import read_image
 from data.errors import DataError
-from data.formats.huggingface import huggingface, streamed
+from data.formats.huggingface import huggingface
+from data.formats.huggingface_stream import streamed
 from data.formats.shards import tar_shards
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled

@@ -22,7 +22,8 @@ from torchvision import tv_tensors
 from data.errors import DataError, WorkerError
 from data.loading.fetch import memory_error
 from data.loading.loader import Loader
-from data.orders import GivenBatches, SamplerOrder, Sequential, Shuffled, Subset, Weighted
+from data.orders import Sequential, Shuffled, Subset, Weighted
+from data.samplers import GivenBatches, SamplerOrder
 from data.sources import Digits
 from data.updates import UpdateSampler
 

@@ -11,7 +11,8 @@ import torch
 from conf.check import parse
 from conf.errors import ConfigError
 from conf.schema import Config
-from data.sources import Diabetes, Digits, ImageTensors
+from data.sources import Digits, ImageTensors
+from data.tabular import Diabetes
 from data.text import StandardLibraryText
 from data.transforms import Pipeline, ToFloat
 from scripts.composition.compose import compose

@@ -174,8 +174,8 @@ def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list
 @pytest.mark.parametrize(
     ("target", "where"),
     [
-        pytest.param("models.adapters.from_transformers", "config.backbone_kwargs", id="wrapped"),
-        pytest.param("models.adapters.from_timm", "model_kwargs.0", id="in-a-list"),
+        pytest.param("models.transformers_adapter.build", "config.backbone_kwargs", id="wrapped"),
+        pytest.param("models.timm_adapter.build", "model_kwargs.0", id="in-a-list"),
     ],
 )
 def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None:

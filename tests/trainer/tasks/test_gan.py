@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from data.loading.loader import Loader
-from data.sources import WithNoise
+from data.noise import WithNoise
 from models import gan
 from toys import Samples, assert_equal, distance, in_group, loader
 from trainer.errors import ModelError

@@ -1,0 +1,32 @@
+"""Noise beside each image, for generators."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.transforms import Transform
+
+
+class WithNoise:
+    """Pair each image of a labelled data set with noise [latent_dim] from a normal distribution.
+
+    The noise is keyed by (seed, epoch, index) as any augmentation is, so that an update of a GAN
+    is the same however its batch is split.
+    """
+
+    transforms_in_batches = True
+
+    def __init__(self, dataset: Any, latent_dim: int, transform: Transform | None = None) -> None:
+        self.dataset = dataset
+        self.latent_dim = latent_dim
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        image = self.dataset[index][0]
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, torch.randn(self.latent_dim)

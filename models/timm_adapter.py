@@ -1,0 +1,30 @@
+"""Models of timm by name, which is no dependency: it is imported when one is built."""
+
+from typing import Any
+
+from torch import nn
+
+from models.layers import NetworkError
+from models.pretrained import WeightsError, import_library, weights_wanted
+
+
+def build(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    pretrained: bool = False,
+    **arguments: Any,
+) -> nn.Module:
+    """Build timm's model `name`; `arguments` (such as `drop_rate`) go to `timm.create_model`."""
+    timm = import_library("timm", "timm")
+    if name.split(".")[0] not in timm.list_models():
+        near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
+        raise NetworkError(f"model.name: timm has no model {name!r}; similar: {near}")
+    given = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
+    try:
+        model: nn.Module = timm.create_model(
+            name, pretrained=pretrained and weights_wanted(), **given
+        )
+    except OSError as error:
+        raise WeightsError(f"model.pretrained: no weights for {name}: {error}") from error
+    return model

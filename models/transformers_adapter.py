@@ -1,0 +1,83 @@
+"""Models of transformers by name, which is no dependency: it is imported when one is built."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import NetworkError
+from models.pretrained import WeightsError, import_library, weights_wanted
+
+
+class Logits(nn.Module):
+    """A model of transformers that takes a batch's inputs and returns its logits.
+
+    Inputs are a dict of named tensors (as a tokenizer makes them), token numbers (n, length), or
+    images (n, C, H, W). The logits of token models are (n, length, classes).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.main_input: str = model.main_input_name  # type: ignore[assignment]
+        self._follows = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+    def forward(
+        self, inputs: Tensor | Mapping[str, Tensor], labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits; with labels the loss that the model computes itself, and the logits.
+
+        Labels of a language model are the tokens that follow, place by place.
+        """
+        named = {self.main_input: inputs} if isinstance(inputs, Tensor) else inputs
+        if labels is None:
+            logits: Tensor = self.model(**named).logits
+            return logits
+        # Else transformers would move the labels by one place, which the data have done already.
+        moved = {"shift_labels": labels} if self._follows else {}
+        found = self.model(**named, labels=labels, **moved)
+        return found.loss, found.logits
+
+
+def build(
+    name: str,
+    num_classes: int,
+    auto: str = "AutoModelForSequenceClassification",
+    pretrained: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build a model by the class `auto`: `name` is a folder, a name on the hub, or a model type.
+
+    With `config` it is a model type, such as `bert`, built without weights from these values; no
+    network is needed. Weights are read from .safetensors files only, and no code of the hub runs.
+    """
+    transformers = import_library("transformers", "'regimen[transformers]'")
+    if not auto.startswith("AutoModelFor") or not hasattr(transformers, auto):
+        raise NetworkError(f"model.auto: transformers has no {auto!r}; try AutoModelForCausalLM")
+    kind = getattr(transformers, auto)
+    causal = auto == "AutoModelForCausalLM"
+    labels = {} if causal else {"num_labels": num_classes}
+    failure: type[ValueError] = NetworkError
+    try:
+        if config is not None:
+            sizes = {"vocab_size": num_classes} if causal else labels
+            described = transformers.AutoConfig.for_model(name, **{**config, **sizes})
+        else:
+            described = transformers.AutoConfig.from_pretrained(
+                name, trust_remote_code=False, **labels
+            )
+        if config is not None or not pretrained or not weights_wanted():
+            return Logits(kind.from_config(described, trust_remote_code=False))
+        failure = WeightsError
+        loaded: nn.Module = kind.from_pretrained(
+            name,
+            config=described,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # a head for other classes begins anew
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise failure(f"model.name={name}: {' '.join(str(error).split())[:300]}") from error
+    return Logits(loaded)
