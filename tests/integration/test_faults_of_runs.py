@@ -1,6 +1,5 @@
 """Signals, full and vanished disks, two runs in one folder: told, survived, and gone on from."""
 
-import csv
 import json
 import os
 import re
@@ -253,13 +252,6 @@ def test_two_runs_that_start_together_end_as_one(start, job, whole, tmp_path):
     assert differences(whole, path) == []
 
 
-def test_runs_of_one_name_get_folders_of_their_own(start, tmp_path):
-    job = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]
-    runs = [start([*job, "name=same"], folder=tmp_path) for _ in range(3)]
-    assert [run.wait().code for run in runs] == [0, 0, 0]
-    assert len(list((tmp_path / "runs" / "same").iterdir())) == 3
-
-
 def test_without_a_run_dir_the_newest_unfinished_is_gone_on_with(
     start, train, job, whole, tmp_path
 ):
@@ -273,26 +265,6 @@ def test_without_a_run_dir_the_newest_unfinished_is_gone_on_with(
     assert again.code == 0, again.err
     (folder,) = (tmp_path / "runs" / "resnet18").iterdir()
     assert differences(whole, folder) == []
-
-
-@pytest.mark.slow
-def test_a_full_disk_in_one_job_of_a_sweep_is_that_jobs_alone(start, mountable):
-    sizes = ["[8]", "[9]", "[1200,900]", "[10]", "[11]", "[12]"]  # the third: 11 MB
-    job = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]
-    grid = [f"model.hidden={','.join(sizes)}", "sweep.report=false", f"run_dir={mountable}"]
-    run = start(["-m", *job, *grid], tmpfs=(mountable, "size=8m")).wait(300)
-    assert run.code == 7, run.err
-    assert "Traceback" not in run.out + run.err
-    with (run.tree / "leaderboard.csv").open() as file:
-        rows = {int(row["job"]): row for row in csv.DictReader(file)}
-    assert {n: row["status"] for n, row in rows.items()} == {
-        n: "failed" if n == 2 else "finished" for n in range(6)
-    }
-    assert rows[2]["val/accuracy"] == ""
-    for number in (0, 1, 3, 4, 5):
-        status = json.loads((run.tree / str(number) / "status.json").read_text())
-        assert float(rows[number]["val/accuracy"]) == status["results"]["best/val/accuracy"]
-    assert re.search(r"job 2 failed \(exit 7\): cannot write .*: no space left", run.out)
 
 
 TINY = ["experiment=resnet18", "model=mlp", "loader.num_workers=0", "trainer.max_epochs=1"]

@@ -101,81 +101,6 @@ def test_frozen_parts_stay_as_they_were_loaded(train, base, tmp_path) -> None:
     assert trained == {"head.weight", "head.bias"}
 
 
-def test_dropped_parts_begin_anew(train, base, tmp_path) -> None:
-    run = train(
-        [
-            *TUNED,
-            f"model.weights={base}",
-            "model.drop=[features.2.*, head.*]",
-            "optimizer.lr=0",
-            "lr_scheduler=constant",
-            "trainer.max_steps=1",
-            f"run_dir={tmp_path / 'run'}",
-        ]
-    )
-    assert run.code == 0, run.err
-    assert "dropped: features.2.conv.weight" in (tmp_path / "run" / "train.log").read_text()
-    before, after = weights(base, "best"), weights(tmp_path / "run")
-    names = [n for n in before if n.endswith(("weight", "bias")) and "bn" not in n]
-    differ = {n for n in names if not torch.equal(before[n], after[n])}
-    assert differ == {"features.2.conv.weight", "head.weight", "head.bias"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code", "named"),
-    [
-        pytest.param(["model@model.model=mlp"], 4, "head.weight has shape", id="another-network"),
-        pytest.param(["model.drop=[tail.*]"], 2, "'tail.*' matches no name", id="no-such-name"),
-        pytest.param(["model.model.widths=[16,32]"], 4, "model.drop", id="another-depth"),
-        pytest.param(["model.weights=nowhere.pt"], 2, "model.weights", id="no-such-file"),
-    ],
-)
-def test_weights_that_do_not_fit(train, base, tmp_path, overrides, code, named) -> None:
-    line = [*TUNED, f"model.weights={base}", *overrides, f"run_dir={tmp_path / 'run'}"]
-    run = train(line)
-    assert run.code == code, run.err
-    assert named in run.error
-    assert not (tmp_path / "run").exists()
-
-
-def test_one_side_may_have_names_of_its_own(train, base, tmp_path) -> None:
-    overrides = ["model.model.widths=[16,32]", "model.drop=[head.*]", "model.strict=false"]
-    run = train(
-        [
-            *TUNED,
-            f"model.weights={base}",
-            *overrides,
-            "trainer.max_steps=1",
-            f"run_dir={tmp_path / 'run'}",
-        ]
-    )
-    assert run.code == 0, run.err
-    assert "unexpected: features.2.conv.weight" in (tmp_path / "run" / "train.log").read_text()
-
-
-STAGES = "callbacks.unfreeze.stages={layer4: null, body: {pattern: 'features.*', epoch: 1}}"
-
-
-def test_what_is_unfrozen_later_stays_until_then(train, base, tmp_path) -> None:
-    line = [
-        *TUNED,
-        f"model.weights={base}",
-        "callbacks=[default,unfreeze]",
-        STAGES,
-        "trainer.max_epochs=2",
-        "callbacks.checkpoint.every_n_steps=10",
-        "callbacks.checkpoint.save_top_k=-1",
-    ]
-    whole = tmp_path / "whole"
-    run = train([*line, f"run_dir={whole}"])
-    assert run.code == 0, run.err
-    assert "body trains from here on" in (whole / "train.log").read_text()
-    before, first = weights(base, "best"), weights(whole, "step-00000020")
-    body = [name for name in before if name.startswith("features")]
-    assert all(torch.equal(before[name], first[name]) for name in body)  # BatchNorm's, too
-    assert not any(torch.equal(first[n], weights(whole)[n]) for n in body if "num_batches" not in n)
-
-
 @pytest.mark.parametrize(
     ("callback", "overrides"),
     [
@@ -206,17 +131,6 @@ def test_an_average_is_what_is_evaluated(train, evaluated, tmp_path, callback, o
     assert "loading the average of the weights" in (tuned / "train.log").read_text()
     average, given = weights(run_dir)["head.weight"], weights(tuned)["head.weight"]
     assert not torch.equal(average, given)
-
-
-def test_two_averages_cannot_both_be_evaluated(train, tmp_path) -> None:
-    both = [*BASE, "callbacks=[default,ema,swa]", f"run_dir={tmp_path / 'run'}"]
-    run = train([*both, "trainer.max_steps=2"])
-    assert run.code == 2, run.err
-    assert "callbacks.ema and callbacks.swa" in run.error
-    assert not (tmp_path / "run").exists()
-    run = train([*both, "trainer.max_epochs=2", "callbacks.ema.use_for_evaluation=false"])
-    assert run.code == 0, run.err
-    assert "the average of callbacks.swa" in run.out
 
 
 SHORT = ["trainer.max_epochs=2", "loader.num_workers=0", "callbacks.early_stopping=null"]
@@ -313,21 +227,6 @@ def test_text_of_bytes_is_continued(train, tmp_path):
         (row,) = csv.DictReader(file)
     assert row["prompt"] == "größer"
     assert set(row["prediction"]) <= set("größer als. \ufffd")
-
-
-def test_tokens_go_on_exactly(train, tmp_path):
-    text = tmp_path / "book.txt"
-    text.write_text("to be or not to be, that is the question. " * 200)
-    model = ["model.dim=16", "model.depth=1", "model.heads=2", "model.context=32"]
-    job = ["experiment=char_lm", "data=tokens", f"data.root={text}", "data.context=32", *model]
-    job += [*SHORT, "trainer.log_every_n_steps=3"]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert train([*job, f"run_dir={whole}"]).code == 0
-    assert train([*job, f"run_dir={halves}", "trainer.max_steps=7"]).code == 0
-    done = train([*job, f"run_dir={halves}", "resume=auto", "loader.num_workers=2"])
-    assert done.code == 0, done.err
-    after = [line for line in log_of(halves) if line["step"] > 9]
-    assert after == [line for line in log_of(whole) if line["step"] > 9]
 
 
 @pytest.mark.skipif(

@@ -45,13 +45,13 @@ COMMAND = re.compile(
 NOT_HERE = {  # by what they begin with, or hold
     "regimen demo": "does not end; tests/integration/test_demo.py",
     "regimen doctor": "half a minute; tests/scripts/test_doctor.py",
-    "regimen new": "tests/integration/test_newcomer_project.py",
+    "regimen new": "tests/integration/test_projects.py",
     "--config-dir conf model=mine": "below, with its files",
     "sweep=submitit": "needs SLURM; its local executor: tests/scripts/sweeps/test_clusters.py",
     "sweep=ray": "needs Ray; tests/scripts/sweeps/test_clusters.py",
     "data=cifar10 ": "downloads",
-    "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_airbench.py",
-    "--config-dir examples/detection/conf": "in the clone; tests/integration/test_detection.py",
+    "--config-dir examples/airbench/conf": "in the clone; tests/integration/test_projects.py",
+    "--config-dir examples/detection/conf": "in the clone; tests/integration/test_projects.py",
     "experiment=resnet18_cifar10 data.root": "downloads",
     "model.weights=torchvision:": "downloads",
 }

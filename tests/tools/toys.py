@@ -187,6 +187,18 @@ class Log(Callback):
         return {step: line[key] for step, line in self.lines if key in line}
 
 
+class StopAt(Callback):
+    """Stop as a signal does, after some update."""
+
+    def __init__(self, update: int | None) -> None:
+        self.update = update
+
+    def on_update_end(self, trainer: Trainer) -> None:
+        """Ask for the stop."""
+        if trainer.state.updates == self.update:
+            trainer.state.request_stop("SIGTERM", 143)
+
+
 class Block(nn.Module):
     """A unit for `wrap_modules`."""
 

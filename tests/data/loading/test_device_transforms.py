@@ -14,15 +14,14 @@ from torchvision.transforms import v2
 
 from conf.check import parse
 from data import batch_transforms as batched
-from data.batch import MicroBatch, Piece, to_device
+from data.batch import Piece, to_device
 from data.decode import quick_form
 from data.errors import DataError
 from data.keys import Draws
-from data.loading import loader as loading_room
 from data.loading.device_transforms import DeviceTransforms, check_per_sample, defer
 from data.loading.fetch import collate
-from data.loading.loader import Loader, one_ahead
-from data.orders import Sequential, Shuffled
+from data.loading.loader import Loader
+from data.orders import Shuffled
 from data.sources import Digits
 from data.transforms import Mirrored, Pipeline, ProgressiveResize, Shifted, Standardize, ToFloat
 from data.updates import UpdateSampler
@@ -85,18 +84,6 @@ def test_dropping_a_step_leaves_the_others_draws() -> None:
     assert _equal(_images(steps=alone), _images(steps=with_flips))
     flips = [_images(steps={name: batched.RandomHorizontalFlip()}) for name in ("one", "other")]
     assert not _equal(*flips)  # each draws by its name
-
-
-@pytest.mark.parametrize("normalize", [Standardize([0.3], [0.3]), None])
-def test_what_a_step_may_overwrite_is_nobody_elses(normalize: Any) -> None:
-    """Boxes are erased from what the standardization made; the data stay."""
-    images = torch.rand(12, 3, 16, 16)
-    before = images.clone()
-    erase = batched.RandomErasing(p=1.0, value=9.0)
-    found = DeviceTransforms({"normalize": normalize, "erase": erase}, seed=3)(images, _piece(12))
-    assert torch.equal(images, before)
-    assert (found == 9.0).any()
-    assert not erase.in_place
 
 
 def test_training_rng_is_untouched() -> None:
@@ -201,21 +188,6 @@ def test_the_last_steps_that_can_are_deferred(steps: list[Any], left: int) -> No
     assert list(pipeline.steps.values()) == steps[:left]
     assert list(pipeline.deferred) == [f"train.{number}" for number in range(left, len(steps))]
     check_per_sample(pipeline, "transforms.train")
-
-
-def test_a_step_for_batches_takes_single_images_before_one_that_does() -> None:
-    steps = {"flip": batched.RandomHorizontalFlip(), "nothing": v2.ColorJitter()}
-    pipeline = Pipeline(steps)
-    defer(pipeline, "train")
-    check_per_sample(pipeline, "transforms.train")
-    image = _pictures(torch.uint8)[0]
-    torch.manual_seed(0)
-    seen = [pipeline(image) for _ in range(20)]
-    turned = sum(torch.equal(one, image.flip(-1)) for one in seen)
-    assert 4 < turned < 16
-    assert turned + sum(torch.equal(one, image) for one in seen) == 20
-    torch.manual_seed(0)
-    assert all(torch.equal(pipeline(image), one) for one in seen)
 
 
 @pytest.mark.parametrize(
@@ -379,47 +351,3 @@ def test_batches_keep_the_types_that_hold_their_samples() -> None:
     assert isinstance(moved["pair"], Pair)
     assert moved["pair"].image.device.type == "meta"
     assert (moved["none"], moved["list"][1]) == (None, ["name"] * 3)
-
-
-def _micro(number: int) -> MicroBatch:
-    return MicroBatch(torch.tensor([number]), Piece((number,), 1, 0, 1, 0, 1, 0, number))
-
-
-class Recorder:
-    """A side stream that notes what happens in which order."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.events: list[str] = []
-
-    def launch(self, move: Any, micro: MicroBatch) -> MicroBatch:
-        self.events.append(f"launch {micro.piece.update}")
-        moved: MicroBatch = move(micro)
-        return moved
-
-    def collect(self, ticket: MicroBatch) -> MicroBatch:
-        self.events.append(f"collect {ticket.piece.update}")
-        return ticket
-
-
-def test_the_next_batch_is_launched_before_this_one_is_handed_out() -> None:
-    stream = Recorder()
-    for micro in one_ahead(map(_micro, range(3)), stream, lambda micro: micro):
-        stream.events.append(f"use {int(micro.batch)}")
-    assert stream.events == [
-        *("launch 0", "launch 1", "collect 0", "use 0"),
-        *("launch 2", "collect 1", "use 1", "collect 2", "use 2"),
-    ]
-
-
-def test_a_device_has_one_side_stream(noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of each stream is its own: one for every epoch would keep a batch in each."""
-    made: list[Recorder] = []
-    monkeypatch.setattr(loading_room, "SideStream", lambda _: made.append(Recorder()) or made[-1])
-    monkeypatch.setattr(loading_room, "to_device", lambda batch, *_, **__: batch)
-    loading_room.side_stream.cache_clear()
-    for _ in range(2):  # loaders, as of training and validation
-        sampler = UpdateSampler(Sequential(20), batch_size=6)
-        loader = Loader(noisy(), sampler, seed=1, device=torch.device("cuda", 1))
-        assert [len(list(loader.epoch(epoch))) for epoch in range(2)] == [4, 4]
-    loading_room.side_stream.cache_clear()
-    assert len(made) == 1

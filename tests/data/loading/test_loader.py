@@ -1,7 +1,6 @@
 """Loading: the same tensors for any number of workers, from any position, and every fault told."""
 
 import ctypes
-import errno
 import multiprocessing
 import os
 import random
@@ -20,7 +19,6 @@ import torch
 from torchvision import tv_tensors
 
 from data.errors import DataError, WorkerError
-from data.loading.fetch import memory_error
 from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled, Subset, Weighted
 from data.samplers import GivenBatches, SamplerOrder
@@ -130,24 +128,6 @@ def test_lost_worker_is_named_with_its_sample(noisy: Any, fault: str, text: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_that_stops_before_it_hands_its_batch_over_is_named(noisy: Any) -> None:
-    with loading(noisy(), num_workers=1, timeout=2.0) as loader:
-        epoch = loader.epoch(0)
-        next(epoch)
-        os.kill(processes(loader)[0].pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"worker 0 gave no batch for 2 s \(loader.timeout\)"):
-            list(epoch)
-
-
-def test_what_is_a_lack_of_memory() -> None:
-    told = [
-        OSError(errno.ENOMEM, "full"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ]
-    assert all("out of memory" in str(memory_error(error)) for error in told)
-    assert memory_error(RuntimeError("sizes differ")) is None
-
-
 def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: Any) -> None:
     with loading(noisy(), num_workers=2, persistent_workers=True) as loader:
         before = signal.getsignal(signal.SIGCHLD)
@@ -159,20 +139,6 @@ def test_workers_survive_signals_to_the_group_and_leave_with_the_loader(noisy: A
         assert same(drain(loader), expected)
         assert signal.getsignal(signal.SIGCHLD) == before
     assert not any(worker.is_alive() for worker in workers)
-
-
-def test_hung_worker_of_an_abandoned_epoch_holds_up_nothing(noisy: Any) -> None:
-    dataset = noisy(bad={19: "hang"})
-    with loading(dataset, Sequential(20), num_workers=1, persistent_workers=True) as loader:
-        hung = loader.epoch(0, start=2)
-        next(hung)
-        assert same(drain(loader, 0, 0, 2), drain(loader, 0, 0, 2))
-        hung.close()
-        again = loader.epoch(0, start=2)
-        next(again)
-        workers = processes(loader)
-        assert workers[0].is_alive()
-    assert not workers[0].is_alive()
 
 
 def test_abandoned_epoch_leaves_no_worker(noisy: Any) -> None:

@@ -1,66 +1,14 @@
-"""Processes of a group agree on when to stop and, on several nodes, on the attempt's number."""
+"""Processes of several nodes agree on the attempt's number."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from trainer.distributed import peers
-from trainer.distributed import processes as agreement
-from trainer.distributed.processes import ProcessGroup
 from trainer.errors import PeerError
-
-
-def in_group(function, **environment):
-    def run(rank):
-        os.environ.update(environment)
-        group = ProcessGroup("gloo", 30)
-        group.join(torch.device("cpu"))
-        result = function(group)
-        group.leave()
-        return result
-
-    return run
-
-
-def test_each_call_is_counted_by_itself(ranks, tmp_path):
-    def count(group):
-        agreement._MEMORY = tmp_path
-        flags = agreement.shared_flags(group)
-        agree, counts, before = agreement.Agreement(group.control, group.timeout, flags), [], None
-        for call in range(200):
-            own = agree._count(call % (group.rank + 2) == 0, in_step=True)
-            counts += [] if before is None else [before()]
-            before = own
-            group.barrier()
-        return counts
-
-    expected = [sum(call % (rank + 2) == 0 for rank in range(3)) for call in range(199)]
-    assert ranks(3, in_group(count)) == [expected] * 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_that_never_comes_is_told_of(ranks):
-    def count(group):
-        flags = memoryview(bytearray(32)).cast("q")
-        agree = agreement.Agreement(group.control, timedelta(seconds=0.1), flags)
-        with pytest.raises(RuntimeError, match="timed out waiting"):
-            agree._count(True, in_step=True)()
-
-    ranks(2, in_group(count))
-
-
-def test_processes_of_several_machines_share_nothing(ranks):
-    def shares(group):
-        return group._agreement._flags is not None
-
-    assert ranks(2, in_group(shares)) == [True, True]
-    assert ranks(2, in_group(shares, LOCAL_WORLD_SIZE="1")) == [False, False]
-
 
 PATIENCE = timedelta(seconds=5)
 
@@ -115,10 +63,3 @@ def test_one_that_does_not_come_is_told_of(ranks, there):
                     future.result()
 
     ranks(1, check)
-
-
-def test_launchers_of_one_node_count_alike(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    peers.settle_attempt(None, 1, 2, PATIENCE)  # asks nobody
-    assert peers.attempt() == "4"

@@ -101,28 +101,6 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monk
             assert compiled[1][name] == pytest.approx(plain[1][name], abs=1e-10)
 
 
-def test_gradients_leave_while_others_are_computed(ranks):
-    """Torch cuts what is compiled within DDP at its buckets; of one graph all would come at once.
-
-    Compiled around DDP, a model of torch's own modules would not be compiled at all.
-    """
-
-    def graphs(strategy):
-        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 100  # of this process: a small model's
-        backward = []
-
-        def backend(graph, inputs):
-            backward.append(torch.is_grad_enabled())
-            return graph.forward
-
-        _, _, graphs = train(strategy, backend=backend)
-        return graphs, backward.count(True), backward.count(False)
-
-    for whole, trained, evaluated in ranks(2, in_group(graphs, bucket_cap_mb=0.0005)):
-        assert whole > evaluated > 0
-        assert trained > 2 * evaluated  # pieces of the model; evaluation's is one
-
-
 def prune(strategy, **compiling):
     """Return weights, average and masks after two epochs of gradual pruning."""
     head = {"match": "^2", "method": "random", "kind": "matrix"}

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,7 @@ from conf.check import parse
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.runs.launch import launch
-from trainer import rng
-from trainer.assembly import experiment as build_data
 from trainer.assembly.parts import build_strategy
-from trainer.distributed import processes as distributed
-from trainer.distributed.processes import ProcessGroup
 from trainer.errors import ModelError, ResourceError
 from trainer.options import TrainerOptions
 from trainer.strategies import strategy as dp
@@ -109,49 +104,6 @@ def test_workers_beyond_the_machine(monkeypatch):
         workers_of(100000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
     assert workers_of("auto") == 0  # one core each computes
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "pinned"),
-    [
-        pytest.param("cpu", None, False, id="a context on a GPU that has no part in it"),
-        pytest.param("cpu", True, False, id="there is nothing to pin for"),
-        pytest.param("cuda", None, True, id="by itself"),
-        pytest.param("cuda", False, False, id="refused"),
-    ],
-)
-def test_memory_is_pinned_for_gpus_only(monkeypatch, device, asked, pinned):
-    given = {}
-    monkeypatch.setattr(build_data, "Loader", lambda *_, **options: given.update(options))
-    pin = "null" if asked is None else asked
-    options = config("data=digits", f"loader.pin_memory={pin}")
-    build_data._loader(options, None, None, Strategy(device), "raise")
-    assert given["pin_memory"] is pinned
-
-
-class Stop(Exception):  # noqa: N818 (not an error)
-    """The group would be made now."""
-
-
-@pytest.mark.parametrize("on_gpus", [True, False])
-def test_hosts_tire_before_the_watchdog_of_gpus(monkeypatch, on_gpus):
-    """It kills the process that waits; hosts say in words who is silent."""
-    found = {}
-
-    def init(backend, **options):
-        found.update(options)
-        raise Stop
-
-    monkeypatch.setattr(distributed, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
-    monkeypatch.setattr(distributed, "settle_attempt", lambda *_: None)
-    monkeypatch.setattr(distributed, "Board", lambda *_: None)
-    monkeypatch.setattr(distributed, "PrefixStore", lambda *_: None)
-    monkeypatch.setattr(distributed.dist, "init_process_group", init)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    group = ProcessGroup("gloo", timeout=30)
-    with pytest.raises(Stop):
-        group.join(torch.device("cuda", 0) if on_gpus else torch.device("cpu"))
-    assert found["timeout"] == timedelta(seconds=90 if on_gpus else 30)
 
 
 @pytest.mark.parametrize(
@@ -277,16 +229,3 @@ def test_replicas_compute_in_the_format_of_the_run(three_gpus, monkeypatch, dtyp
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         assert wrapped(torch.randn(6, 4)).dtype == expected
     assert wrapped(torch.randn(6, 4)).dtype == torch.float32
-
-
-def test_the_cpu_can_be_asked_for(three_gpus):
-    strategy = dp.DataParallel(accelerator="cpu")
-    assert strategy.device == torch.device("cpu")
-    assert strategy.device_ids == []
-    assert strategy.devices == 1
-
-
-def test_each_gpu_of_the_process_has_a_random_state(three_gpus, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([device.index]))
-    state = rng.capture(dp.DataParallel(devices=[2, 0]).computing)
-    assert [int(own) for own in state["cuda"]] == [2, 0]

@@ -18,13 +18,12 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from scripts.convert import convert
-from toys import blocks, loaders
+from toys import StopAt, blocks, loaders
 from trainer import snapshot
 from trainer.assembly.check import check_targets
-from trainer.callback import Callback
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
-from trainer.errors import CheckpointError, ModelError
+from trainer.errors import CheckpointError
 from trainer.optimizers.optimizers import build_optimizers
 from trainer.optimizers.param_groups import ParamGroupError
 from trainer.options import TrainerOptions
@@ -34,15 +33,6 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 STOP, UPDATES = 4, 6
-
-
-class Stop(Callback):
-    def __init__(self, at):
-        self.at = at
-
-    def on_update_end(self, trainer):
-        if trainer.state.updates == self.at:
-            trainer.state.request_stop("SIGTERM", 143)
 
 
 def make_trainer(strategy, stop=None, accumulation=2):
@@ -55,7 +45,7 @@ def make_trainer(strategy, stop=None, accumulation=2):
         *loaders(strategy.group, accumulation),
         strategy=strategy,
         precision="fp64",
-        callbacks={"ema": EMA(decay=0.8), "stop": Stop(stop)},
+        callbacks={"ema": EMA(decay=0.8), "stop": StopAt(stop)},
         options=TrainerOptions(
             max_epochs=None,
             max_steps=UPDATES,
@@ -70,9 +60,13 @@ def train(strategy, stop=None, content=None):
     trainer = make_trainer(strategy, stop)
     if content is not None:
         snapshot.restore(trainer, torch.load(io.BytesIO(content), weights_only=True))
+    return finished(trainer)
+
+
+def finished(trainer):
     trainer.fit()
     file = io.BytesIO()
-    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
+    torch.save(trainer.strategy.gather_tensors(snapshot.take(trainer)), file)
     return trainer.metrics, file.getvalue()
 
 
@@ -118,26 +112,19 @@ def test_shards_change_nothing(alone, ranks, world_size, options):
         assert_same(alone[1], content, 1e-10)
 
 
-def test_a_resume_is_exact(ranks):
+def test_a_resume_is_exact_and_plain_and_sharded_runs_go_on_with_one_anothers(alone, ranks):
     def interrupted(strategy):
         whole = train(strategy)
         _, content = train(strategy, STOP)
-        return whole, train(strategy, content=content)
+        return whole, train(strategy, content=content), content
 
-    for whole, resumed in ranks(2, in_group(interrupted, wrap_modules=["Block"])):
+    results = ranks(2, in_group(interrupted, wrap_modules=["Block"]))
+    for whole, resumed, _ in results:
         assert_same(whole[1], resumed[1], 0)
         assert whole[0] == resumed[0]
-
-
-def test_a_plain_run_goes_on_with_a_sharded_ones_checkpoint(alone, ranks):
-    _, content = ranks(2, in_group(lambda strategy: train(strategy, STOP)))[0]
-    _, resumed = train(Strategy("cpu"), content=content)
-    assert_same(alone[1], resumed, 1e-10)
-
-
-def test_a_sharded_run_goes_on_with_a_plain_ones_checkpoint(alone, ranks):
-    _, content = train(Strategy("cpu"), STOP)
-    for _, resumed in ranks(3, in_group(lambda strategy: train(strategy, content=content))):
+    assert_same(alone[1], train(Strategy("cpu"), content=results[0][2])[1], 1e-10)
+    _, plain = train(Strategy("cpu"), STOP)
+    for _, resumed in ranks(3, in_group(lambda strategy: train(strategy, content=plain))):
         assert_same(alone[1], resumed, 1e-10)
 
 
@@ -157,10 +144,7 @@ def go_on(strategy, folder):
     """Finish what `save_shards` began, and return the metrics and the last state, whole."""
     trainer = make_trainer(strategy)
     snapshot.restore(trainer, read_checkpoint(folder / "checkpoints" / "last.pt"))
-    trainer.fit()
-    file = io.BytesIO()
-    torch.save(strategy.gather_tensors(snapshot.take(trainer)), file)
-    return trainer.metrics, file.getvalue()
+    return finished(trainer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -185,8 +169,8 @@ def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
     convert(tmp_path / "checkpoints" / "last.pt", tmp_path / "whole.pt")
     with pytest.raises(CheckpointError, match="exists"):
         convert(tmp_path / "whole.pt", tmp_path / "checkpoints" / "last.pt")
-    _, resumed = train(Strategy("cpu"), content=(tmp_path / "whole.pt").read_bytes())
-    assert_same(alone[1], resumed, 1e-10)
+    whole = (tmp_path / "whole.pt").read_bytes()
+    assert_same(alone[1], train(Strategy("cpu"), content=whole)[1], 1e-10)
 
 
 def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
@@ -203,24 +187,6 @@ def test_no_process_holds_what_is_another_ones(ranks, tmp_path):
     whole = 4 * sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
     assert sum(map(sum, counts)) == whole  # weights, two moments, an average
     assert max(map(sum, counts)) < whole / 2
-
-
-def test_memory_is_shared_out(ranks):
-    def count(strategy):
-        trainer = make_trainer(strategy)
-        return sum(p.to_local().numel() for p in trainer.model.parameters())
-
-    counts = ranks(3, in_group(count))
-    assert sum(counts) == sum(p.numel() for p in make_trainer(Strategy("cpu")).model.parameters())
-    assert max(counts) < sum(counts) / 2
-
-
-def test_an_unknown_class_is_named(ranks):
-    def wrap(strategy):
-        with pytest.raises(ModelError, match=r"no module of class Blok; there are Block, Linear"):
-            make_trainer(strategy)
-
-    ranks(2, in_group(wrap, wrap_modules=["Blok"]))
 
 
 CONF = Path(__file__).parents[3] / "conf" / "optimizer"

@@ -1,6 +1,5 @@
 """A group goes on where it was: bit by bit with as many processes, in order with any other."""
 
-import io
 from collections import Counter
 from functools import partial
 
@@ -9,49 +8,27 @@ import torch
 from torch import nn
 
 import toys
-from data.loading.loader import Loader
-from data.orders import Shuffled
-from data.updates import UpdateSampler
+from toys import Log, StopAt, through_a_file
 from trainer import rng, snapshot
-from trainer.callback import Callback
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 STOP, UPDATES = 5, 9  # of 4 updates an epoch
-POWERSGD = {"comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 2}}
 
 
-class Points:
+class Points(toys.Samples):
     """Random samples; the data set knows which were asked for."""
 
     def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(46, 20, generator=generator)
-        self.labels = torch.randint(3, (46,), generator=generator)
+        data = toys.points(46, 20, dtype=torch.float32)
+        super().__init__(data.x, data.y)
         self.seen = []
-
-    def __len__(self):
-        return 46
 
     def __getitem__(self, index):
         self.seen.append(index)
-        return self.inputs[index], self.labels[index]
-
-
-class Watch(Callback):
-    """Keep the log, and ask for a stop after an update."""
-
-    def __init__(self, stop):
-        self.stop, self.lines = stop, []
-
-    def on_log(self, trainer, scalars):
-        self.lines.append((trainer.state.global_step, dict(scalars)))
-
-    def on_update_end(self, trainer):
-        if trainer.state.updates == self.stop:
-            trainer.state.request_stop("SIGTERM", 143)
+        return super().__getitem__(index)
 
 
 def make_trainer(strategy, stop=None, dtype="fp32", dropout=0.3):
@@ -61,33 +38,17 @@ def make_trainer(strategy, stop=None, dtype="fp32", dropout=0.3):
         del layers[2:]
     model = nn.Sequential(*layers, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
     model = strategy.prepare(model.double() if dtype == "fp64" else model)
-    sampler = UpdateSampler(
-        Shuffled(46, seed=1),
-        batch_size=12,
-        rank=strategy.group.rank,
-        world_size=strategy.group.world_size,
-    )
     torch.manual_seed(strategy.group.rank)
     return Trainer(
         model,
         Classification(3),
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        Loader(Points(), sampler, seed=0),
+        toys.loader(Points(), batch=12, strategy=strategy),
         strategy=strategy,
         precision=dtype,
-        callbacks={"watch": Watch(stop)},
+        callbacks={"log": Log(), "stop": StopAt(stop)},
         options=TrainerOptions(max_epochs=None, max_steps=UPDATES, log_every_n_steps=3),
     )
-
-
-def saved(trainer):
-    file = io.BytesIO()
-    torch.save(snapshot.take(trainer), file)
-    return file.getvalue()
-
-
-def loaded(content):
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def outcome(trainer):
@@ -96,7 +57,7 @@ def outcome(trainer):
     for i, values in enumerate(trainer.optimizers.optimizers["optimizer"].state.values()):
         state |= {f"{i}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
     content = {name: value.clone() for name, value in state.items()}
-    return content, rng.capture()["torch"], trainer.callbacks["watch"].lines
+    return content, rng.capture()["torch"], trainer.callbacks["log"].lines
 
 
 def same(one, other):
@@ -118,12 +79,12 @@ def interrupted(strategy, warm_up=True):
     expected = outcome(whole)
     first = make_trainer(strategy, STOP)
     first.fit()
-    payload = loaded(saved(first))
+    payload = through_a_file(snapshot.take(first))
     second = make_trainer(strategy)
     if not warm_up:
         second.strategy.warm_up = lambda wrapped, compute: None
     snapshot.restore(second, payload)
-    second.callbacks["watch"].lines = list(first.callbacks["watch"].lines)
+    second.callbacks["log"].lines = list(first.callbacks["log"].lines)
     second.fit()
     return expected, outcome(second)
 
@@ -142,25 +103,14 @@ def test_without_a_warm_up_processes_differ(ranks):
     assert not any(same(expected, resumed) for expected, resumed in ranks(3, in_group(resume)))
 
 
-def test_a_warm_up_leaves_no_trace(ranks):
-    def warm_up(strategy):
-        trainer = make_trainer(strategy)
-        before = outcome(trainer)
-        snapshot._warm_up(trainer)
-        grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        return same(before, outcome(trainer)), len(grads), trainer.state.updates
-
-    assert ranks(3, in_group(warm_up)) == [(True, 0, 0)] * 3
-
-
 def part(strategy, content=None, stop=None):
     """Train a part of a run in float64; return samples by update, weights and a checkpoint."""
     trainer = make_trainer(strategy, stop, "fp64", dropout=0)
-    notes = snapshot.restore(trainer, loaded(content)) if content else []
+    notes = snapshot.restore(trainer, content) if content else []
     trainer.train_loader.dataset.seen.clear()  # of the warm-up
     trainer.fit()
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    return trainer.train_loader.dataset.seen, weights, saved(trainer), notes
+    return trainer.train_loader.dataset.seen, weights, through_a_file(snapshot.take(trainer)), notes
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +130,3 @@ def test_another_number_of_processes_goes_on(ranks, whole, after):
     for _, weights, _, _ in second:
         for value, expected in zip(weights, whole[1], strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
-
-
-def test_a_resume_says_that_powersgd_starts_anew(ranks, caplog):
-    def resume(strategy):
-        with caplog.at_level("INFO", "regimen"):
-            interrupted(strategy)
-        return caplog.text
-
-    for told in ranks(2, in_group(resume, **POWERSGD)):
-        assert "powersgd starts anew: its state is not saved" in told

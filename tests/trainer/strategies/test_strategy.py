@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import toys
 from callbacks.unfreeze import Unfreeze
-from data.loading.loader import Loader
-from data.orders import Sequential
-from data.updates import UpdateSampler
-from toys import Log, in_group, loaders, points
+from toys import Log, in_group, loaders
 from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
-from trainer.state import TrainState
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
@@ -136,31 +133,18 @@ def test_a_wrong_mean_would_be_noticed(alone, ranks):
 @pytest.mark.parametrize("world_size", [1, 3, 4, 8])
 def test_evaluation_counts_each_sample_once(ranks, world_size):
     def evaluate(strategy):
-        trainer = make_trainer(strategy)
-        return trainer.evaluate(trainer.val_loader, "val"), trainer.timer is None
-
-    trainer = make_trainer(Strategy("cpu"))
-    expected = trainer.evaluate(trainer.val_loader, "val")
-    for metrics, _ in ranks(world_size, in_group(evaluate)):
-        assert metrics["val/accuracy"] == expected["val/accuracy"]
-        assert metrics["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-14)
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_an_evaluation_may_have_fewer_samples_than_processes(ranks, samples):
-    def evaluate(strategy):
-        trainer = make_trainer(strategy, task=Classification(CLASSES, metrics={"f1": MacroF1(3)}))
-        sampler = UpdateSampler(
-            Sequential(samples),
-            batch_size=4 * strategy.group.world_size,
-            rank=strategy.group.rank,
-            world_size=strategy.group.world_size,
+        trainer = make_trainer(strategy, task=Classification(3, metrics={"f1": MacroF1(3)}))
+        batch = 4 * strategy.group.world_size
+        loaders = (
+            toys.loader(toys.points(n, 9), 1, batch, False, strategy)
+            for n in (1, 2, 10)  # fewer samples than processes, too
         )
-        return trainer.evaluate(Loader(points(features=9), sampler, seed=0), "val")
+        return [trainer.evaluate(loader, "val") for loader in loaders]
 
     expected = evaluate(Strategy("cpu"))
-    for metrics in ranks(3, in_group(evaluate)):
-        assert metrics == pytest.approx(expected, rel=1e-14)
+    for found in ranks(world_size, in_group(evaluate)):
+        for metrics, other in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(other, rel=1e-14)
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -178,7 +162,7 @@ def test_all_processes_evaluate_the_buffers_that_are_saved(ranks, broadcast):
         assert after == [0 if broadcast else rank] * 2
 
 
-class StopAt(Callback):
+class StopSome(Callback):
     """Some of the processes ask for a stop, or hear of a signal, after one update."""
 
     def __init__(self, step, ranks, signal=None):
@@ -209,7 +193,7 @@ def stopped_by(callback, strategy):
 )
 def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopped, place):
     def train(strategy):
-        return stopped_by(StopAt(step, [1], ("SIGTERM", 143)), strategy)
+        return stopped_by(StopSome(step, [1], ("SIGTERM", 143)), strategy)
 
     assert ranks(3, place(train)) == [(stopped, "SIGTERM", 143)] * 3
 
@@ -217,32 +201,12 @@ def test_a_signal_to_one_process_stops_all_at_the_same_update(ranks, step, stopp
 @pytest.mark.parametrize("place", [in_group, apart])
 def test_what_all_processes_ask_for_happens_at_once(ranks, place):
     """As it does in one process: the training must not depend on their number."""
-    assert stopped_by(StopAt(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
+    assert stopped_by(StopSome(4, [0]), Strategy("cpu")) == (4, "rank 0", 0)
 
     def train(strategy):
-        return [stopped_by(StopAt(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
+        return [stopped_by(StopSome(4, asking), strategy) for asking in ([0, 1, 2], [1, 2])]
 
     assert ranks(3, place(train)) == [[(4, "rank 0", 0), (5, "rank 1", 0)]] * 3
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_signal_is_heard_over_a_stop_that_was_agreed_on(ranks, in_step):
-    def train(strategy):
-        state = TrainState()
-        state.request_stop("enough")
-        strategy.group.agree(state, at_once=False, in_step=in_step)
-        first = (state.stop_reason, state.stop_code)
-        if strategy.group.rank == 1:
-            state.signal = ("SIGTERM", 143)
-        seen = [first]
-        for _ in range(3):
-            strategy.group.barrier()  # as the exchange of gradients is
-            strategy.group.agree(state, at_once=False, in_step=in_step)
-            seen.append((state.stop_reason, state.stop_code))
-        return seen
-
-    enough, term = ("enough", 0), ("SIGTERM", 143)
-    assert ranks(2, in_group(train)) == [[enough, enough, term, term]] * 2
 
 
 def test_a_verdict_of_one_process_is_the_verdict_of_all(ranks):

@@ -1,17 +1,22 @@
-"""The project in examples/airbench: it runs from the clone's root; its network, its whitening."""
+"""Projects of those who use Regimen and change nothing in it: `regimen new`, and `examples/`."""
 
+import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms import v2
 
 from callbacks.support import CallbackError
 from conf.check import parse
 from examples.airbench.network import Airbench
 from examples.airbench.whitening import Whitening
+from examples.detection.data import DigitBoxes
+from same_run import differences
 from scripts.composition.compose import compose
 from trainer.assembly.check import check_targets
 from trainer.optimizers.optimizers import build_optimizers
@@ -20,10 +25,58 @@ from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# The project that `regimen new` writes, with a transform that draws.
+JITTER = """
+
+class Jitter:
+    def __call__(self, wave):
+        return wave + 0.1 * torch.randn_like(wave)
+"""
+NEW = [
+    *("--config-dir", "conf", "experiment=mine", "trainer.log_every_n_steps=2"),
+    "+transforms.train.jitter={_target_: mine.Jitter}",
+    *("callbacks.checkpoint.every_n_steps=20", "callbacks.checkpoint.save_top_k=-1"),
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = shutil.copytree(ROOT / "template", tmp_path_factory.mktemp("newcomer") / "new")
+    (folder / "mine.py").write_text((folder / "mine.py").read_text() + JITTER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(train, project):
+    done = train([*NEW, "run_dir=whole"], folder=project)
+    assert done.code == 0, done.err
+    return project / "whole"
+
+
+def test_a_new_project_trains_and_is_tested_again(train, project, trained):
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    last = {k: v for line in lines for k, v in line.items()}
+    assert last["val/accuracy"] > 0.8
+    done = train([f"run={trained}"], folder=project, command="evaluate")
+    assert done.code == 0, done.err
+    again = json.loads((trained / "evaluation.json").read_text())
+    assert again["test/accuracy"] == last["test/accuracy"]
+
+
+def test_workers_and_a_resume_change_nothing_of_a_new_project(train, project, trained):
+    copy = shutil.copytree(trained, project / "copy")
+    step = copy / "checkpoints" / "step-00000020.pt"
+    done = train([*NEW, "loader.num_workers=2", f"resume={step}"], folder=project)
+    assert done.code == 0, done.err
+    assert differences(trained, copy, but=["config"]) == []
+    assert (copy / "diary.txt").read_text() == (trained / "diary.txt").read_text()
+
+
+# examples/airbench
 CONF = ROOT / "examples" / "airbench" / "conf"
 OURS = ["--config-dir", "examples/airbench/conf"]
-
-SMALL = [
+SMALL_PICTURES = [
     "data=cifar10_folder",
     "data.val_fraction=0.1",
     "model.widths=[8,16,16]",
@@ -37,7 +90,7 @@ SMALL = [
 @pytest.mark.parametrize("experiment", ["cifar10_fast", "airbench94"])
 def test_a_recipe_trains_on_a_cpu(train, digit_photographs, tmp_path, experiment):
     places = [f"data.root={digit_photographs}", f"run_dir={tmp_path / 'run'}"]
-    run = train([*OURS, f"experiment={experiment}", *SMALL, *places], folder=ROOT)
+    run = train([*OURS, f"experiment={experiment}", *SMALL_PICTURES, *places], folder=ROOT)
     assert run.code == 0, run.err
     text = (tmp_path / "run/metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -56,32 +109,6 @@ def test_a_file_opens_with_its_command_and_its_targets_bind(path: Path) -> None:
     command = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# train ")
     composed = compose([*command.replace("'", "").split(), "data.root=images"])
     check_targets(parse(composed.config))
-
-
-@pytest.mark.parametrize(
-    ("channels", "side"),
-    [
-        pytest.param(3, 32, id="cifar"),
-        pytest.param(1, 16, id="digits"),
-        pytest.param(3, 40, id="larger"),
-    ],
-)
-def test_logits_and_gradients(channels: int, side: int) -> None:
-    model = Airbench(10, channels, widths=(8, 16, 16))
-    out = model(torch.randn(4, channels, side, side))
-    assert out.shape == (4, 10)
-    out.square().sum().backward()
-    idle = {name for name, p in model.named_parameters() if p.grad is None}
-    norms = {f"groups.{g}.norm{n}.weight" for g in range(3) for n in (1, 2)}
-    assert idle == {"whiten.weight", *norms}
-    assert idle == {name for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def test_convolutions_begin_by_handing_on_their_input() -> None:
-    layer = Airbench(10, widths=(32, 64, 64)).groups[1].conv1  # type: ignore[union-attr]
-    assert isinstance(layer, nn.Conv2d)
-    images = torch.randn(2, 32, 8, 8)
-    torch.testing.assert_close(layer(images)[:, :32], images)
 
 
 def test_all_is_trained_by_one_optimizer_or_the_other() -> None:
@@ -188,3 +215,50 @@ def test_the_moments_do_not_depend_on_the_split_of_an_update() -> None:
         trainer.callbacks["whitening"].on_fit_start(trainer)
         weights.append(model[0].weight.detach().clone())
     torch.testing.assert_close(*weights)
+
+
+# examples/detection
+needs_map = pytest.mark.skipif(
+    importlib.util.find_spec("pycocotools") is None, reason="torchmetrics' mAP takes pycocotools"
+)
+SMALL_BOXES = [
+    *("--config-dir", "examples/detection/conf", "experiment=detection", "trainer.max_steps=2"),
+    *("loader.batch_size=4", "trainer.limit_val_batches=2", "trainer.limit_test_batches=1"),
+    *("callbacks.boxes.least=0", "trainer.log_every_n_steps=1"),
+]
+
+
+@needs_map
+def test_boxes_train_and_the_split_of_an_update_changes_nothing(train, tmp_path):
+    losses = []
+    for parts in (1, 4):
+        folder = tmp_path / str(parts)
+        run = train(
+            [*SMALL_BOXES, f"trainer.gradient_accumulation_steps={parts}", f"run_dir={folder}"],
+            folder=ROOT,
+        )
+        assert run.code == 0, run.err
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert {"val/map_50", "test/map_50_95"} <= {key for line in lines for key in line}
+        losses.append([line["train/loss"] for line in lines if "train/loss" in line])
+        assert any("tfevents" in path.name for path in (folder / "tensorboard").rglob("*"))
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def mirrored(image, target):
+    boxes = v2.functional.horizontal_flip(target["boxes"])
+    return v2.functional.horizontal_flip(image), {**target, "boxes": boxes}
+
+
+def test_boxes_follow_their_image():
+    plain, flipped = DigitBoxes("val"), DigitBoxes("val", augment=mirrored)
+    for index in range(0, len(plain), 50):
+        image, target = plain[index]
+        other, moved = flipped[index]
+        torch.testing.assert_close(other, image.flip(-1))
+        assert torch.equal(moved["labels"], target["labels"])
+        left, top, right, bottom = target["boxes"].T
+        expected = torch.stack([64 - right, top, 64 - left, bottom], 1)
+        assert torch.equal(moved["boxes"], expected)
+        assert all(image[:, y:b, x:r].any() for x, y, r, b in target["boxes"].int().tolist())
