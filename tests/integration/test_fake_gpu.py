@@ -17,12 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from conf.check import parse
 from data.batch import Piece, to_device
+from data.loading.cache import Kept
 from data.loading.device_transforms import DeviceTransforms
+from data.loading.loader import Loader
+from data.orders import Shuffled
+from data.sources import ImageTensors
+from data.transforms import Standardize, ToFloat
+from data.updates import UpdateSampler
 from models.gan import GAN as Networks  # noqa: N811
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose
 from trainer.assembly.parts import with_classes
-from trainer.snapshot import on_host
 from trainer.targets.instantiate import instantiate
 from trainer.task import Task
 from trainer.tasks.classification import Classification
@@ -48,6 +53,7 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.asked: list[str] = []
         self.to_host: list[str] = []
+        self.sent: list[int] = []  # bytes to the device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +68,12 @@ class FakeGPU(TorchDispatchMode):
         self.asked.append(str(func))
         if any(fake.is_cuda for fake in fakes) and any(d.type == "cpu" for d in devices):
             self.to_host.append(str(func))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if given and not any(t.is_cuda for t in given) and any(t.is_cuda for t in made):
+            self.sent.append(sum(tensor.nbytes for tensor in given))
+        return result
 
 
 @pytest.fixture
@@ -91,10 +102,6 @@ def device_steps(name: str) -> DeviceTransforms:
         erase = {"_target_": "data.batch_transforms.RandomErasing", "value": [0.1, 0.2, 0.3]}
         steps["erase_more"] = instantiate(erase, _key_="erase_more")
     return DeviceTransforms(steps, seed=1)
-
-
-def test_there_are_device_transforms_to_try() -> None:
-    assert sum(bool(device_steps(name)) for name in NAMES) >= 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,17 +209,18 @@ def test_sums_of_the_device_and_of_the_host_ask_for_nothing(gpu: FakeGPU) -> Non
     assert gpu.to_host == []
 
 
-def test_a_checkpoint_holds_tensors_of_the_host(gpu: FakeGPU) -> None:
-    weight = torch.ones(3, 4, device=CUDA)
-    payload = {
-        "model": {"tied": weight, "head": weight.detach(), "row": weight[1]},
-        "state": [torch.zeros((), device=CUDA), (torch.ones(2), "text", None)],
-    }
-    found: Any = on_host(payload)
-    leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-    assert {leaf.device.type for leaf in leaves} == {"cpu"}
-    assert found["model"]["tied"] is found["model"]["head"]
-    assert found["model"]["row"].shape == (4,)
-    kept, *others = found["state"][1]
-    assert (kept.shape, others) == ((2,), ["text", None])
-    assert len(gpu.to_host) == 3
+def test_what_is_kept_on_the_device_is_not_sent_again(gpu: FakeGPU) -> None:
+    images = torch.zeros(20, 3, 4, 4, dtype=torch.uint8)
+    dataset = ImageTensors(images, torch.arange(20), ["one"])
+    sampler = UpdateSampler(Shuffled(20, 0), batch_size=6)
+    steps = DeviceTransforms({"float": ToFloat(), "standard": Standardize([0.5] * 3, [0.2] * 3)}, 0)
+    place: Any = {"kept": Kept(dataset, CUDA, 10**6), "device": CUDA, "prefetch": False}
+    loader = Loader(dataset, sampler, seed=0, transforms=steps, **place)
+    sizes = []
+    for epoch in range(2):
+        gpu.sent.clear()
+        assert all(leaf.is_cuda for micro in loader.epoch(epoch) for leaf in micro.batch)
+        sizes.append(sorted(gpu.sent))
+    assert sizes[0][-1] == images.nbytes
+    assert sizes[1] == [2 * 8, *[6 * 8] * 3]  # numbers of samples
+    assert gpu.to_host == []

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from callbacks.trial import PRUNER, open_storage
+from same_run import logged
 from toy_pictures import write_digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -33,11 +34,7 @@ def run(train, tmp_path):
 
 @pytest.fixture
 def lines(tmp_path):
-    def read(name="run"):
-        text = (tmp_path / name / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
-
-    return read
+    return lambda name="run": logged(tmp_path / name)
 
 
 def steps(lines, key):
@@ -125,15 +122,6 @@ def test_few_batches_are_learnt_by_heart(run, lines, few) -> None:
     assert share * 128 == pytest.approx(round(share * 128), abs=1e-9)
 
 
-def test_a_look_at_validation_first_changes_nothing(run, lines) -> None:
-    """Dropout would tell if any random number had been drawn."""
-    same = ["model=small_cnn", "model.dropout=0.3", "trainer.max_steps=3"]
-    run(*same)
-    run(*same, "trainer.validate_at_start=2", name="looked")
-    assert values(lines("looked"), "train/loss") == values(lines(), "train/loss")
-    assert steps(lines("looked"), "val/loss") == steps(lines(), "val/loss")
-
-
 @pytest.mark.parametrize("looks", [0, 1])
 def test_a_look_at_validation_first_fails_early(train, tmp_path, looks) -> None:
     write_digits(tmp_path / "images", {"train": 4, "val": 2})
@@ -173,16 +161,6 @@ def test_debug_profile(run, tmp_path) -> None:
     assert "profile" in done.err
 
 
-def test_learning_rate_range_test(run, tmp_path) -> None:
-    run(
-        "callbacks=[progress,lr_finder]", "trainer.max_epochs=100", "callbacks.lr_finder.updates=30"
-    )
-    found = json.loads((tmp_path / "run" / "lr_finder.json").read_text())
-    assert len(found["lr"]) == len(found["loss"]) <= 30
-    assert found["lr"] == sorted(found["lr"])
-    assert 1e-6 < found["suggestion"] < 1.0
-
-
 @pytest.mark.parametrize(
     "experiment", ["regression", "multilabel", "segmentation", "char_lm", "gan"]
 )
@@ -194,31 +172,9 @@ def test_other_tasks_have_a_plan_run_and_are_evaluated(train, tmp_path, experime
     assert [part for part in parts if part not in plan] == []
     done = train([f"experiment={experiment}", "debug=fast", f"run_dir={tmp_path / 'run'}"])
     assert done.code == 0, done.err
-    keys = {key for line in (tmp_path / "run/metrics.jsonl").open() for key in json.loads(line)}
+    keys = {key for line in logged(tmp_path / "run") for key in line}
     assert {"val/loss", "test/loss"} <= keys
     assert (tmp_path / "run" / "checkpoints" / "best.pt").exists()
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "task/loss=label_smoothing",
-        "task/loss=class_weights",
-        "task/loss=weighted_sum",
-        "task/loss=input_gradient_penalty",
-        "task/loss=parameter_gradient_penalty",
-        "task/metrics=per_class",
-    ],
-)
-def test_losses_and_metrics_of_a_group(run, lines, tmp_path, option) -> None:
-    run(option, "debug=fast")
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    keys = {key for line in lines() for key in line}
-    terms = [name for name in config["task"]["loss"] if name not in ("_target_", "weight")]
-    if "_target_" not in config["task"]["loss"]:
-        assert {f"train/loss_{name}" for name in terms} <= keys
-    for name in config["task"]["metrics"]:
-        assert [key for key in keys if key.startswith(f"val/{name}")]
 
 
 TRIED = [

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from same_run import differences
+from same_run import differences, logged
 from trainer.checkpoints.store import CheckpointStore
 
 JOB = [
@@ -134,7 +134,7 @@ def test_a_group_is_one_run(whole):
     assert group.runs[1].out == ""
     assert "error" not in group.err
     assert (group.run_dir / "train.log").read_text().count("run directory") == 1
-    steps = [json.loads(line)["step"] for line in (group.run_dir / "metrics.jsonl").open()]
+    steps = [line["step"] for line in logged(group.run_dir)]
     assert steps == sorted(steps)
     assert len(list((group.run_dir / "tensorboard").iterdir())) == 1
 
@@ -208,8 +208,8 @@ def test_a_group_started_again_ends_as_if_nothing_had_been(ranks, whole, world_s
 
 
 def metrics(group):
-    lines = [json.loads(line) for line in (group.run_dir / "metrics.jsonl").open()]
-    return [{k: v for k, v in line.items() if "loss" in k or "accuracy" in k} for line in lines]
+    kinds = ("loss", "accuracy")
+    return [{k: v for k, v in line.items() if k.endswith(kinds)} for line in logged(group.run_dir)]
 
 
 def test_shards_of_a_network_of_images(ranks):

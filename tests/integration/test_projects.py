@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
-from callbacks.support import CallbackError
 from conf.check import parse
-from examples.airbench.network import Airbench
 from examples.airbench.whitening import Whitening
 from examples.detection.data import DigitBoxes
-from same_run import differences
+from same_run import differences, logged
 from scripts.composition.compose import compose
 from trainer.assembly.check import check_targets
-from trainer.optimizers.optimizers import build_optimizers
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
@@ -55,8 +52,7 @@ def trained(train, project):
 
 
 def test_a_new_project_trains_and_is_tested_again(train, project, trained):
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    last = {k: v for line in lines for k, v in line.items()}
+    last = {k: v for line in logged(trained) for k, v in line.items()}
     assert last["val/accuracy"] > 0.8
     done = train([f"run={trained}"], folder=project, command="evaluate")
     assert done.code == 0, done.err
@@ -92,8 +88,7 @@ def test_a_recipe_trains_on_a_cpu(train, digit_photographs, tmp_path, experiment
     places = [f"data.root={digit_photographs}", f"run_dir={tmp_path / 'run'}"]
     run = train([*OURS, f"experiment={experiment}", *SMALL_PICTURES, *places], folder=ROOT)
     assert run.code == 0, run.err
-    text = (tmp_path / "run/metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = logged(tmp_path / "run")
     losses = [line["train/epoch_loss"] for line in lines if "train/epoch_loss" in line]
     assert losses[-1] < losses[0]
     assert {"val/accuracy", "test/accuracy"} <= {key for line in lines for key in line}
@@ -109,23 +104,6 @@ def test_a_file_opens_with_its_command_and_its_targets_bind(path: Path) -> None:
     command = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# train ")
     composed = compose([*command.replace("'", "").split(), "data.root=images"])
     check_targets(parse(composed.config))
-
-
-def test_all_is_trained_by_one_optimizer_or_the_other() -> None:
-    config = parse(compose([*OURS, "experiment=airbench94"]).config)
-    model = Airbench(10, widths=(8, 16, 16))
-    optimizers = build_optimizers(model, config.optimizer)
-    groups = {
-        group.name: ({optimizers.names[p] for p in group.options["params"]}, group.options["lr"])
-        for group in optimizers.groups()
-    }
-    kernels = {f"groups.{g}.conv{n}.weight" for g in range(3) for n in (1, 2)}
-    biases = {f"groups.{g}.norm{n}.bias" for g in range(3) for n in (1, 2)}
-    assert groups == {
-        "muon": (kernels, 0.24),
-        "sgd.head": ({"head.weight"}, 1340.0),
-        "sgd": ({"whiten.bias", *biases}, 106.0),
-    }
 
 
 def _images(samples: int = 256) -> Tensor:
@@ -193,19 +171,6 @@ def test_a_resumed_run_keeps_its_filters() -> None:
     assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize(
-    ("module", "filters", "text"),
-    [
-        pytest.param("stem", 16, "no convolution of the model; it has 0", id="no-such-layer"),
-        pytest.param("3", 16, "no convolution", id="no-convolution"),
-        pytest.param("0", 12, "0 has 12 filters; patches of 8 numbers require 16", id="filters"),
-    ],
-)
-def test_a_layer_that_cannot_be_whitened_is_told(module: str, filters: int, text: str) -> None:
-    with pytest.raises(CallbackError, match=text):
-        Whitening(module).check(_model(filters))
-
-
 def test_the_moments_do_not_depend_on_the_split_of_an_update() -> None:
     weights = []
     for steps in (1, 4):
@@ -238,7 +203,7 @@ def test_boxes_train_and_the_split_of_an_update_changes_nothing(train, tmp_path)
             folder=ROOT,
         )
         assert run.code == 0, run.err
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = logged(folder)
         assert {"val/map_50", "test/map_50_95"} <= {key for line in lines for key in line}
         losses.append([line["train/loss"] for line in lines if "train/loss" in line])
         assert any("tfevents" in path.name for path in (folder / "tensorboard").rglob("*"))

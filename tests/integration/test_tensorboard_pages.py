@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pytest
 
 from browser import Browser, every, installed
+from same_run import logged
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,8 +127,7 @@ def test_the_curve_of_a_run_killed_three_times_is_that_of_one_that_was_not(
     for tag in ("train/loss", "train/accuracy", "val/loss", "val/accuracy"):
         browser.until(f"{curves(tag)}.length === 2")
     first, second = browser.value(curves("train/loss"))
-    logged = (plain[0] / "metrics.jsonl").read_text().splitlines()
-    points = sum("train/loss" in json.loads(line) for line in logged)
+    points = sum("train/loss" in line for line in logged(plain[0]))
     assert len(re.findall("[ML]", first)) == points >= UPDATES // 4
     assert first == second
     browser.screenshot(picture("tensorboard"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from same_run import differences
+from same_run import differences, logged
 from toy_pictures import write_digits
 
 QUICK = ["experiment=resnet18", "model=mlp", "optimizer=sgd_nesterov", "trainer.max_epochs=2"]
@@ -19,11 +19,6 @@ def finished(train, tmp_path_factory):
     run = train([*QUICK, f"run_dir={folder}"])
     assert run.code == 0, run.err
     return run, folder
-
-
-def log_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_files_of_a_run(finished):
@@ -53,7 +48,7 @@ def test_files_of_a_run(finished):
 
 def test_metrics_are_logged_once(finished):
     _, folder = finished
-    pairs = [(line["step"], key) for line in log_of(folder) for key in line if "/" in key]
+    pairs = [(line["step"], key) for line in logged(folder) for key in line if "/" in key]
     assert len(pairs) == len(set(pairs))
     keys = {key for _, key in pairs}
     expected = {"train/loss", "val/loss", "val/accuracy", "test/accuracy", "lr/default"}
@@ -77,7 +72,7 @@ def test_evaluate_repeats_the_figures(finished, evaluated):
     _, folder = finished
     again = evaluated(folder)
     (folder / "evaluation.json").unlink()
-    tested = log_of(folder)[-1]
+    tested = logged(folder)[-1]
     assert {key: again[key] for key in tested if key.startswith("test/")} == {
         key: value for key, value in tested.items() if key.startswith("test/")
     }

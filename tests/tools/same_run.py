@@ -65,12 +65,17 @@ def state_of(run: Path, checkpoint: str = "last") -> dict[str, str]:
 
 def metrics_of(run: Path) -> dict[str, str]:
     """Return the lines of `metrics.jsonl` by number, without wall-clock facts."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     kept = [
-        {key: value for key, value in json.loads(line).items() if not _is_wall_clock(key)}
-        for line in lines
+        {key: value for key, value in line.items() if not _is_wall_clock(key)}
+        for line in logged(run)
     ]
     return {f"line {number}": json.dumps(line) for number, line in enumerate(kept, 1)}
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl`."""
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def series_of(run: Path) -> dict[str, str]:

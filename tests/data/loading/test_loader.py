@@ -172,42 +172,26 @@ class _Unsendable(_Ragged):
         return threading.Lock()
 
 
+SPAWN = {"num_workers": 1, "multiprocessing_context": "spawn"}
+LISTS = {"num_workers": 1, "collate_fn": _as_list}
+FEW = {"timeout": 9.0, "prefetch_factor": 4}
+UNSENT = "cannot be sent from a worker process .*lock"
+RAGGED = r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn"
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "text"),
     [
-        pytest.param(
-            _Ragged,
-            {"num_workers": 1, "worker_init_fn": _fail},
-            WorkerError,
-            "worker 0 has no licence",
-            id="init",
-        ),
-        pytest.param(
-            lambda: [threading.Lock()] * 4,
-            {"num_workers": 1, "multiprocessing_context": "spawn"},
-            DataError,
-            r"loader\.multiprocessing_context",
-            id="data-set-cannot-be-sent",
-        ),
-        pytest.param(
-            _Unsendable,
-            {"num_workers": 1, "collate_fn": _as_list},
-            DataError,
-            "cannot be sent from a worker process .*lock",
-            id="batch-cannot-be-sent",
-        ),
-        pytest.param(
-            _Ragged,
-            {"timeout": 9.0, "prefetch_factor": 4},
-            DataError,
-            r"samples 0, 1, 2, 3 .*transforms, loader\.collate_fn",
-            id="ragged",
-        ),
+        (_Ragged(), {"num_workers": 1, "worker_init_fn": _fail}, WorkerError, "has no licence"),
+        ([threading.Lock()] * 4, SPAWN, DataError, r"loader\.multiprocessing_context"),
+        (_Unsendable(), LISTS, DataError, UNSENT),
+        (_Ragged(), FEW, DataError, RAGGED),
     ],
+    ids=["init", "data-set-cannot-be-sent", "batch-cannot-be-sent", "ragged"],
 )
 def test_what_cannot_be_loaded_is_told(dataset: Any, options: Any, error: Any, text: str) -> None:
     with (
-        loading(dataset(), Sequential(4), 4, **options) as loader,
+        loading(dataset, Sequential(4), 4, **options) as loader,
         pytest.raises(error, match=text),
     ):
         drain(loader)

@@ -9,12 +9,11 @@ from torch import nn
 from callbacks.compression.pruning import Pruning
 from callbacks.compression.qat import QuantizationAwareTraining
 from callbacks.ema import EMA
-from callbacks.support import CallbackError
 from toys import blocks, in_group, loaders
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
-from trainer.strategies.strategy import Planned, Strategy
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
 
@@ -149,10 +148,3 @@ def test_processes_and_compilers_round_alike(ranks):
         torch.testing.assert_close(found[1], ranges, rtol=0, atol=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-5)
-
-
-def test_shards_and_threads_do_not_train_for_8_bits():
-    trainer = make_trainer(Strategy("cpu"), callbacks={"qat": QuantizationAwareTraining()})
-    trainer.strategy = Planned("dp", 2, torch.device("cpu"))
-    with pytest.raises(CallbackError, match="strategy=ddp"):
-        trainer.setup()

@@ -13,14 +13,9 @@ from torch import nn
 import toys
 from callbacks.checkpoint import Checkpoint
 from callbacks.ema import EMA
-from conf.check import parse
-from conf.errors import ConfigError
-from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import compose
 from scripts.convert import convert
 from toys import StopAt, blocks, loaders
 from trainer import snapshot
-from trainer.assembly.check import check_targets
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import CheckpointError
@@ -256,14 +251,3 @@ def test_what_torch_does_not_shard_is_refused(ranks):
             build_optimizers(strategy.prepare(network()), {**OPTIMIZERS["sgd"], "fused": True})
 
     ranks(2, in_group(run))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_whole_parameters_is_refused_in_the_checks(name):
-    def check(strategy):
-        composed = compose(parse_arguments([f"optimizer={name}", f"strategy={strategy}"]))
-        check_targets(parse(composed.config))
-
-    check("ddp")
-    with pytest.raises(ConfigError, match=r"optimizer\._target_: .* strategy=fsdp shards"):
-        check("fsdp")

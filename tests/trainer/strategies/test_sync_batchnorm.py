@@ -47,13 +47,17 @@ def batches(shape):
     ]
 
 
-def in_group(rank, world_size, function):
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    share = Share(counts=rank < world_size - 1)
-    result = function(dist.group.WORLD, share)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
+def each(ranks, world_size, compute):
+    """Return what each process computes; the last one's samples do not count."""
+
+    def run(rank):
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        result = compute(rank, dist.group.WORLD, Share(counts=rank < world_size - 1))
+        dist.barrier()
+        dist.destroy_process_group()
+        return result
+
+    return ranks(world_size, run)
 
 
 @pytest.mark.parametrize("penalty", [False, True])
@@ -62,15 +66,12 @@ def test_parts_are_normalized_as_the_whole_is(ranks, kind, shape, options, penal
     world_size, whole = 3, batches(shape)
     expected, buffers, gradients = passes(kind(4, **options).double(), whole, penalty)
 
-    def run(rank):
-        def compute(group, share):
-            norm = synchronize(kind(4, **options).double(), group, share)
-            assert isinstance(norm, SyncBatchNorm)
-            return passes(norm, [parts(batch, world_size)[rank] for batch in whole], penalty)
+    def compute(rank, group, share):
+        norm = synchronize(kind(4, **options).double(), group, share)
+        assert isinstance(norm, SyncBatchNorm)
+        return passes(norm, [parts(batch, world_size)[rank] for batch in whole], penalty)
 
-        return in_group(rank, world_size, compute)
-
-    found = ranks(world_size, run)
+    found = each(ranks, world_size, compute)
     for i, value in enumerate(expected):
         joined = torch.cat([results[i] for results, _, _ in found[:-1]])
         torch.testing.assert_close(joined, value, rtol=0, atol=1e-9)
@@ -87,36 +88,30 @@ def test_evaluation_and_names_are_torchs(ranks):
     plain(batches((3, 2))[0])
     plain.eval()
 
-    def run(rank):
-        def compute(group, share):
-            model = synchronize(plain, group, share)
-            assert not model.training
-            asked = [model(b).detach() for b in batches((3, 2))[: 1 + rank]]  # nobody waits
-            return asked[0], list(model.state_dict())
-
-        return in_group(rank, 2, compute)
+    def compute(rank, group, share):
+        model = synchronize(plain, group, share)
+        assert not model.training
+        asked = [model(b).detach() for b in batches((3, 2))[: 1 + rank]]  # nobody waits
+        return asked[0], list(model.state_dict())
 
     names, expected = list(plain.state_dict()), plain(batches((3, 2))[0]).detach()
-    for output, own in ranks(2, run):
+    for output, own in each(ranks, 2, compute):
         assert torch.equal(output, expected)
         assert own == names
 
 
 def test_activations_computed_again_leave_statistics_alone(ranks):
-    def run(rank):
-        def compute(group, share):
-            results = []
-            for again in (False, True):
-                torch.manual_seed(0)
-                model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-                model = nn.Sequential(synchronize(model, group, share))
-                if again:
-                    checkpoint_modules(model, ["0"])
-                results.append(passes(model, [b[:, :, 0, 0] for b in batches((3, 2))]))
-            return results
+    def compute(rank, group, share):
+        results = []
+        for again in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+            model = nn.Sequential(synchronize(model, group, share))
+            if again:
+                checkpoint_modules(model, ["0"])
+            results.append(passes(model, [b[:, :, 0, 0] for b in batches((3, 2))]))
+        return results
 
-        return in_group(rank, 2, compute)
-
-    for once, again in ranks(2, run):
+    for once, again in each(ranks, 2, compute):
         for one, other in zip(once, again, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
