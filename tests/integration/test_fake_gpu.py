@@ -199,16 +199,6 @@ def test_a_step_of_every_task_and_its_metrics_stay_on_the_device(
         assert "aten.nll_loss_forward.default" in gpu.asked
 
 
-def test_sums_of_the_device_and_of_the_host_ask_for_nothing(gpu: FakeGPU) -> None:
-    sums = Sums(CUDA, over=Sums(CUDA))
-    for _ in range(300):
-        sums.add("loss", torch.ones((), device=CUDA), 3, 3)
-        sums.add("grad_norm", torch.ones(()), 1)  # with CPU offload it is in host memory
-        sums.pack()
-    assert sums
-    assert gpu.to_host == []
-
-
 def test_what_is_kept_on_the_device_is_not_sent_again(gpu: FakeGPU) -> None:
     images = torch.zeros(20, 3, 4, 4, dtype=torch.uint8)
     dataset = ImageTensors(images, torch.arange(20), ["one"])

@@ -72,16 +72,6 @@ def test_a_run_s_weights_for_other_classes(train, evaluated, base, three, tmp_pa
     assert max(values(run_dir, "step")) == 3 * 6
 
 
-def test_frozen_parts_stay_as_they_were_loaded(train, base, tmp_path) -> None:
-    words = [*TUNED, f"model.weights={base}", "optimizer/param_groups=frozen"]
-    run = train([*words, "trainer.max_steps=3", f"run_dir={tmp_path / 'run'}"])
-    assert run.code == 0, run.err
-    before, after = weights(base, "best"), weights(tmp_path / "run")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    trained = {name for name in moved if "running" not in name and "num_batches" not in name}
-    assert trained == {"head.weight", "head.bias"}
-
-
 @pytest.mark.parametrize(
     ("callback", "overrides"),
     [

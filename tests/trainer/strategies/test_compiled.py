@@ -103,32 +103,13 @@ def test_a_compiled_model_trains_as_any(ranks, kind, options, how, kernels, monk
 def prune(strategy, **compiling):
     """Return weights, average and masks after two epochs of gradual pruning."""
     head = {"match": "^2", "method": "random", "kind": "matrix"}
-    pruning = Pruning(
-        {"head": head, "all": {"kind": "matrix"}}, start_step=1, end_step=5, every_n_steps=2
-    )
-    callbacks = {"pruning": pruning, "ema": EMA(0.9)}
+    rules = {"head": head, "all": {"kind": "matrix"}}
+    pruning, ema = Pruning(rules, start_step=1, end_step=5, every_n_steps=2), EMA(0.9)
+    callbacks = {"pruning": pruning, "ema": ema}
     trainer = make_trainer(strategy, blocks, callbacks, compiling, clip_grad_norm=0.3)
     trainer.fit()
-    average = callbacks["ema"].state_dict()["model"]
-    masks = pruning.state_dict()["pruned"]
-    return dict(trainer.model.state_dict()), dict(average), dict(masks)
-
-
-def test_processes_and_compilers_prune_alike(ranks):
-    def both(strategy):
-        return prune(strategy), prune(strategy, backend="aot_eager")
-
-    weights, average, masks = prune(Strategy("cpu"))
-    assert sum(int(m.sum()) for m in masks.values()) == 14 + 81
-    for results in ranks(2, in_group(both), patience=120):
-        for found in results:
-            assert all(torch.equal(found[2][name], mask) for name, mask in masks.items())
-            for name, value in weights.items():
-                torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-10)
-                torch.testing.assert_close(found[1][name], average[name], rtol=0, atol=1e-10)
-            for name, mask in masks.items():
-                assert (found[0][name][mask] == 0).all()
-                assert (found[1][name][mask] == 0).all()
+    parts = trainer.model.state_dict(), ema.state_dict()["model"], pruning.state_dict()["pruned"]
+    return [dict(part) for part in parts]
 
 
 def quantize(strategy, **compiling):
@@ -137,14 +118,22 @@ def quantize(strategy, **compiling):
     trainer = make_trainer(strategy, blocks, {"qat": qat}, compiling)
     trainer.fit()
     state = qat.state_dict()["fake_quantization"]
-    return dict(trainer.model.state_dict()), torch.stack([state["low"], state["high"]])
+    return [dict(trainer.model.state_dict()), {key: state[key] for key in ("low", "high")}]
 
 
-def test_processes_and_compilers_round_alike(ranks):
-    weights, ranges = quantize(Strategy("cpu"))
-    assert (ranges[1] > 0).all()
-    compiled = quantize(Strategy("cpu"), backend="aot_eager")
-    for found in (*ranks(2, in_group(quantize), patience=120), compiled):
-        torch.testing.assert_close(found[1], ranges, rtol=0, atol=1e-5)
-        for name, value in weights.items():
-            torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("compress", "tolerance"), [(prune, 1e-10), (quantize, 1e-5)])
+def test_processes_and_compilers_compress_alike(ranks, compress, tolerance):
+    def both(strategy):
+        return compress(strategy), compress(strategy, backend="aot_eager")
+
+    alone = compress(Strategy("cpu"))
+    for found in (one for results in ranks(2, in_group(both), patience=120) for one in results):
+        for part, expected in zip(found, alone, strict=True):
+            for name, value in expected.items():
+                torch.testing.assert_close(part[name], value, rtol=0, atol=tolerance)
+    if compress is prune:
+        weights, _, masks = alone
+        assert sum(int(mask.sum()) for mask in masks.values()) == 14 + 81
+        assert all((weights[name][mask] == 0).all() for name, mask in masks.items())
+    else:
+        assert (alone[1]["high"] > 0).all()
