@@ -146,7 +146,7 @@ FORGET = {
     "buffers": lambda content, earlier: content["model"].update(
         {name: value for name, value in earlier["model"].items() if "running" in name}
     ),
-    "position": lambda content, _: content["state"]["counters"].update(position=2),
+    "position": lambda content, _: content["state"]["counters"].update(position=8),  # not 7
     "sums": lambda content, earlier: content["state"].update(sums=earlier["state"]["sums"]),
 }
 
