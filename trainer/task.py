@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final, Protocol
 
 import torch
@@ -33,11 +34,13 @@ class Metric(Protocol):
         """Reset the state."""
 
 
-class _Sum:
+class _Sum(Enum):
     """Marks a loss term as a sum over the samples, which is not divided by a denominator."""
 
+    SUM = "sum"
 
-SUM: Final = _Sum()
+
+SUM: Final = _Sum.SUM
 
 
 @dataclass(slots=True)
@@ -175,7 +178,7 @@ class Task:
         return {name: part for name, part in vars(self).items() if isinstance(part, nn.Module)}
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return the metrics that keep a state; `evaluation_step` updates them."""
+        """Return the metrics with a state, the same each time; `evaluation_step` updates them."""
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:

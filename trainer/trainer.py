@@ -53,7 +53,7 @@ class Trainer:
         val_loader: Any = None,
         lr_scheduler: Any = None,
         strategy: Strategy | None = None,
-        precision: Precision | str = "fp32",
+        precision: Precision | str | None = None,
         callbacks: Mapping[str, Callback] | None = None,
         options: TrainerOptions | None = None,
         compiled: nn.Module | None = None,
@@ -63,6 +63,7 @@ class Trainer:
         self.options = options or TrainerOptions(max_epochs=1)
         self.strategy = strategy or Strategy()
         device = self.strategy.device
+        precision = precision or self.options.precision
         if isinstance(precision, str):
             precision = Precision(precision, device.type)
         self.precision = precision

@@ -300,8 +300,7 @@ def test_memory_format_and_compilation_change_no_number(switch: str) -> None:
         Classification(3),
         torch.optim.SGD(model.parameters(), lr=0.1),
         images(),
-        precision="fp64",
-        options=TrainerOptions(max_epochs=1, **options),
+        options=TrainerOptions(max_epochs=1, precision="fp64", **options),
         compiled=compiled,
     ).fit()
     assert seen

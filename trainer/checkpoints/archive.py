@@ -112,7 +112,8 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
     """Refuse an archive that torch.save does not write, or that changed afterwards."""
     try:
         with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
+            if not (entries := archive.infolist()):
+                raise zipfile.BadZipFile("it is empty")
             # Of an entry marked as a folder torch's reader reads nothing: the memory stays as it
             # was. Compressed entries, or such as overlap, can expand without bound.
             odd = [e.filename for e in entries if e.compress_type or e.external_attr & _FOLDER]

@@ -61,7 +61,10 @@ class CheckpointStore:
             index.write(self.folder)  # or the old digest would be compared with the new file
         finite = {k: float(v) if math.isfinite(v) else None for k, v in (metrics or {}).items()}
         write_archive(path, {**payload, "format_version": FORMAT_VERSION})
-        entry = self._enter(index, path, payload, finite)
+        try:
+            entry = self._enter(index, path, payload, finite)
+        except OSError as error:  # the folder vanished while the file was hashed
+            raise storage_error(path, error) from error
         self._point(index, dict.fromkeys(names, entry))
         self._in_order = True
         return path

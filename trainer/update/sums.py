@@ -13,7 +13,7 @@ from torch import Tensor
 from data.batch import MicroBatch, Piece
 from trainer.errors import SampleError
 from trainer.strategies.strategy import Strategy
-from trainer.task import StepOutput, Task
+from trainer.task import SUM, StepOutput, Task
 
 _log = logging.getLogger(__name__)
 Total = Tensor | float  # a denominator over the whole update
@@ -61,7 +61,7 @@ class Shares:
                 terms.append(term.sum() * 0)
             elif count is None:
                 terms.append(_times(_mean(term), share))
-            elif not isinstance(count, Tensor | int | float):  # SUM
+            elif count is SUM:
                 terms.append(term.sum() * scale)
             elif not isinstance(count, Tensor) and not isinstance(totals[name], Tensor) and count:
                 terms.append(_times(_mean(term), count * scale / totals[name]))
@@ -163,13 +163,13 @@ class Sums:
         else:
             for term_name, term in output.loss.items():
                 name, count = f"{loss_name}:{term_name}", output.counts.get(term_name)
-                if count is None or (isinstance(count, int | float) and count):
+                if count is SUM:  # logged as the mean of what each sample adds
+                    self.add(name, term.sum() if term.ndim else term, samples, real)
+                elif count is None or (not isinstance(count, Tensor) and count):
                     weight = samples if count is None else count * real
                     self.add(name, _mean(term), weight, weight)
-                elif isinstance(count, Tensor | int | float):
+                else:
                     self.add(name, _mean(term), count if samples else 0, real, mean=True)
-                else:  # a sum over the samples: logged as the mean of what each of them adds
-                    self.add(name, term.sum() if term.ndim else term, samples, real)
         for name, (total, count) in output.sums.items():
             self.add(name, total, count if samples else 0, real)
 

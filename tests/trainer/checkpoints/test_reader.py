@@ -58,6 +58,7 @@ def saved(tmp_path_factory):
     [
         pytest.param(lambda b: b"", id="empty"),
         pytest.param(lambda b: b[:4], id="4-bytes"),
+        pytest.param(lambda b: b"PK\5\6" + bytes(18), id="archive-of-nothing"),
         pytest.param(lambda b: b[: len(b) // 2], id="half"),
         pytest.param(lambda b: b[:-1], id="one-byte-short"),
         pytest.param(lambda b: bytes(len(b)), id="zeros"),

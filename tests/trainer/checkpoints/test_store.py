@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from toy_runs import files, in_a_child, payload, value
+from trainer.checkpoints import store as store_module
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.background import Staging, Writer
 from trainer.checkpoints.store import CheckpointStore
@@ -242,6 +244,15 @@ def exceed_the_size_limit(folder):
     with pytest.raises(StorageError, match="file too large"):
         store.save(payload(2.0, size=1_000_000), step=2)
     assert files(store) == ["index.json", "last.pt", "step-00000001.pt"]
+
+
+def test_a_folder_that_vanishes_under_a_save_is_said_to_be_gone(store, monkeypatch):
+    def vanish(path, payload):
+        shutil.rmtree(path.parent)
+
+    monkeypatch.setattr(store_module, "write_archive", vanish)
+    with pytest.raises(StorageError, match="cannot write .*: the folder .* does not exist"):
+        store.save(payload(1.0), step=10)
 
 
 def test_a_size_limit_costs_nothing_but_the_save(tmp_path):
