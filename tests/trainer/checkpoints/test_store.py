@@ -251,7 +251,7 @@ def test_a_folder_that_vanishes_under_a_save_is_said_to_be_gone(store, monkeypat
         shutil.rmtree(path.parent)
 
     monkeypatch.setattr(store_module, "write_archive", vanish)
-    with pytest.raises(StorageError, match="cannot write .*: the folder .* does not exist"):
+    with pytest.raises(StorageError, match=r"cannot write .*: the folder .* does not exist"):
         store.save(payload(1.0), step=10)
 
 
