@@ -164,15 +164,16 @@ class Interpolations:
         return ".".join([*parents, *([rest] if rest else [])]) or None
 
 
-def _bodies(text: str) -> Iterator[str]:
-    """Yield what stands between the braces of each interpolation, nested ones too."""
-    for match in re.finditer(r"(?<!\\)\$\{", text):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                yield text[match.end() : end]
-                break
+def _bodies(text: str) -> list[str]:
+    """Return what stands between the braces of each interpolation, nested ones too."""
+    begun: list[int | None] = []  # where each open brace's body begins; None: of no interpolation
+    found = []
+    for match in re.finditer(r"(?<!\\)\$\{|[{}]", text):
+        if match[0] != "}":
+            begun.append(match.end() if match[0] == "${" else None)
+        elif begun and (start := begun.pop()) is not None:
+            found.append((start, match.start()))
+    return [text[start:end] for start, end in sorted(found)]
 
 
 def _select(root: Any, key: str) -> tuple[bool, Any]:

@@ -63,13 +63,11 @@ class Trainer:
         self.options = options or TrainerOptions(max_epochs=1)
         self.strategy = strategy or Strategy()
         device = self.strategy.device
-        precision = precision or self.options.precision
-        if isinstance(precision, str):
-            precision = Precision(precision, device.type)
-        self.precision = precision
-        self.model = model if strategy else precision.convert(model).to(device)
+        asked = precision or self.options.precision
+        self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
+        self.model = model if strategy else self.precision.convert(model).to(device)
         self.task = task
-        task.to(device, precision.dtype)
+        task.to(device, self.precision.dtype)
         self.strategy.check(named_modules(task))
         self.optimizers = Optimizers.wrap(optimizer, model, named_modules(task))
         self.lr_schedule = LRSchedule.wrap(lr_scheduler)

@@ -169,7 +169,7 @@ class Overrides:
             self.note(name, f"no numbers from {low} to {high}", "the lower end first")
         elif log and low <= 0:
             self.note(name, f"no logarithm of {low}: begin the interval above 0")
-        integers = re.search(r"\d[.e]|\d*\.\d", text) is None
+        integers = re.search(r"\d[.eE]|\d*\.\d", text) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
     def note(self, key: str, message: str, hint: str | None = None) -> None:

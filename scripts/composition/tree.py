@@ -53,7 +53,7 @@ class Tree:
 
     def _merge(self, old: dict[str, Any], new: Mapping[str, Any], key: str, source: Source) -> None:
         if {"_target_"} <= old.keys() & new.keys() and old["_target_"] != new["_target_"]:
-            self._replaced.setdefault(key, set()).add(self.sources[f"{key}._target_"])
+            self._replaced.setdefault(key, set()).add(self.sources[join(key, "_target_")])
         for name, value in new.items():
             here, before = join(key, name), old.get(name)
             if value == "???" and name in old:
@@ -111,7 +111,7 @@ class Tree:
             node = self.node(key)
             if not isinstance(node, dict) or "_target_" not in node:
                 continue
-            last = self.sources[f"{key}._target_"]
+            last = self.sources[join(key, "_target_")]
             own = {*SPECIAL, *(n for part in key.split(".") for n in OWN_KEYS.get(part, ()))}
             for name in [name for name in node if name not in own]:
                 where = join(key, name)

@@ -46,6 +46,7 @@ from trainer.update.precision import Precision
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
+_SAMPLERS = ("loader.sampler", "loader.batch_sampler")  # what they are given is OFFERED
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _BY_VALUE = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss),
@@ -105,6 +106,7 @@ def _nodes(config: Config, known: Known) -> Iterator[tuple[str, Any, int]]:
             yield f"transforms.{stage}.{name}", node, 0
     for name in ("sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
         yield f"loader.{name}", getattr(config.loader, name), 0
+    yield "loader.eval.collate_fn", config.loader.eval.collate_fn, 0
     for name, node in config.callbacks.items():
         yield f"callbacks.{name}", known.fill(node), 0
     called = optimizer_nodes(known.fill(config.optimizer))
@@ -121,7 +123,7 @@ def _node_problems(node: Any, key: str, positional: int) -> list[Problem]:
             target = functools.partial if partial else locate(node["_target_"])
             if isinstance(target, type) and (reason := wrong_class(key, target)) is not None:
                 return [Problem(f"{key}._target_", reason)]
-    provided: Sequence[str] = OFFERED if key.endswith("sampler") else ()
+    provided: Sequence[str] = OFFERED if key in _SAMPLERS else ()
     if key.startswith("data."):
         provided = ("transform",)
     return bind_problems(with_classes(node, _CLASSES), key, provided, positional, our_key)
