@@ -64,7 +64,7 @@ class DigitScenes:
     def __len__(self) -> int:
         return len(self.images)
 
-    def inputform_of(self) -> dict[str, Any]:
+    def input_form(self) -> dict[str, Any]:
         """Return what a picture must be brought to before the transforms."""
         return form_of(self.images)
 

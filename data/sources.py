@@ -48,7 +48,7 @@ class ImageTensors:
             image = self.transform(image)
         return image, int(self.targets[index])
 
-    def inputform_of(self) -> dict[str, Any]:
+    def input_form(self) -> dict[str, Any]:
         """Return the form that the transforms expect of a picture."""
         return form_of(self.images)
 
