@@ -66,17 +66,17 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # Code lines (no blank line, comment, docstring) and files: a budget. A number goes down with what
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
-    "conf": 1140,
-    "data": 3890,
-    "models": 930,
-    "trainer": 10970,
-    "callbacks": 2995,
-    "scripts": 6375,
-    "the six packages": 26300,
-    "tests": 27530,
-    "benchmarks": 1885,
+    "conf": 1130,
+    "data": 3540,
+    "models": 770,
+    "trainer": 10085,
+    "callbacks": 2885,
+    "scripts": 5805,
+    "the six packages": 24205,
+    "tests": 23540,
+    "benchmarks": 1680,
 }
-FILES = {"the six packages": 270, "tests": 218}
+FILES = {"the six packages": 221, "tests": 129}
 
 # A room holds up to 12 modules; those whose files YAML names may hold more.
 LARGEST_ROOM = 12
