@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from data.batch import MicroBatch, Piece, map_tensors
 from trainer.state import TrainState
@@ -58,7 +58,7 @@ class PlainBatches:
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
-        for update, batch in enumerate(itertools.islice(iter(self._loader), stop)):
+        for update, batch in enumerate(itertools.islice(_walked(self._loader), stop)):
             if update < start:
                 continue
             tensor = first_tensor(batch)
@@ -74,6 +74,23 @@ class PlainBatches:
 
     def close(self) -> None:
         """Do nothing: the iterable belongs to the caller."""
+
+
+def _walked(loader: Any) -> Iterator[Any]:
+    """Iterate over a loader's batches.
+
+    Of a DataLoader without workers, as its own iterator does, but without the profiler's label
+    around each batch, which takes a tenth of a small update.
+    """
+    own: Iterator[Any] = iter(loader)  # a DataLoader's draws a seed: random numbers stay the same
+    plain = type(loader) is DataLoader and not (loader.num_workers or loader.pin_memory)
+    if not plain or isinstance(loader.dataset, IterableDataset):
+        return own
+    dataset, collate = loader.dataset, loader.collate_fn
+    if loader.batch_sampler is None:
+        return (collate(dataset[index]) for index in loader.sampler)
+    several = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[i] for i in rows])
+    return (collate(several(indices)) for indices in loader.batch_sampler)
 
 
 def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> BatchSource:

@@ -17,6 +17,7 @@ from trainer.task import StepOutput, as_output, unsound
 from trainer.update.gradients import (
     Guard,
     add_noise,
+    are_alike,
     clip,
     explain,
     largest,
@@ -41,6 +42,7 @@ class Turn:
         self.searching = [o for o in optimizers if needs_closure(o)]
         self._sizes: list[int] = []
         self._parameters: list[Tensor] = []
+        self.alike = False  # whether the parameters are of one device and dtype
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -50,6 +52,7 @@ class Turn:
             self._sizes = sizes
             groups = [group for o in self.every for group in o.param_groups]
             self._parameters = [p for group in groups for p in group["params"]]
+            self.alike = are_alike(self._parameters)
         return self._parameters
 
 
@@ -107,11 +110,12 @@ class Updater:
             trainer.timer.lap("forward + backward")
             trainer.precision.unscale(turn.optimizers)
             parameters = turn.parameters
-            norm = total_norm(parameters, options.clip_grad_norm_type)
+            norm = total_norm(parameters, options.clip_grad_norm_type, turn.alike)
             if guard.refuses(norm):
                 return self._refuse(micro_batches, shares)
             clip(options, trainer.optimizers, parameters, norm)
-            add_noise(options, parameters, trainer.state.updates, turn.name)
+            if options.gradient_noise is not None:
+                add_noise(options, parameters, trainer.state.updates, turn.name)
             trainer.hooks.emit("on_gradients", trainer)
             for optimizer in turn.optimizers:
                 guard.step(optimizer)
