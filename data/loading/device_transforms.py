@@ -7,7 +7,7 @@ trailing steps for batches the loader applies. Which these are depends on the co
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,7 @@ def _fused(steps: Mapping[str, Any]) -> dict[str, Any]:
 
 def _step(name: str, step: Any, seed: int) -> Step:
     if hasattr(step, "draw"):
-        return functools.partial(_draw, step, zlib.crc32(name.encode()), seed)
+        return functools.partial(_draw, _Ahead(step, zlib.crc32(name.encode()), seed))
     if mixes_samples(step):
         number = zlib.crc32(name.removeprefix("device.").encode())
         return functools.partial(_mix, step, number, seed)
@@ -152,29 +152,68 @@ def mixes_samples(step: Any) -> bool:
     return name in _MIXES or (name in _CHOICES and all(mixes_samples(part) for part in parts))
 
 
+_MOST_AHEAD = 2**18  # samples whose draws of an epoch are kept, some 16 bytes each
 _keys = functools.lru_cache(maxsize=2)(keys)  # the steps of a batch share its samples' keys
 
 
-def _draw(
-    transform: Any, name: int, seed: int, inputs: Any, targets: Any, piece: Piece
-) -> tuple[Any, Any]:
-    lasting, masks = (getattr(transform, word, False) for word in ("lasting", "masks"))
-    parts = (seed, LASTING) if lasting else (seed, SAMPLE, piece.epoch)
+@functools.lru_cache(maxsize=2)
+def _places(indices: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.asarray(indices, np.int64))
 
-    def rows_for(images: Tensor, indices: tuple[int, ...]) -> list[Tensor]:
-        draws = Draws(_keys(indices, *parts) ^ np.uint64(name), piece.epoch)
-        drawn = transform.draw(draws, *images.shape[-2:])
-        return [sent(row, images.device) for row in drawn]
+
+class _Ahead:
+    """A step's draws: of a set that is not too large those of an epoch together, in one pass.
+
+    A sample's draws depend on seed, epoch and its number alone, so that it is all the same.
+    """
+
+    def __init__(self, transform: Any, name: int, seed: int) -> None:
+        self.transform, self._name, self._seed = transform, np.uint64(name), seed
+        self._form: tuple[Any, ...] = ()  # epoch and size that the table is of
+        self._table: list[Tensor] = []
+
+    def drawn(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
+        """Draw for samples of one size in an epoch."""
+        lasting = getattr(self.transform, "lasting", False)
+        parts = (self._seed, LASTING) if lasting else (self._seed, SAMPLE, epoch)
+        found: Sequence[Tensor] = self.transform.draw(
+            Draws(_keys(indices, *parts) ^ self._name, epoch), *size
+        )
+        return found
+
+    def rows(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
+        """Return the draws of a batch, from those of the epoch where these are kept."""
+        if (last := max(indices)) >= _MOST_AHEAD:
+            return self.drawn(indices, epoch, size)
+        if self._form != (epoch, *size) or last >= len(self._table[0]):
+            self._table = list(self.drawn(range(1 << last.bit_length()), epoch, size))
+            self._form = (epoch, *size)
+        these = _places(indices)
+        return [row[these] for row in self._table]
+
+
+def _draw(ahead: _Ahead, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, Any]:
+    transform, epoch = ahead.transform, piece.epoch
+    masks = getattr(transform, "masks", False)
+
+    def rows_for(images: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+        return [sent(row, images.device) for row in rows]
 
     if not isinstance(inputs, Ragged):
-        rows = rows_for(inputs, piece.indices)
+        drawn = ahead.rows(piece.indices, epoch, inputs.shape[-2:])
+        rows = rows_for(inputs, drawn)
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(inputs, *rows), targets
     if masks:
         raise DataError(f"images differ in size ({inputs.sizes()}), and have masks")
     each = zip(piece.indices, (image[None] for image in inputs.images), strict=True)
-    return _joined([transform(image, *rows_for(image, (index,))) for index, image in each]), targets
+    return _joined(
+        [
+            transform(image, *rows_for(image, ahead.drawn((index,), epoch, image.shape[-2:])))
+            for index, image in each
+        ]
+    ), targets
 
 
 def _mix(
