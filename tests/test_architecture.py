@@ -67,12 +67,12 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1130,
-    "data": 3540,
+    "data": 3560,
     "models": 770,
     "trainer": 10120,
     "callbacks": 2885,
     "scripts": 5805,
-    "the six packages": 24240,
+    "the six packages": 24260,
     "tests": 23540,
     "benchmarks": 1680,
 }
