@@ -67,7 +67,7 @@ KNOWN_TO_ALL = ("conf.errors", "conf.interpolation", "conf.schema_trainer", "dat
 # is thrown away, and up in the commit that brings a new capability.
 BUDGET = {
     "conf": 1130,
-    "data": 3560,
+    "data": 3570,
     "models": 770,
     "trainer": 10120,
     "callbacks": 2885,
