@@ -183,7 +183,7 @@ class _Ahead:
 
     def rows(self, indices: Sequence[int], epoch: int, size: Sequence[int]) -> Sequence[Tensor]:
         """Return the draws of a batch, from those of the epoch where these are kept."""
-        if (last := max(indices)) >= _MOST_AHEAD:
+        if (last := max(indices, default=_MOST_AHEAD)) >= _MOST_AHEAD:
             return self.drawn(indices, epoch, size)
         if self._form != (epoch, *size) or last >= len(self._table[0]):
             self._table = list(self.drawn(range(1 << last.bit_length()), epoch, size))
@@ -196,24 +196,19 @@ def _draw(ahead: _Ahead, inputs: Any, targets: Any, piece: Piece) -> tuple[Any, 
     transform, epoch = ahead.transform, piece.epoch
     masks = getattr(transform, "masks", False)
 
-    def rows_for(images: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-        return [sent(row, images.device) for row in rows]
-
     if not isinstance(inputs, Ragged):
         drawn = ahead.rows(piece.indices, epoch, inputs.shape[-2:])
-        rows = rows_for(inputs, drawn)
+        rows = [sent(row, inputs.device) for row in drawn]
         if masks:
             targets = transform.on_masks(targets, *rows)
         return transform(inputs, *rows), targets
     if masks:
         raise DataError(f"images differ in size ({inputs.sizes()}), and have masks")
-    each = zip(piece.indices, (image[None] for image in inputs.images), strict=True)
-    return _joined(
-        [
-            transform(image, *rows_for(image, ahead.drawn((index,), epoch, image.shape[-2:])))
-            for index, image in each
-        ]
-    ), targets
+    results = []
+    for index, image in zip(piece.indices, inputs.images, strict=True):
+        drawn = ahead.drawn((index,), epoch, image.shape[-2:])
+        results.append(transform(image[None], *(sent(row, image.device) for row in drawn)))
+    return _joined(results), targets
 
 
 def _mix(
