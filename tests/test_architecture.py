@@ -19,7 +19,7 @@ PACKAGES = ("conf", "data", "models", "trainer", "callbacks", "scripts")
 # Rooms of one line know nothing of each other. A module of a package's top is a room of its own
 # where it is named here.
 ORDER = (
-    ("trainer.shadow", "trainer.internals"),
+    ("trainer.shadow",),
     ("conf.errors",),
     ("conf", "data"),
     ("data.loading",),
@@ -29,7 +29,7 @@ ORDER = (
         "trainer.state",
         "trainer.rng",
     ),
-    ("trainer.user_code",),
+    ("trainer.errors",),
     ("trainer.files", "trainer.targets", "trainer.options", "trainer.distributed"),
     ("trainer.task", "trainer.callback"),
     ("trainer.tasks",),
@@ -107,8 +107,7 @@ LIGHT = (
 # Files that name something private of torch, torchvision or Hydra, and why; six at most are meant
 # to remain. What is private may change with any version, so each has a test of what it needs.
 PRIVATE = {
-    "trainer/internals.py": "kernels over lists of tensors; the bases of norms and convolutions",
-    "trainer/optimizers/state.py": "a step without the wrapper that costs a tenth of an update",
+    "trainer/optimizers/state.py": "kernels over lists; a step without a wrapper: a tenth of it",
     "trainer/update/precision.py": "a backward pass without 30 us of argument checks",
 }
 

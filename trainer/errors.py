@@ -1,15 +1,62 @@
-"""The failures a run can end with: each knows its exit code, and its text names the way out."""
+"""The failures a run can end with, and what is said of an error in code that a user wrote.
+
+Each failure knows its exit code, and its text names the way out. What is said of a user's code is
+read from the traceback of an error on its way: a run that goes well pays nothing. Needs no torch.
+"""
 
 import multiprocessing
 import os
+import re
 import signal
-from typing import NoReturn, Self
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from conf.errors import ConfigError
+from trainer.shadow import PACKAGES, ROOT
 
 # What ends a run, and the exit code that goes with it. SIGUSR1 is what batch systems send ahead of
 # a preemption, SIGHUP what a terminal sends that is closed: both count as SIGTERM.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143}
+
+# What torch's and our modules raise for tensors that do not fit each other.
+MISFITS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+# Packages whose errors are not attributed to the user's code; of them those whose errors come from
+# another process, or hide where they come from.
+_LIBRARIES = {"torch", "torchvision", "timm", "torchmetrics", "models", "trainer", "data", "hydra"}
+_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._utils", "torch.cuda")
+# What an error says, and the smallest change that helps. `{}` takes the groups.
+_CHANGES = {
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
+        "the layer expects {1} features and got {0}: build it with in_features={0}"
+    ),
+    r"to have (\d+) channels, but got (\d+) channels": (
+        "the layer expects {0} channels and got {1}: build it with in_channels={1}"
+    ),
+    r"Target (-?\d+) is out of bounds": (
+        "the labels must lie between 0 and the number of outputs less one: give the model an "
+        "output for label {0} (model.num_classes), or number the labels from 0"
+    ),
+    r"values to unpack": "write as many names as there are parts",
+    r"required (?:positional|keyword-only) argument|positional arguments? but|unexpected keyword": (
+        "let its parameters agree with the call, or give the further ones defaults"
+    ),
+    r"same dtype|expected scalar type|to be the same": (
+        "convert one of them, with .float() or .long()"
+    ),
+    r"does not require grad": (
+        "the loss must be computed from the model's output without .detach(), .item(), numpy or "
+        "torch.no_grad()"
+    ),
+    r"[Tt]he size of tensor a": "bring both to one shape, with .squeeze(), .view() or .flatten(1)",
+    r"indices must be integers|'(?:tuple|list)' object has no attribute": (
+        "take the parts of the batch as its data set returns them"
+    ),
+    r"No module named '([\w.]+)'": "install {0}, or correct the import",
+}
 
 
 def stopping_signals() -> list[signal.Signals]:
@@ -90,3 +137,134 @@ def leave_at_once(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
+
+
+def spelled(value: Any) -> str:
+    """Spell a value's structure briefly: types, and shapes of tensors and arrays."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {spelled(v)}" for key, v in [*value.items()][:8]) + "}"
+    if isinstance(value, (list, tuple)):
+        kind = "(" + ", ".join(spelled(child) for child in value[:4])
+        return kind + (", ...)" if len(value) > 4 else ")")
+    if value is None or isinstance(value, bool | int | float):
+        return str(value)
+    return type(value).__name__
+
+
+def called(thing: Any) -> str:
+    """Return the dotted name of an object's class; a wrapper of torch's stands for its model."""
+    while type(thing).__module__.startswith(("torch._dynamo", "torch.nn.parallel")):
+        thing = thing._orig_mod if hasattr(thing, "_orig_mod") else thing.module
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's: neither ours, nor installed, nor Python's."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin>"))
+    path = Path(file)
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    if installed or path.is_relative_to(sysconfig.get_path("stdlib")):
+        return False
+    return not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES)
+
+
+def account(error: BaseException) -> str | None:
+    """Say on one line where the user's code failed, with what; None where it did not."""
+    if hasattr(error, "exit_code") or not isinstance(error, Exception | SystemExit):
+        return None
+    # The target for which a module of the user's was being imported.
+    asked = getattr(error, "imported_for", None)
+    target = f" (imported for the _target_ {asked!r})" if asked else ""
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        return f"{error.filename}, line {error.lineno}, is not Python: {error.msg}{target}"
+    frames = list(walk_tb(error.__traceback__))
+    theirs = [i for i, (frame, _) in enumerate(frames) if is_users(frame.f_code.co_filename)]
+    if not theirs:
+        return None
+    frame, line = frames[theirs[-1]]
+    module, name = frame.f_globals.get("__name__", "?"), frame.f_code.co_qualname
+    place = f"module {module}" if name == "<module>" else f"{module}.{name}"
+    given = [f"{name}={spelled(value)}" for name, value in _arguments(frame)[:6]]
+    shown = f" with {', '.join(given)}" if given else ""
+    reason = f"{type(error).__name__}: {_brief(str(error))}".rstrip(": ")
+    parts = [f"{place} ({frame.f_code.co_filename}, line {line}){shown}: {reason}"]
+    if layer := _layer(frames[theirs[-1] :]):
+        parts.append(layer)
+    if change := _change_for(str(error)):
+        parts.append(change)
+    return "; ".join(parts) + target
+
+
+def misfit(
+    error: Exception, batch: Any, updates: int, later: str = "this batch differs from those before"
+) -> RunError | None:
+    """Return the error to raise if a batch does not fit; None if something else failed.
+
+    An error in the user's own code keeps its traceback; so does one of memory, of a device or of
+    another process. `updates`: the number of updates before; `later`: what is said after one.
+    """
+    if "more than 1 value per channel" in str(error):
+        return SampleError(
+            "BatchNorm has no statistics of a single sample: leave a short last batch out with "
+            "loader.drop_last=true, or change loader.batch_size"
+        )
+    if not is_misfit(error):
+        return None
+    reason = f"{_brief(str(error))} (batch: {spelled(batch)})"
+    frames = list(walk_tb(error.__traceback__))
+    if any(frame.f_globals.get("__name__") == "trainer.tasks.losses" for frame, _ in frames):
+        if "Long" in reason or "must be Tensor, not" in reason:
+            return SampleError(f"the loss asks for class numbers, which are integers: {reason}")
+        return ModelError(f"task.loss does not take the model's output and the targets: {reason}")
+    if updates:
+        return SampleError(f"{later}: {reason}")
+    change = _change_for(reason) or (
+        "do model, data (channels, image size, classes), transforms and task agree?"
+    )
+    at = f"; {layer}" if (layer := _layer(frames)) else ""
+    return ModelError(f"model and data do not fit: {reason}{at}; {change}")
+
+
+def is_misfit(error: Exception) -> bool:
+    """Return whether torch's or our modules, and no other code, raised the error."""
+    if not isinstance(error, MISFITS) or hasattr(error, "exit_code"):
+        return False
+    modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
+    memory = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    if memory or "CUDA error" in str(error) or modules[-1].startswith(_FOREIGN):
+        return False
+    return all(module.partition(".")[0] in _LIBRARIES for module in modules)
+
+
+def _change_for(message: str) -> str | None:
+    for pattern, change in _CHANGES.items():
+        if found := re.search(pattern, message):
+            return change.format(*found.groups())
+    return None
+
+
+def _layer(frames: Sequence[tuple[FrameType, int]]) -> str | None:
+    # The innermost layer that was at work within the first module, and its input.
+    modules = [f for f, _ in frames if hasattr(f.f_locals.get("self"), "named_modules")]
+    for frame in reversed(modules):
+        layer, whole = frame.f_locals["self"], modules[0].f_locals["self"]
+        name = next((name for name, child in whole.named_modules() if child is layer), "")
+        if name and frame.f_code.co_name == "forward":
+            given = ", ".join(spelled(value) for _, value in _arguments(frame))
+            text = " ".join(repr(layer).split())
+            kind = text if len(text) <= 100 else type(layer).__name__
+            return f"{name}, {kind}, was given {given}"
+    return None
+
+
+def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
+    code, values = frame.f_code, frame.f_locals  # as they are now
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return [(n, values[n]) for n in names if n not in ("self", "cls") and n in values]
+
+
+def _brief(text: str) -> str:
+    return " ".join(text.split())[:300]

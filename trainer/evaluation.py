@@ -10,12 +10,11 @@ import torch
 
 from data.batch import MicroBatch
 from trainer import rng
-from trainer.errors import ModelError
+from trainer.errors import MISFITS, ModelError, misfit
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, as_output, unsound
 from trainer.update.batch import BatchSource, Waiting, as_source
 from trainer.update.sums import Labels, Sums
-from trainer.user_code import MISFITS, misfit
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

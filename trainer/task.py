@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import inputs_of, matching
-from trainer.errors import UserCodeError
-from trainer.user_code import called, spelled
+from trainer.errors import UserCodeError, called, spelled
 
 
 class Metric(Protocol):

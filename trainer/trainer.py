@@ -16,8 +16,8 @@ from data.batch import MicroBatch, to_device
 from trainer import snapshot
 from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
 from trainer.checkpoints.unsaved import Unsaved
-from trainer.distributed.processes import Group
-from trainer.errors import SampleError
+from trainer.distributed import Group
+from trainer.errors import SampleError, account
 from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
 from trainer.files.atomic import storage_error
 from trainer.lr_schedulers.schedule import LRSchedule
@@ -31,7 +31,6 @@ from trainer.task import Task, coupling_remark, named_modules
 from trainer.update.batch import BatchSource, Waiting, as_source, updates
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
-from trainer.user_code import account
 
 _log = logging.getLogger(__name__)
 

@@ -112,7 +112,7 @@ def report(error: BaseException) -> int:
     """Print the error that ended the command, and return its exit code."""
     code = exit_code(error)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # of several processes the first to fail speaks
-        from trainer.distributed.peers import Cause, agent_board
+        from trainer.distributed import Cause, agent_board
 
         board = agent_board()
         if board is not None and not board.claim(Cause.of(error, int(os.environ["RANK"]))):
@@ -149,7 +149,7 @@ def describe(error: BaseException) -> str:
         return f"out of memory: {first or 'no memory is left'}; {_LESS_MEMORY}"
     if hasattr(error, "exit_code") or exit_code(error) != 1:
         return text or type(error).__name__
-    from trainer.user_code import account  # needed by few commands, and only at their end
+    from trainer.errors import account  # needed by few commands, and only at their end
 
     return account(error) or f"{type(error).__name__}: {first}".rstrip(": ")
 

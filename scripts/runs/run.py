@@ -32,7 +32,7 @@ from trainer.assembly.parts import build_strategy
 from trainer.callback import Callback
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
-from trainer.distributed.peers import attempt
+from trainer.distributed import attempt
 from trainer.evaluation import EvaluationAbandoned
 from trainer.files.layout import columns_of
 from trainer.inference.run import best_or_last

@@ -10,7 +10,7 @@ import torch
 from callbacks.trial import PRUNED_AT, PRUNER, Trial, open_storage
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.distributed.processes import Group
+from trainer.distributed import Group
 from trainer.errors import CheckpointError
 from trainer.state import PRUNED
 from trainer.trainer import Trainer

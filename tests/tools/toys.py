@@ -11,7 +11,7 @@ from data.loading.loader import Loader
 from data.orders import Sequential, Shuffled
 from data.updates import UpdateSampler
 from trainer.callback import Callback
-from trainer.distributed.processes import Group
+from trainer.distributed import Group
 from trainer.options import TrainerOptions
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.errors import RunError, UserCodeError
+from trainer.errors import RunError, UserCodeError, account, is_users, spelled
 from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.trainer import Trainer
-from trainer.user_code import account, is_users, spelled
 
 MODULE = """
 import torch
@@ -118,7 +117,7 @@ CASES = [
     pytest.param(
         {},
         {"features": 5},
-        ["Net.forward", "x=float32 [4, 8]", "self.head", "in_features=8"],
+        ["Net.forward", "x=float32 [4, 8]", "head, Linear(", "in_features=8"],
         id="layer",
     ),
     pytest.param({}, {"classes": 2}, ["Mine.training_step", "Target 2", "label 2"], id="label"),

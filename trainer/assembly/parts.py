@@ -22,8 +22,8 @@ from conf.schema import Config
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
 from trainer.callback import Callback, Saver, check_hooks
-from trainer.distributed.processes import is_rank
-from trainer.errors import ModelError
+from trainer.distributed import is_rank
+from trainer.errors import ModelError, is_misfit
 from trainer.lr_schedulers.build import build_lr_schedule
 from trainer.lr_schedulers.build import target_nodes as schedule_nodes
 from trainer.lr_schedulers.schedule import LRSchedule
@@ -39,9 +39,7 @@ from trainer.strategies.strategy import (
 from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate
 from trainer.task import Task, named_modules
-from trainer.update.activation_checkpointing import checkpoint_modules, checkpoint_segments
-from trainer.update.precision import Precision
-from trainer.user_code import is_misfit
+from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
 
 # Arguments that a sampler is given if its signature asks for them.
 OFFERED = ("dataset", "data_source", "targets", "seed")

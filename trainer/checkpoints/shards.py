@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
-from trainer.distributed.processes import ProcessGroup
+from trainer.distributed import ProcessGroup
 from trainer.errors import CheckpointError, StorageError
 from trainer.files.atomic import TEMPORARY, storage_error, sync_folder
 

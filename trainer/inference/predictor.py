@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from data.loading.loader import Loader
 from trainer import rng
-from trainer.errors import ModelError
+from trainer.errors import MISFITS, ModelError, misfit
 from trainer.inference.facts import InferenceFacts
 from trainer.rng import derived
 from trainer.trainer import Trainer
-from trainer.user_code import MISFITS, misfit
 
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.internals import foreach_div_, foreach_mul_, foreach_norm
+from trainer.optimizers.state import foreach_div_, foreach_mul_, foreach_norm
 
 
 class Muon(torch.optim.Muon):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_problems
-from trainer.internals import CONVOLUTIONS, NORMS
 from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
@@ -19,7 +18,10 @@ _OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
 
 _NORM_NAME = re.compile(r"Norm([123]d)?$")
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
-    "conv": CONVOLUTIONS,
+    "conv": (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    ),
     "linear": (nn.Linear, nn.Bilinear),
     "embedding": (nn.Embedding, nn.EmbeddingBag),
     "attention": (nn.MultiheadAttention,),
@@ -65,8 +67,8 @@ class Candidate(NamedTuple):
 
 
 def _one_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
-    if kind == "norm":  # outside torch its name decides, as there is no base
-        return any(isinstance(m, NORMS) or _NORM_NAME.search(type(m).__name__) for m in modules)
+    if kind == "norm":  # by its name, or a base's: there is no base of all
+        return any(_NORM_NAME.search(base.__name__) for m in modules for base in type(m).__mro__)
     classes = _MODULES[kind] if isinstance(kind, str) else kind
     return any(isinstance(m, classes) for m in modules)
 

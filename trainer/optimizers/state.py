@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # The wrapper that torch puts around `step` of every class of optimizers, and the one of its own.
 _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
 _SWITCHED = optimizer_module._use_grad_for_differentiable(lambda self: None).__code__
+# Kernels over lists of tensors: one launch where a loop in Python has one for each tensor.
+foreach_norm, foreach_div_ = torch._foreach_norm, torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
 # Counters that torch keeps on the host unless the optimizer runs captured or fused.
 _ON_HOST = ("step", "mu_product")
 # Options that select an implementation, which depends on the machine, and not the update.

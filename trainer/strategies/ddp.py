@@ -19,9 +19,8 @@ from torch.nn.functional import batch_norm
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
-from trainer.distributed.processes import ProcessGroup
+from trainer.distributed import ProcessGroup
 from trainer.errors import ModelError, ResourceError
-from trainer.internals import BATCH_NORMS
 from trainer.strategies.strategy import Strategy
 
 logger = logging.getLogger("regimen")
@@ -298,7 +297,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
     """Return `module` with its BatchNorm layers replaced."""
-    if isinstance(module, BATCH_NORMS):
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
         return SyncBatchNorm(module, group, share)
     for name, child in module.named_children():
         setattr(module, name, synchronize(child, group, share))

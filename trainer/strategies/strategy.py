@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import map_tensors
-from trainer.distributed.processes import Group
+from trainer.distributed import Group
 from trainer.errors import ResourceError
 
 # Unshared memory in bytes, on Linux, of a process that has imported torch and built a small model,

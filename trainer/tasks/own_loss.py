@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
+from trainer.errors import ModelError, called, spelled
 from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.supervised import Supervised
-from trainer.user_code import called, spelled
 
 IGNORED = -100  # the label that such losses leave out
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from data.batch import inputs_of
-from trainer.errors import ModelError, SampleError
+from trainer.errors import ModelError, SampleError, called, spelled
 from trainer.task import Metric, StepOutput, Task
 from trainer.tasks.losses import Losses
-from trainer.user_code import called, spelled
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 

@@ -13,9 +13,8 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch
-from trainer.internals import foreach_norm
 from trainer.optimizers.optimizers import Optimizers
-from trainer.optimizers.state import can_leave_out, take_step
+from trainer.optimizers.state import can_leave_out, foreach_norm, take_step
 from trainer.options import TrainerOptions
 from trainer.rng import derived
 from trainer.state import TrainState

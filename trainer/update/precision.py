@@ -1,9 +1,12 @@
-"""Number formats of a run: autocast, loss scaling, the format of parameters."""
+"""How passes are computed: in which number format, and what is recomputed to save memory."""
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from conf.errors import Problem
 from trainer.errors import ModelError
@@ -19,6 +23,7 @@ from trainer.task import in_format
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PARAMETERS = {"bf16_true": torch.bfloat16, "fp64": torch.float64}
+_KEY = "trainer.activation_checkpointing"
 _AS_IT_IS = nullcontext()
 # Flags of a CPU, and the format that they add without emulation.
 _CPU_FLAGS = {"avx512_bf16": "bf16", "amx_bf16": "bf16", "bf16": "bf16", "avx512_fp16": "fp16"}
@@ -120,3 +125,84 @@ def _backward(loss: Tensor) -> None:
     Variable._execution_engine.run_backward(
         (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def checkpoint_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Let the modules whose full names match a glob be recomputed in the backward pass.
+
+    Returns their names. Of nested matches only the outermost is. A pattern without a match is an
+    error. Names of modules and of the state dict do not change.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            more = ", ..." if len(names) > 12 else ""
+            hint = f"there are {', '.join(names[:12])}{more}"
+            raise ModelError(Problem(_KEY, f"{pattern!r} matches no module", hint))
+    chosen: list[str] = []
+    for name in names:
+        inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            chosen.append(name)
+            module = model.get_submodule(name)
+            module.forward = _recomputed(module, module.forward)
+    return chosen
+
+
+def checkpoint_segments(model: nn.Module, segments: int) -> None:
+    """Let the layers of an `nn.Sequential` be recomputed, in so many segments."""
+    key = f"{_KEY}_segments"
+    if not isinstance(model, nn.Sequential):
+        message = f"needs an nn.Sequential, but the model is a {type(model).__name__}"
+        raise ModelError(Problem(key, message, f"name modules in {_KEY} instead"))
+    if not 1 <= segments <= len(model):
+        message = f"{segments} segments, but the model has {len(model)} layers"
+        raise ModelError(Problem(key, message))
+    layers, size = list(model), len(model) // segments  # as torch's checkpoint_sequential cuts
+    bounds = [*(size * i for i in range(segments)), len(layers)]
+    runs = [functools.partial(_run, layers[low:high]) for low, high in itertools.pairwise(bounds)]
+    # The activations of the last of several segments are needed immediately.
+    kept = len(runs) - 1 or 1
+    parts: list[Callable[[Any], Any]]
+    parts = [*(_recomputed(model, run) for run in runs[:kept]), *runs[kept:]]
+    model.forward = functools.partial(_run, parts)  # type: ignore[method-assign]
+
+
+def _run(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _recomputed(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _FrozenStatistics(module)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not module.training:
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return forward
+
+
+class _FrozenStatistics(AbstractContextManager[None]):
+    """Let a recomputation move copies of BatchNorm's statistics: the first pass has moved them.
+
+    For second derivatives a pass is recomputed twice, so that this is entered again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [m for m in module.modules() if hasattr(m, "num_batches_tracked")]
+        self._kept: list[list[dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._kept.append([dict(norm._buffers) for norm in self._norms])
+        for norm in self._norms:
+            for name, buffer in norm._buffers.items():
+                norm._buffers[name] = None if buffer is None else buffer.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):
+            norm._buffers.update(buffers)

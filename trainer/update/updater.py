@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data.batch import MicroBatch, joined
-from trainer.errors import DivergedError, ModelError, SampleError
+from trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misfit
 from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
 from trainer.update.gradients import (
@@ -25,7 +25,6 @@ from trainer.update.gradients import (
     without_effect,
 )
 from trainer.update.sums import Labels, Shares, Sums, add_up
-from trainer.user_code import MISFITS, misfit
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -16,7 +16,7 @@ from data.loading.loader import Loader
 from data.orders import Sequential
 from data.updates import UpdateSampler
 from scripts.cli.signals import stop_signals
-from trainer.distributed.processes import Group
+from trainer.distributed import Group
 from trainer.errors import stopping_signals
 from trainer.state import TrainState
 from trainer.strategies.strategy import Strategy

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.strategies.ddp import Share, SyncBatchNorm, synchronize
-from trainer.update.activation_checkpointing import checkpoint_modules
+from trainer.update.precision import checkpoint_modules
 
 KINDS = [
     pytest.param(nn.BatchNorm1d, (), {}, id="1d"),

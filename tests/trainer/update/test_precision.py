@@ -12,8 +12,7 @@ from trainer.options import TrainerOptions
 from trainer.tasks.classification import Classification
 from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
-from trainer.update.activation_checkpointing import checkpoint_modules, checkpoint_segments
-from trainer.update.precision import Precision
+from trainer.update.precision import Precision, checkpoint_modules, checkpoint_segments
 
 
 def network() -> nn.Module:
@@ -212,6 +211,7 @@ def test_complex_parameters_keep_their_precision() -> None:
     "apply",
     [
         pytest.param(lambda m: checkpoint_modules(m, ["0", "0.*", "1"]), id="globs"),
+        pytest.param(lambda m: checkpoint_segments(m, 1), id="one-segment"),
         pytest.param(lambda m: checkpoint_segments(m, 2), id="segments"),
         pytest.param(lambda m: checkpoint_segments(m, 4), id="a-segment-a-layer"),
     ],

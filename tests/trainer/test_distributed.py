@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.distributed import peers
+from trainer.distributed import agreed_attempt
 from trainer.errors import PeerError
 
 PATIENCE = timedelta(seconds=5)
@@ -21,7 +21,7 @@ def meeting():
     def arrive(*ranks, patience=PATIENCE):
         own = [TCPStore("localhost", store.port, is_master=False, timeout=patience) for _ in ranks]
         return [
-            pool.submit(peers.agreed_attempt, connection, rank, 3, patience)
+            pool.submit(agreed_attempt, connection, rank, 3, patience)
             for connection, rank in zip(own, ranks, strict=True)
         ]
 

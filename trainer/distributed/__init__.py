@@ -1,1 +1,0 @@
-"""Processes that train together: rendezvous, communication, stopping and failure."""
