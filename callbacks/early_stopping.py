@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-from callbacks.support import AUTO, CallbackError, Monitor
+from callbacks.support import AUTO, Monitor, require
 from conf.errors import problems_at
 from trainer.callback import Callback
 from trainer.trainer import Trainer
@@ -20,6 +19,8 @@ class EarlyStopping(Callback):
     counts epochs.
     """
 
+    persistent = ("best", "waited", "looked_at", "epoch", "last")
+
     def __init__(
         self,
         monitor: str = AUTO,
@@ -29,10 +30,9 @@ class EarlyStopping(Callback):
         min_epochs: int = 0,
         check_finite: bool = True,
     ) -> None:
-        if patience is not None and patience < 1:
-            raise CallbackError(f"patience={patience}: choose at least 1, or null for no stopping")
-        if not min_delta >= 0:
-            raise CallbackError(f"min_delta={min_delta}: choose 0 or more")
+        few = f"patience={patience}: choose at least 1, or null for no stopping"
+        require(patience is None or patience >= 1, few)
+        require(min_delta >= 0, f"min_delta={min_delta}: choose 0 or more")
         self._monitor = Monitor(monitor, mode, compared=patience is not None)
         self._patience = patience
         self._min_delta = min_delta
@@ -40,9 +40,9 @@ class EarlyStopping(Callback):
         self._check_finite = check_finite
         self.best: float | None = None
         self.waited = 0  # validations, or epochs, since the best one
-        self._looked_at = 0  # step; a boundary that a signal interrupted is repeated
-        self._epoch: int | None = None  # the epoch then
-        self._last = 0.0  # and the value
+        self.looked_at = 0  # step; a boundary that a signal interrupted is repeated
+        self.epoch: int | None = None  # the epoch then
+        self.last = 0.0  # and the value
 
     @property
     def monitor(self) -> str | None:
@@ -53,23 +53,20 @@ class EarlyStopping(Callback):
         """Resolve the metric. Raises CallbackError if the run does not compute it."""
         with problems_at(f"callbacks.{self.name}"):
             self._monitor.resolve(trainer)
-        if self._patience and self.monitor is None:
-            raise CallbackError(
-                f"callbacks.{self.name}.patience={self._patience}: this task has no metric "
-                f"to monitor; set callbacks.{self.name}.monitor"
-            )
-        if self._patience and self._monitor.on_validation and trainer.val_loader is None:
-            raise CallbackError(
-                f"callbacks.{self.name}.monitor={self.monitor}: there is no validation set; "
-                f"monitor train/loss, or remove the callback with '~callbacks.{self.name}'"
-            )
+        if self._patience:
+            key, name = f"callbacks.{self.name}", self.monitor
+            none = f"this task has no metric to monitor; set {key}.monitor"
+            require(name is not None, f"{key}.patience={self._patience}: {none}")
+            hint = f"monitor train/loss, or remove the callback with '~{key}'"
+            there = trainer.val_loader is not None or not self._monitor.on_validation
+            require(there, f"{key}.monitor={name}: there is no validation set; {hint}")
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Repeat a stop that was due when the checkpoint was saved."""
-        if self._epoch is None:  # a new run
-            self._epoch = trainer.state.epoch
+        if self.epoch is None:  # a new run
+            self.epoch = trainer.state.epoch
         if trainer.branched:  # other hyper-parameters may mend what was not finite
-            self._last = 0.0
+            self.last = 0.0
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -80,13 +77,13 @@ class EarlyStopping(Callback):
     def on_boundary(self, trainer: Trainer) -> None:
         """Compare the training metric of an epoch."""
         state = trainer.state
-        at_end = not state.position and state.global_step > self._looked_at
+        at_end = not state.position and state.global_step > self.looked_at
         if at_end and self.monitor is not None and not self._monitor.on_validation:
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        self._looked_at, self._epoch = trainer.state.global_step, trainer.state.epoch
-        self._last = value = self._monitor.value(trainer.metrics)
+        self.looked_at, self.epoch = trainer.state.global_step, trainer.state.epoch
+        self.last = value = self._monitor.value(trainer.metrics)
         if self._monitor.better(value, self.best, self._min_delta):
             self.best, self.waited = value, 0
         else:
@@ -94,24 +91,13 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: Trainer) -> None:
-        if self._check_finite and not math.isfinite(self._last):
-            trainer.state.request_stop(f"{self.monitor} is {self._last}")
+        if self._check_finite and not math.isfinite(self.last):
+            trainer.state.request_stop(f"{self.monitor} is {self.last}")
         if self._patience is None or self.waited < self._patience:
             return
         # The epoch of the look: a resume between two looks must not stop a run.
-        if self._epoch is not None and self._epoch >= self._min_epochs:
+        if self.epoch is not None and self.epoch >= self._min_epochs:
             best = "it was never a number" if self.best is None else f"best {self.best:.4g}"
             unit = "validation" if self._monitor.on_validation else "epoch"
             looks = f"{self.waited} {unit}{'s' * (self.waited != 1)}"
             trainer.state.request_stop(f"{self.monitor} has not improved in {looks} ({best})")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the number of validations since, and the last of them."""
-        looked = {"looked_at": self._looked_at, "epoch": self._epoch, "last": self._last}
-        return {"best": self.best, "waited": self.waited, **looked}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the counters."""
-        self.best, self.waited = state["best"], state["waited"]
-        self._looked_at = state["looked_at"]
-        self._epoch, self._last = state["epoch"], state["last"]

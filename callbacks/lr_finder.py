@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback
 from trainer.files.atomic import write_json
 from trainer.media import Image
@@ -21,6 +22,7 @@ REPORT = "lr_finder.json"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LRFinder(Callback):
     """Raise the learning rate from `min_lr` to `max_lr` over `updates`, then end the run.
 
@@ -32,44 +34,39 @@ class LRFinder(Callback):
     Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
 
-    def __init__(
-        self,
-        min_lr: float = 1e-6,
-        max_lr: float = 1.0,
-        updates: int = 100,
-        stop_factor: float = 4.0,
-        smoothing: float = 0.8,
-    ) -> None:
-        if not 0 < min_lr < max_lr:
-            raise CallbackError(f"min_lr={min_lr}, max_lr={max_lr}: choose 0 < min_lr < max_lr")
-        if updates < 2 or not 0 <= smoothing < 1 or stop_factor <= 1:
-            raise CallbackError("choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1")
-        self._min_lr = min_lr
-        self._max_lr = max_lr
-        self._updates = updates
-        self._stop_factor = stop_factor
-        self._smoothing = smoothing
-        self._ratios: list[float] = []
+    min_lr: float = 1e-6
+    max_lr: float = 1.0
+    updates: int = 100
+    stop_factor: float = 4.0
+    smoothing: float = 0.8
+    persistent = ("rates", "losses", "ratios")
+
+    def __post_init__(self) -> None:
+        given = f"min_lr={self.min_lr}, max_lr={self.max_lr}"
+        require(0 < self.min_lr < self.max_lr, f"{given}: choose 0 < min_lr < max_lr")
+        sound = self.updates >= 2 and 0 <= self.smoothing < 1 and self.stop_factor > 1
+        require(sound, "choose updates >= 2, 0 <= smoothing < 1 and stop_factor > 1")
         self.rates: list[float] = []
         self.losses: list[float] = []
+        self.ratios: list[float] = []  # of the groups' rates to the largest
 
     def setup(self, trainer: Trainer) -> None:
         """Raise CallbackError unless the loss of every update is logged."""
-        if trainer.options.log_every_n_steps != 1:
-            raise CallbackError(f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
+        every = trainer.options.log_every_n_steps == 1
+        require(every, f"callbacks.{self.name} needs trainer.log_every_n_steps=1")
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Set the smallest rate; a resumed test goes on."""
-        if not self._ratios:
+        if not self.ratios:
             rates = list(trainer.learning_rates().values())
-            self._ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
+            self.ratios = [rate / max(rates) if max(rates) > 0 else 1.0 for rate in rates]
         self.on_update_end(trainer)
         self._stop_if_done(trainer)
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Set the rate of the next update, after the schedule has set its own."""
         rate = self._rate(trainer.state.updates)
-        for group, ratio in zip(trainer.optimizers.groups(), self._ratios, strict=True):
+        for group, ratio in zip(trainer.optimizers.groups(), self.ratios, strict=True):
             group.options["lr"] = rate * ratio
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -94,15 +91,6 @@ class LRFinder(Callback):
         """Write the report: the run may have diverged at the largest rates."""
         self.on_fit_end(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the curve so far, and the ratios of the groups' rates."""
-        return {"rates": list(self.rates), "losses": list(self.losses), "ratios": self._ratios}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the curve."""
-        self.rates, self.losses = list(state["rates"]), list(state["losses"])
-        self._ratios = list(state["ratios"])
-
     def suggestion(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest; None if it never falls."""
         slopes = [later - former for former, later in pairwise(self._smoothed())]
@@ -110,21 +98,21 @@ class LRFinder(Callback):
         return None if best is None or not slopes[best] < 0 else self.rates[best]
 
     def _rate(self, update: int) -> float:
-        share = min(1.0, update / (self._updates - 1))
-        return float(self._min_lr * (self._max_lr / self._min_lr) ** share)
+        share = min(1.0, update / (self.updates - 1))
+        return float(self.min_lr * (self.max_lr / self.min_lr) ** share)
 
     def _stop_if_done(self, trainer: Trainer) -> None:
         smooth = self._smoothed()
-        exploded = bool(smooth) and not smooth[-1] <= self._stop_factor * min(smooth)
-        if exploded or (smooth and trainer.state.updates >= self._updates):
+        exploded = bool(smooth) and not smooth[-1] <= self.stop_factor * min(smooth)
+        if exploded or (smooth and trainer.state.updates >= self.updates):
             trainer.state.request_stop("the learning rate range test is done")
 
     def _smoothed(self) -> list[float]:
         """Return the exponential moving averages of the losses, with bias correction."""
         average, weight, result = 0.0, 0.0, []
         for loss in self.losses:
-            average = self._smoothing * average + (1 - self._smoothing) * loss
-            weight = self._smoothing * weight + 1 - self._smoothing
+            average = self.smoothing * average + (1 - self.smoothing) * loss
+            weight = self.smoothing * weight + 1 - self.smoothing
             result.append(average / weight)
         return result
 

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from typing import Any
 
 from data.batch import map_tensors
 from trainer.callback import Callback
@@ -27,7 +26,11 @@ class ModelSummary(Callback):
         if trainer.resumed:
             return
         # On every process: the forward pass of a sharded model is a collective.
-        task, batch = trainer.task, example(trainer)
+        with trainer.random.aside():
+            micro_batch = next(trainer.draw(trainer.state.epoch))[0]
+            trainer.train_loader.close()
+        task = trainer.task
+        batch = map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)
         for step in (task.prediction_step, task.training_step):  # which may prepare the inputs
             autocast = trainer.precision.autocast
             summary = summarize(trainer.model, batch, self._depth, step, autocast, compute=True)
@@ -36,11 +39,3 @@ class ModelSummary(Callback):
         if trainer.is_main:
             width = min(WIDTH, columns_of(sys.stderr) or WIDTH)
             _log.info("%s", render(summary, width))
-
-
-def example(trainer: Trainer) -> Any:
-    """Return a training batch of two samples."""
-    with trainer.random.aside():
-        micro_batch = next(trainer.draw(trainer.state.epoch))[0]
-        trainer.train_loader.close()
-    return map_tensors(lambda t: t[:2] if t.ndim else t, micro_batch.batch)

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -20,8 +20,7 @@ class Overfit(Callback):
     """
 
     def __init__(self, threshold: float = 0.01) -> None:
-        if not threshold > 0:
-            raise CallbackError(f"threshold={threshold}: choose more than 0")
+        require(threshold > 0, f"threshold={threshold}: choose more than 0")
         self._threshold = threshold
         self._since: tuple[float, int] | None = None  # time and update at which timing began
         self._told = False

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ TRACES, TABLE = "profile", "profile.txt"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Profiler(Callback):
     """Record `active` updates, after `wait` idle ones and `warmup` ones whose results are dropped.
 
@@ -23,23 +25,15 @@ class Profiler(Callback):
     https://ui.perfetto.dev; `profile.txt` lists the most expensive operators.
     """
 
-    def __init__(
-        self,
-        wait: int = 5,
-        warmup: int = 2,
-        active: int = 5,
-        repeat: int = 1,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-    ) -> None:
-        self._made = partial(
-            profiler.profile,
-            schedule=profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-        )
+    wait: int = 5
+    warmup: int = 2
+    active: int = 5
+    repeat: int = 1
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+    def __post_init__(self) -> None:
         self._profile: profiler.profile | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -48,7 +42,14 @@ class Profiler(Callback):
             return
         # torch's tracer prints each start and end to stderr, and errors where there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._profile = self._made(on_trace_ready=partial(self._write, trainer))
+        phases = {"wait": self.wait, "warmup": self.warmup, "active": self.active}
+        self._profile = profiler.profile(
+            schedule=profiler.schedule(**phases, repeat=self.repeat),
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            on_trace_ready=partial(self._write, trainer),
+        )
         self._profile.start()
 
     def on_update_end(self, trainer: Trainer) -> None:

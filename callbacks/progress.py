@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback, saver_of
 from trainer.files.layout import is_dumb, size_of
 from trainer.trainer import Trainer
@@ -34,13 +34,11 @@ class Progress(Callback):
     """
 
     def __init__(self, bar: bool | None = None, every_seconds: float = 10.0) -> None:
-        if not every_seconds > 0:
-            raise CallbackError(f"every_seconds={every_seconds}: choose more than 0")
+        require(every_seconds > 0, f"every_seconds={every_seconds}: choose more than 0")
         self._wants_bar = bar
         self._every_seconds = every_seconds
         self._shown = False  # by this process
         self._bars = False  # as bars of the run and of its epoch
-        self._consoles: list[logging.Handler] = []
         self._best: float | None = None  # of the monitored metric, so far
         self._widths: dict[str, int] = {}  # of the columns of the table
         self._header: list[str] = []
@@ -68,7 +66,6 @@ class Progress(Callback):
             for handler in logging.getLogger().handlers:
                 stream = getattr(handler, "stream", None)
                 if stream is not None and stream in (sys.stderr, sys.stdout):
-                    self._consoles.append(handler)
                     handler.addFilter(self._make_room)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -139,9 +136,9 @@ class Progress(Callback):
     def teardown(self, trainer: Trainer) -> None:
         """Remove the bars and the log filters."""
         self._make_room()
-        for handler in self._consoles:
+        for handler in logging.getLogger().handlers:
             handler.removeFilter(self._make_room)
-        self._bars, self._consoles = False, []
+        self._bars = False
 
     def _show(
         self, trainer: Trainer, epoch: int, values: Mapping[str, float], closes: bool = False

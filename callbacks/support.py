@@ -23,11 +23,16 @@ class CallbackError(ConfigError, ValueError):
     """An option of a callback is invalid, or does not fit the run."""
 
 
+def require(valid: bool, message: str) -> None:
+    """Raise CallbackError unless an option is valid."""
+    if not valid:
+        raise CallbackError(message)
+
+
 def check_least(**options: float | None) -> None:
     """Raise CallbackError for options below 1; None is none."""
     for name, value in options.items():
-        if value is not None and value < 1:
-            raise CallbackError(f"{name}={value}: choose at least 1")
+        require(value is None or value >= 1, f"{name}={value}: choose at least 1")
 
 
 class Monitor:
@@ -40,8 +45,7 @@ class Monitor:
     """
 
     def __init__(self, name: str | None, mode: str = AUTO, compared: bool = True) -> None:
-        if mode not in ("min", "max", AUTO):
-            raise CallbackError(f"mode={mode!r}: choose min, max or {AUTO}")
+        require(mode in ("min", "max", AUTO), f"mode={mode!r}: choose min, max or {AUTO}")
         self.name = None if name is None else epoch_metric(name)
         self._mode, self._compared, self._sign = mode, compared, 1
         self._find_sign()
@@ -59,10 +63,8 @@ class Monitor:
         words = re.split(r"[/_:]", str(self.name).lower())
         words += [word.rstrip("0123456789") for word in words]
         found = next((w for w in words if w in _SMALLER | _LARGER), None)
-        if self._mode == AUTO and found is None:
-            raise CallbackError(
-                f"mode={AUTO}: is a larger {self.name} better? say mode=max or mode=min"
-            )
+        known, hint = self._mode != AUTO or found is not None, "say mode=max or mode=min"
+        require(known, f"mode={AUTO}: is a larger {self.name} better? {hint}")
         rises = found in _LARGER if self._mode == AUTO else self._mode == "max"
         self._sign = 1 if rises else -1
 

@@ -7,11 +7,10 @@ neither lists nor None.
 """
 
 import errno
-import functools
+import io
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -27,9 +26,10 @@ from tensorboard.plugins.hparams import (  # type: ignore[import-untyped]
     plugin_data_pb2,
 )
 from tensorboard.plugins.text import metadata as texts  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import custom_scalars, histogram_raw, image, pr_curve_raw
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from callbacks.trackers.recorder import UNFINISHED, Recorder, Value, config_of, leaves, varied
 from trainer.callback import Results, saver_of
 from trainer.media import Histogram, Media, PRCurve
@@ -50,36 +50,57 @@ class TensorBoard(Recorder):
     causes a warning, and the run continues.
     """
 
+    persistent = ("sizes",)
+
     def __init__(self, hparams: Sequence[str] = ()) -> None:
         super().__init__()
-        if isinstance(hparams, str):  # a string is a Sequence as well
-            raise CallbackError(f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
+        named = not isinstance(hparams, str)  # a string is a Sequence as well
+        require(named, f"hparams={hparams!r}: give a list of globs, such as [{hparams}]")
         self._hparams = hparams
-        self._file: _EventFile | None = None
-        self._sizes: dict[str, int] = {}  # of the files of earlier processes
+        self._path: Path | None = None
+        self.sizes: dict[str, int] = {}  # of this file and those of earlier processes
 
     def begin(self, trainer: Trainer) -> None:
         """Start a file, and truncate those of a resumed run to their sizes in the checkpoint."""
-        served = command(self.run)
+        folder, served, number = self.run / TENSORBOARD, command(self.run), len(self.sizes)
         _log.info("follow the run: %s", served, extra={"command": served})
-        for path in (self.run / TENSORBOARD).glob(f"events.out.tfevents.*{_SUFFIX}"):
-            if path.name not in self._sizes:
+        for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            if path.name not in self.sizes:
                 path.unlink()
-            elif path.stat().st_size > self._sizes[path.name]:
-                os.truncate(path, self._sizes[path.name])
-        self._file = file = _EventFile(self.run / TENSORBOARD, len(self._sizes))
+            elif path.stat().st_size > self.sizes[path.name]:
+                os.truncate(path, self.sizes[path.name])
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{number}"
+        self._path = folder / f"events.out.tfevents.{stamp}{_SUFFIX}"
         if trainer.resumed:  # a running TensorBoard drops what it has read from this step on
             start = SessionLog(status=SessionLog.START)
-            file.write(Event(step=trainer.state.global_step + 1, session_log=start))
-        if self._sizes:  # TensorBoard keeps what the first file says of charts and settings
+            self._write(step=trainer.state.global_step + 1, session_log=start)
+        if number:  # TensorBoard keeps what the first file says of charts and settings
             return
-        summaries = [_layout(trainer.task.metric_names())]
-        if hparams := self._settings(trainer):
-            swept = varied(self.run)
+        # A chart for each metric, the loss first: training and validation, as patterns.
+        names = trainer.task.metric_names()
+        ordered = sorted(dict.fromkeys(names), key=lambda name: not name.startswith("loss"))
+        stages = "train/", "train/epoch_", "val/", "test/"
+        charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in ordered}
+        self._write(summary=custom_scalars({"training and validation": charts}))  # type: ignore[no-untyped-call]
+        settings, swept = dict(leaves(config_of(self.run, trainer.config_text))), varied(self.run)
+        # A group that is swept (`model`) has its override's value.
+        chosen: dict[str, Value | None] = {k: settings.get(k, given) for k, given in swept.items()}
+        chosen |= {
+            k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in self._hparams)
+        }
+        if hparams := {key: value for key, value in chosen.items() if value is not None}:
+            saver = saver_of(trainer.callbacks)
+            monitor = None if saver is None else saver.monitor
+            compared = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in names]
+            compared += [f"test/{name}" for name in names]
             columns = {k: v for k, v in hparams.items() if not swept or k in swept}
-            summaries += [_columns(columns, bool(swept), _outcomes(trainer)), _session(hparams)]
-        for summary in summaries:
-            file.write(Event(step=0, summary=summary))
+            self._write(summary=_columns(columns, bool(swept), compared))
+            begun = plugin_data_pb2.SessionStartInfo()  # the run's row
+            for key, value in hparams.items():
+                setattr(begun.hparams[key], _kind(value)[0], value)
+            self._write(summary=_tab(metadata.SESSION_START_INFO_TAG, session_start_info=begun))
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -100,36 +121,35 @@ class TensorBoard(Recorder):
             failed = results.state == "failed"
             status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
             info = plugin_data_pb2.SessionEndInfo(status=status)
-            summary = _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=info)
+            summary = _tab(metadata.SESSION_END_INFO_TAG, session_end_info=info)
             # A run that is resumed after all makes a running TensorBoard forget what is beyond.
             self._write(step=step + 1, summary=summary)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the files and their sizes."""
-        own = {self._file.path.name: self._file.size} if self._file is not None else {}
-        return {"sizes": {**self._sizes, **own}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what has been written."""
-        self._sizes = dict(state["sizes"])
-
     def _write(self, **event: Any) -> None:
-        if self._file is not None:
-            self._file.write(Event(**event))
+        """Append an event completely, or raise OSError and leave the file unchanged.
 
-    def _settings(self, trainer: Trainer) -> dict[str, Value]:
-        """Return the settings of a run: the swept ones, then those whose keys match a pattern.
-
-        Dotted keys of its configuration; a group that is swept (`model`) has its override's value.
+        The file is opened for each record. There are few records, and no file is left open.
         """
-        settings = dict(leaves(config_of(self.run, trainer.config_text)))
-        chosen: dict[str, Value | None] = {
-            key: settings.get(key, given) for key, given in varied(self.run).items()
-        }
-        chosen |= {
-            k: v for k, v in settings.items() if any(fnmatchcase(k, p) for p in self._hparams)
-        }
-        return {key: value for key, value in chosen.items() if value is not None}
+        if self._path is None:
+            return
+        record, size = io.BytesIO(), self.sizes.get(self._path.name, 0)
+        first = [] if size else [Event(file_version="brain.Event:2")]
+        for part in (*first, Event(**event)):
+            part.wall_time = time.time()
+            RecordWriter(record).write(part.SerializeToString())
+        content = record.getvalue()
+        # Only the first record makes the file: under its name there may be another run's folder.
+        make = 0 if size else os.O_CREAT
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | make, 0o666)
+        try:
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(descriptor, size)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        finally:
+            os.close(descriptor)
+        self.sizes[self._path.name] = size + len(content)
 
 
 def _summary(name: str, value: Media) -> Summary:
@@ -150,22 +170,6 @@ def _summary(name: str, value: Media) -> Summary:
     return image(name, value, dataformats="HWC")  # type: ignore[no-untyped-call]
 
 
-def _layout(metrics: Sequence[str]) -> Summary:
-    """Return a chart for each metric, the loss first: training and validation, as patterns."""
-    names = sorted(dict.fromkeys(metrics), key=lambda name: not name.startswith("loss"))
-    stages = "train/", "train/epoch_", "val/", "test/"
-    charts = {n: ["Multiline", [f"^{stage}{n}$" for stage in stages]] for n in names}
-    return custom_scalars({"training and validation": charts})  # type: ignore[no-untyped-call]
-
-
-def _outcomes(trainer: Trainer) -> list[str]:
-    """Return the metrics that runs are compared by: the best value, and those of the test."""
-    saver, metrics = saver_of(trainer.callbacks), trainer.task.metric_names()
-    monitor = None if saver is None else saver.monitor
-    best = [f"best/{monitor}"] if monitor else [f"val/{name}" for name in metrics]
-    return [*best, *(f"test/{name}" for name in metrics)]
-
-
 def _columns(hparams: Mapping[str, Value], differs: bool, metrics: Sequence[str]) -> Summary:
     """Return the summary that declares settings and metrics: the columns of the HParams tab."""
     infos = [
@@ -174,15 +178,7 @@ def _columns(hparams: Mapping[str, Value], differs: bool, metrics: Sequence[str]
     ]
     named = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=named)
-    return _hparams(metadata.EXPERIMENT_TAG, experiment=experiment)
-
-
-def _session(hparams: Mapping[str, Value]) -> Summary:
-    """Return the summary with the settings: it begins the run's row."""
-    start = plugin_data_pb2.SessionStartInfo()
-    for key, value in hparams.items():
-        setattr(start.hparams[key], _kind(value)[0], value)
-    return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+    return _tab(metadata.EXPERIMENT_TAG, experiment=experiment)
 
 
 def _kind(value: Value) -> tuple[str, Any]:
@@ -193,60 +189,6 @@ def _kind(value: Value) -> tuple[str, Any]:
     return "number_value", api_pb2.DATA_TYPE_FLOAT64
 
 
-def _hparams(tag: str, **data: Any) -> Summary:
+def _tab(tag: str, **data: Any) -> Summary:
     made = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
     return Summary(value=[Summary.Value(tag=tag, metadata=made, tensor=metadata.NULL_TENSOR)])
-
-
-class _EventFile:
-    """Append events to one file of a log directory; both methods may raise OSError.
-
-    The file is opened for each record. There are few records, and no file is left open.
-    """
-
-    def __init__(self, folder: Path, number: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{number}"
-        self.path = folder / f"events.out.tfevents.{stamp}{_SUFFIX}"
-        self.size = 0
-        self.write(Event(file_version="brain.Event:2"))
-
-    def write(self, event: Event) -> None:
-        """Append an event completely, or raise OSError and leave the file unchanged."""
-        event.wall_time = time.time()
-        content = _record(event.SerializeToString())
-        # Only the first record makes the file: under its name there may be another run's folder.
-        make = 0 if self.size else os.O_CREAT
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | make, 0o666)
-        try:
-            if os.write(descriptor, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            os.ftruncate(descriptor, self.size)
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        finally:
-            os.close(descriptor)
-        self.size += len(content)
-
-
-def _record(content: bytes) -> bytes:
-    length = struct.pack("<Q", len(content))
-    return b"".join((length, _checksum(length), content, _checksum(content)))
-
-
-def _checksum(content: bytes) -> bytes:
-    # CRC-32C, rotated and shifted as TensorFlow's records have it; zlib has another polynomial.
-    crc, table = 0xFFFFFFFF, _table()
-    for byte in content:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-@functools.cache
-def _table() -> list[int]:
-    table = list(range(256))
-    for _ in range(8):
-        table = [(crc >> 1) ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
-    return table

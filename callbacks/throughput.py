@@ -2,7 +2,7 @@
 
 import logging
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -20,8 +20,7 @@ class Throughput(Callback):
     """
 
     def __init__(self, hint_share: float = 0.3) -> None:
-        if not 0 <= hint_share <= 1:
-            raise CallbackError(f"hint_share={hint_share}: choose a fraction from 0 to 1")
+        require(0 <= hint_share <= 1, f"hint_share={hint_share}: choose a fraction from 0 to 1")
         self._hint_share = hint_share
         self._intervals = 0
         self._samples = 0
@@ -38,21 +37,15 @@ class Throughput(Callback):
         self._samples, self._updates = state.samples, state.updates
         if seconds <= 0 or not updates:
             return {}
-        self._hint(waited / seconds)
+        share, self._intervals = waited / seconds, self._intervals + 1
+        # The first interval includes the start of worker processes and is not representative.
+        if self._intervals > 1 and share > self._hint_share:
+            self._hint_share = 1.0
+            message = "%.0f%% of the time is spent waiting for data: set loader.num_workers=auto"
+            _log.info(message, 100 * share)
         return {
             "time/samples_per_second": samples / seconds,
             "time/step_seconds": seconds / updates,
             "time/data_wait": waited / updates,
-            "time/data_share": waited / seconds,
+            "time/data_share": share,
         }
-
-    def _hint(self, share: float) -> None:
-        self._intervals += 1
-        # The first interval includes the start of worker processes and is not representative.
-        if self._intervals < 2 or share <= self._hint_share:
-            return
-        self._hint_share = 1.0
-        _log.info(
-            "%.0f%% of the time is spent waiting for data: set loader.num_workers=auto",
-            100 * share,
-        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback
 from trainer.trainer import Trainer
 
@@ -33,10 +33,9 @@ class Unfreeze(Callback):
         self._stages = {name: stage for name, stage in stages.items() if stage is not None}
         for name, stage in self._stages.items():
             unknown = stage.keys() - {"pattern", "epoch", "step"}
-            if unknown or "pattern" not in stage or {"epoch", "step"} <= stage.keys():
-                raise CallbackError(
-                    f"stages.{name}={dict(stage)}: give pattern, and at most one of epoch and step"
-                )
+            sound = "pattern" in stage and not {"epoch", "step"} <= stage.keys() and not unknown
+            hint = "give pattern, and at most one of epoch and step"
+            require(sound, f"stages.{name}={dict(stage)}: {hint}")
         self._members: dict[str, list[nn.Parameter]] = {}
         self._frozen: set[str] = set()  # names of stages
 
@@ -50,16 +49,10 @@ class Unfreeze(Callback):
                     break
         for name, members in self._members.items():
             key = f"callbacks.{self.name}.stages.{name}"
-            if not members:
-                raise CallbackError(
-                    f"{key}.pattern={self._stages[name]['pattern']}: matches no parameter, or only "
-                    "those of earlier stages"
-                )
-            if not all(member.requires_grad for member in members):
-                raise CallbackError(
-                    f"{key}: the model was built with some of these parameters frozen, so that no "
-                    "optimizer has them"
-                )
+            unmatched = "matches no parameter, or only those of earlier stages"
+            require(bool(members), f"{key}.pattern={self._stages[name]['pattern']}: {unmatched}")
+            frozen = "the model was built with some of these frozen, so that no optimizer has them"
+            require(all(member.requires_grad for member in members), f"{key}: {frozen}")
             set_trainable(trainer.model, members, trains=False)
         self._frozen = set(self._stages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -52,6 +53,7 @@ class Callback:
     changes_weights: bool = False  # after an update: called before those that read them
     freezes: bool = False  # parameters get no gradient in some updates: DDP has to look for them
     takes_shards: bool = True  # does its work where each process has a part of every parameter
+    persistent: tuple[str, ...] = ()  # attributes that are its state, if they are all of it
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if it does not fit the model, whose weights may have no values yet."""
@@ -137,10 +139,11 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs: tensors and plain containers only."""
-        return {}
+        return {name: copy.copy(getattr(self, name)) for name in self.persistent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
+        vars(self).update({name: state[name] for name in self.persistent})
 
 
 class Average(Callback):

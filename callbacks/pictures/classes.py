@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from callbacks.pictures.picture import ValidationPicture, class_names, labels_of, matrix
-from callbacks.support import CallbackError, check_least
+from callbacks.support import check_least, require
 from trainer.media import PRCurve
 from trainer.trainer import Trainer
 
@@ -59,8 +59,7 @@ class PRCurves(ValidationPicture):
     ) -> None:
         super().__init__(every_n_validations=every_n_validations)
         check_least(max_classes=max_classes)
-        if thresholds < 2:
-            raise CallbackError(f"thresholds={thresholds}: choose at least 2")
+        require(thresholds >= 2, f"thresholds={thresholds}: choose at least 2")
         self._max_classes = max_classes
         self._thresholds = thresholds
         self._classes = 0

@@ -13,7 +13,7 @@ from callbacks.pictures.picture import (
     pixels,
     sheet,
 )
-from callbacks.support import CallbackError, check_least
+from callbacks.support import check_least, require
 from data.batch import inputs_of
 from trainer.trainer import Trainer
 
@@ -58,8 +58,7 @@ class GeneratedText(ValidationPicture):
     ) -> None:
         super().__init__(count, every_n_validations)
         check_least(prompt=prompt, length=length)
-        if not temperature > 0:
-            raise CallbackError(f"temperature={temperature}: choose more than 0")
+        require(temperature > 0, f"temperature={temperature}: choose more than 0")
         self._prompt, self._length = prompt, length
         self._temperature = temperature
         self._context = 0  # tokens that the model sees

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import (  # type: ig
 )
 from torch.utils.tensorboard import SummaryWriter
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from callbacks.tensorboard import TensorBoard
 from data.batch import MicroBatch, inputs_of
 from trainer.callback import Callback
@@ -37,8 +37,7 @@ class Graph(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Find the TensorBoard callback. Raises CallbackError if there is none."""
         self._boards = [c for c in trainer.callbacks.values() if isinstance(c, TensorBoard)]
-        if not self._boards:
-            raise CallbackError(f"callbacks.{self.name} needs callbacks.tensorboard")
+        require(bool(self._boards), f"callbacks.{self.name} needs callbacks.tensorboard")
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep the first sample of the run."""

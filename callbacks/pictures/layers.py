@@ -1,8 +1,5 @@
 """The norms of each layer's gradients, and of its changes in an update."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,13 +19,14 @@ class LayerStatistics(Callback):
     """
 
     takes_shards = False
+    persistent = ("measured",)
 
     def __init__(self, every_n_steps: int = 100) -> None:
         check_least(every_n_steps=every_n_steps)
         self._every = every_n_steps
         self._before: Named = {}
         self._gradients: Named = {}
-        self._measured: Named = {}
+        self.measured: Named = {}  # and not logged yet
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Copy gradients and weights before the step; of each turn, where a task has turns."""
@@ -48,22 +46,14 @@ class LayerStatistics(Callback):
         after = dict(trainer.model.named_parameters())
         change = _norms({name: after[name].detach() - old for name, old in before.items()})
         size = _norms(before)
-        self._measured |= {f"grad_norm/{layer}": n for layer, n in _norms(gradients).items()}
-        self._measured |= {
+        self.measured |= {f"grad_norm/{layer}": n for layer, n in _norms(gradients).items()}
+        self.measured |= {
             f"update_ratio/{layer}": change[layer] / size[layer].clamp(min=1e-12) for layer in size
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is measured and not logged yet."""
-        return {"measured": dict(self._measured)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what is to be logged next."""
-        self._measured = dict(state["measured"])
-
     def scalars(self, trainer: Trainer) -> dict[str, float]:
         """Return the values since the last log line, in one transfer to the host."""
-        measured, self._measured = self._measured, {}
+        measured, self.measured = self.measured, {}
         values = torch.stack(list(measured.values())).tolist() if measured else []
         return dict(zip(measured, values, strict=True))
 

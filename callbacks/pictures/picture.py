@@ -32,6 +32,7 @@ class ValidationPicture(Callback):
     called on the main process after the last batch with what was kept, joined, on the host.
     """
 
+    persistent = ("count",)
     kinds: tuple[str, ...] = ()  # of `Task.output_kind` that can be shown
     on_main_only = True  # else all processes collect
 
@@ -39,17 +40,15 @@ class ValidationPicture(Callback):
         check_least(count=count, every_n_validations=every_n_validations)
         self.wanted = count
         self._every = every_n_validations
-        self._count = 0  # validations so far
+        self.count = 0  # validations so far
         self._due = False
         self.kept: list[Sequence[Tensor]] = []
 
     def collect(self, trainer: Trainer, batch: Any, output: Any) -> None:
         """Keep something of a batch in `kept`."""
-        raise NotImplementedError
 
     def show(self, trainer: Trainer, *parts: Tensor) -> None:
         """Log what all processes kept."""
-        raise NotImplementedError
 
     def fits(self, trainer: Trainer) -> bool:
         """Return whether the outputs of the task can be shown."""
@@ -57,7 +56,7 @@ class ValidationPicture(Callback):
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Decide whether this validation is shown."""
-        regular = is_due(self._count + 1, self._every)
+        regular = is_due(self.count + 1, self._every)
         self._due = self.fits(trainer) and (regular or (self._every is None and trainer.done))
 
     def on_validation_batch(self, trainer: Trainer, batch: Any, output: Any) -> None:
@@ -67,7 +66,7 @@ class ValidationPicture(Callback):
 
     def on_validation_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Show what was collected."""
-        self._count += 1
+        self.count += 1
         if self._due:
             self.finish(trainer)
         self.kept = []
@@ -79,14 +78,6 @@ class ValidationPicture(Callback):
         joined = [torch.cat(parts) for parts in zip(*filter(None, found), strict=True)]
         if trainer.is_main and joined:
             self.show(trainer, *joined)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of validations."""
-        return {"count": self._count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the number of validations."""
-        self._count = int(state["count"])
 
 
 def is_due(count: int, every: int | None) -> bool:

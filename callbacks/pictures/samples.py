@@ -30,11 +30,13 @@ class TrainingSamples(Callback):
     largest white. Inputs that are not images are not shown.
     """
 
+    persistent = ("kept",)
+
     def __init__(self, count: int = 16, every_n_epochs: int | None = None) -> None:
         check_least(count=count, every_n_epochs=every_n_epochs)
         self._count = count
         self._every = every_n_epochs
-        self._kept: list[Any] = []  # images, and their labels or None
+        self.kept: list[Any] = []  # images that wait for a log line, and their labels or None
 
     def on_update_start(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         """Keep a copy of the first images, on their device."""
@@ -44,29 +46,20 @@ class TrainingSamples(Callback):
         inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
         if is_picture(inputs):
             known = [t[: self._count] for t in others[:1] if isinstance(t, Tensor) and t.ndim == 1]
-            self._kept = [inputs[: self._count].clone(), known[0] if known else None]
+            self.kept = [inputs[: self._count].clone(), known[0] if known else None]
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Show them at the next log line, where waiting for the device is allowed."""
-        if not self._kept:
+        if not self.kept:
             return
-        (images, labels), self._kept = self._kept, []
+        (images, labels), self.kept = self.kept, []
         captions: list[str] = []
-        if labels is not None and labels.is_floating_point():  # values to predict
-            captions = [f"{value:.4g}" for value in labels.tolist()]
-        elif labels is not None:
-            names = class_names(trainer, getattr(trainer.task, "num_classes", None) or 0)
-            known = dict(enumerate(names))
-            captions = [known.get(label, str(label)) for label in labels.tolist()]
+        if labels is not None:
+            count = getattr(trainer.task, "num_classes", None) or 0
+            known = dict(enumerate(class_names(trainer, count)))
+            predicts = labels.is_floating_point()  # values, no classes
+            captions = [f"{x:.4g}" if predicts else known.get(x, str(x)) for x in labels.tolist()]
         trainer.log_image("samples/train", sheet(pixels(images), captions))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the images that wait for a log line, if there are any."""
-        return {"kept": list(self._kept)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the images that wait."""
-        self._kept = list(state.get("kept", []))
 
 
 class ValidationSamples(ValidationPicture):

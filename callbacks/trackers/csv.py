@@ -14,8 +14,6 @@ from trainer.media import Media
 from trainer.state import LogPoint
 from trainer.trainer import Trainer
 
-FOLDER, METRICS, SHOWN = "csv", "metrics.csv", "shown"
-
 
 class CSV(Recorder):
     """Write `csv/` in the run directory, for spreadsheets and pandas.
@@ -26,45 +24,47 @@ class CSV(Recorder):
     what was written after its checkpoint. A full disk causes a warning, and the run continues.
     """
 
+    persistent = ("columns", "rows", "sent")
+
     def __init__(self) -> None:
         super().__init__()
         self._folder = Path()
         self._log: AppendLog | None = None
-        self._columns = ["step", "epoch"]
-        self._rows = 0
-        self._sent: dict[str, int] = {}  # the last step of each column
+        self.columns = ["step", "epoch"]
+        self.rows = 0
+        self.sent: dict[str, int] = {}  # the last step of each column
 
     def begin(self, trainer: Trainer) -> None:
         """Write the settings; remove the rows and files of a resumed run after its checkpoint."""
-        self._folder = self.run / FOLDER
+        self._folder = self.run / "csv"
         self._folder.mkdir(exist_ok=True)
         last = trainer.state.global_step if trainer.resumed else -1
-        for path in (self._folder / SHOWN).rglob("step-*"):
+        for path in (self._folder / "shown").rglob("step-*"):
             if int(path.stem.removeprefix("step-")) > last:
                 path.unlink()
         settings = leaves(config_of(self.run, trainer.config_text))
         write_text(self._folder / "config.csv", table([("key", "value"), *settings]))
-        self._rewrite(self._read()[: self._rows])
+        self._rewrite(self._written()[: self.rows])
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Append a row; new names are new columns."""
-        fresh = {k: v for k, v in values.items() if at.step > self._sent.get(k, -1)}
+        fresh = {k: v for k, v in values.items() if at.step > self.sent.get(k, -1)}
         if not fresh or self._log is None:
             return
-        self._sent |= dict.fromkeys(fresh, at.step)
+        self.sent |= dict.fromkeys(fresh, at.step)
         row = {"step": at.step, "epoch": at.epoch, **fresh}
-        if new := [name for name in row if name not in self._columns]:
-            rows = self._read()
-            self._columns += new
+        if new := [name for name in row if name not in self.columns]:
+            rows = self._written()
+            self.columns += new
             self._rewrite([*rows, row])
         else:
-            self._log.write(table([[row.get(name, "") for name in self._columns]]))
-            self._rows += 1
+            self._log.write(table([[row.get(name, "") for name in self.columns]]))
+            self.rows += 1
 
     def show(self, step: int, name: str, value: Media) -> None:
         """Write an image, a histogram, a text or a curve as a file."""
         ending, content = as_file(value)
-        place = self._folder / SHOWN / re.sub(r"[^\w\-./ ]|\.\.", "_", name).strip("/")
+        place = self._folder / "shown" / re.sub(r"[^\w\-./ ]|\.\.", "_", name).strip("/")
         place.mkdir(parents=True, exist_ok=True)
         (place / f"step-{step:08d}.{ending}").write_bytes(content)
 
@@ -73,26 +73,17 @@ class CSV(Recorder):
         rows = [("key", "value"), ("state", results.state), *results.metrics.items()]
         write_text(self._folder / "results.csv", table(rows))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the columns, the number of rows, and the last step of each column."""
-        return {"columns": list(self._columns), "rows": self._rows, "sent": dict(self._sent)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what has been written."""
-        self._columns, self._rows = list(state["columns"]), int(state["rows"])
-        self._sent = dict(state["sent"])
-
-    def _read(self) -> list[dict[str, str]]:
-        path = self._folder / METRICS
+    def _written(self) -> list[dict[str, str]]:
+        path = self._folder / "metrics.csv"
         if not path.exists():
             return []
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file, restkey="", restval=""))
 
     def _rewrite(self, rows: list[Any]) -> None:
-        content = [[row.get(name, "") for name in self._columns] for row in rows]
-        write_text(self._folder / METRICS, table([self._columns, *content]))
-        self._rows = len(rows)
+        content = [[row.get(name, "") for name in self.columns] for row in rows]
+        write_text(self._folder / "metrics.csv", table([self.columns, *content]))
+        self.rows = len(rows)
         if self._log is not None:
             self._log.close()
-        self._log = AppendLog(self._folder / METRICS)
+        self._log = AppendLog(self._folder / "metrics.csv")

@@ -6,12 +6,13 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image as Pillow
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from trainer.callback import Callback, Results
 from trainer.files.atomic import TEMPORARY, storage_error, write_json
 from trainer.media import Histogram, Media, PRCurve
@@ -43,19 +44,15 @@ class Recorder(Callback):
 
     def begin(self, trainer: Trainer) -> None:
         """Begin, or go on with what a resumed run has recorded up to its checkpoint."""
-        raise NotImplementedError
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Record values."""
-        raise NotImplementedError
 
     def show(self, step: int, name: str, value: Media) -> None:
         """Record an image, a histogram, a text or a curve."""
-        raise NotImplementedError
 
     def end(self, step: int, results: Results) -> None:
         """Record how the run ended, at its last step."""
-        raise NotImplementedError
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin."""
@@ -65,35 +62,36 @@ class Recorder(Callback):
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
         """Record values."""
-        if self._records:
-            self.attempt(self.record, trainer.log_point, scalars)
+        self.attempt(self.record, trainer.log_point, scalars)
 
     def on_media(self, trainer: Trainer, name: str, media: Media) -> None:
         """Record an image, a histogram, a text or a curve."""
-        if self._records:
-            self.attempt(self.show, trainer.log_point.step, name, media)
+        self.attempt(self.show, trainer.log_point.step, name, media)
 
     def on_run_end(self, trainer: Trainer, results: Results) -> None:
         """Record the end, unless the run was discarded."""
-        if self._records and self.run.is_dir():
+        if self.run.is_dir():
             self.attempt(self.end, trainer.state.global_step, results)
 
-    def attempt(self, work: Callable[..., None], *args: Any) -> bool:
-        """Do something that may fail; return whether it was done."""
+    def attempt(self, work: Callable[..., None], *args: Any) -> None:
+        """Do something that may fail, if the run is recorded."""
         try:
-            work(*args)
+            if self._records:
+                work(*args)
         except Exception as error:  # a tracker may raise anything
-            if not self._warned:
-                self._warned = True
-                path = error.filename if isinstance(error, OSError) else None
-                told = storage_error(Path(path), error) if path else error  # type: ignore[arg-type]
-                reason = str(told).strip().partition("\n")[0] or type(error).__name__
-                message = "callbacks.%s: %s; training continues without it"
-                _log.warning(message, self.name, reason)
-            return False
-        return True
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Warn of the first failure."""
+        if not self._warned:
+            self._warned = True
+            path = error.filename if isinstance(error, OSError) else None
+            told = storage_error(Path(path), error) if path else error  # type: ignore[arg-type]
+            reason = str(told).strip().partition("\n")[0] or type(error).__name__
+            _log.warning("callbacks.%s: %s; training continues without it", self.name, reason)
 
 
+@dataclass(eq=False, kw_only=True)
 class Tracker(Recorder):
     """Base class of callbacks that send a run to a tracker.
 
@@ -101,66 +99,60 @@ class Tracker(Recorder):
     `trackers/<name>.json` of the run directory. A resumed run goes on with it: of each key only
     later steps are sent, since a run repeats its values exactly. What the tracker has missed is
     read from `metrics.jsonl`. A run that goes back to an earlier step with other hyper-parameters
-    begins another tracked run, since trackers take nothing back.
+    begins another tracked run, since trackers take nothing back. One that fails is left alone for
+    a minute, then reached anew.
     """
 
+    artifacts: str | None = "links"
+    max_megabytes: float = 100.0
     package = ""
 
-    def __init__(self, artifacts: str | None, max_megabytes: float) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        if artifacts not in ("links", "files", None):
-            raise CallbackError(f"artifacts={artifacts!r}: choose links, files or null")
-        if max_megabytes <= 0:
-            raise CallbackError(f"max_megabytes={max_megabytes}: choose a positive number")
+        known = self.artifacts in ("links", "files", None)
+        require(known, f"artifacts={self.artifacts!r}: choose links, files or null")
+        bound = f"max_megabytes={self.max_megabytes}: choose a positive number"
+        require(self.max_megabytes > 0, bound)
         spec = importlib.util.find_spec(self.package)
-        if spec is None or spec.origin is None:  # a folder of that name is no package
-            missing = f"the package {self.package} is not installed: pip install {self.package}"
-            raise CallbackError(missing)
-        self.artifacts = artifacts
+        there = spec is not None and spec.origin is not None  # a folder of that name is no package
+        missing = f"the package {self.package} is not installed: pip install {self.package}"
+        require(there, missing)
         self.rows = 0  # sent by all processes of the run
-        self._megabytes = max_megabytes
-        self._config_text = ""
+        self._names: Names
         self._branch: int | None = None  # the step from which a branched run has other values
         self._reached = False
         self._retry_at = 0.0
         self._tracked: Mapping[str, str] = {}
         self._sent: dict[str, int] = {}
 
-    def connect(self, names: "Names", tracked: Mapping[str, str]) -> dict[str, str]:
-        """Go on with the tracked run that `tracked` names, or begin one; return what names it."""
+    def connect(self, names: "Names", tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
+        """Go on with the tracked run that `tracked` names, or begin one.
+
+        Return what names it, and where a person finds it.
+        """
         raise NotImplementedError
 
-    def address(self) -> str:
-        """Return where a person finds the tracked run."""
-        raise NotImplementedError
-
-    def send(self, step: int, values: Mapping[str, float]) -> None:
-        """Send values at a step."""
-        raise NotImplementedError
-
-    def send_media(self, step: int, name: str, media: Media) -> None:
-        """Send an image, a histogram, a text or a curve."""
-        raise NotImplementedError
+    def send(self, step: int, values: Mapping[str, float | Media]) -> None:
+        """Send values at a step, or what is shown there."""
 
     def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the run's last values and files, by their places, and close the tracked run."""
-        raise NotImplementedError
 
     def begin(self, trainer: Trainer) -> None:
         """Reach the tracker, and send what it has missed."""
-        self._config_text = trainer.config_text
+        self._names = names_of(self.run, trainer.config_text)
         self._branch = trainer.state.global_step if trainer.branched else None
         self._reach()
 
     def record(self, at: LogPoint, values: Mapping[str, float]) -> None:
         """Send values."""
         if self._reach():
-            self._send_values(at, values)
+            self._send(at.step, {"epoch": float(at.epoch), **values})
 
     def show(self, step: int, name: str, value: Media) -> None:
         """Send an image, a histogram, a text or a curve; of these none is sent later."""
-        if self._reach() and step > self._sent.get(name, -1):
-            self._send([name], step, self.send_media, name, value)
+        if self._reach():
+            self._send(step, {name: value})
 
     def end(self, step: int, results: Results) -> None:
         """Send how the run ended, and what is missing until then."""
@@ -169,11 +161,10 @@ class Tracker(Recorder):
         whole = self.artifacts and results.state not in UNFINISHED
         self.send_end(results, self.files() if whole else {})
 
-    def attempt(self, work: Callable[..., None], *args: Any) -> bool:
-        """Send something; a tracker that fails is left alone for a minute, then reached anew."""
-        if not (done := super().attempt(work, *args)):
-            self._reached, self._retry_at = False, time.monotonic() + _PAUSE
-        return done
+    def failed(self, error: Exception) -> None:
+        """Warn of the first failure, and pause."""
+        super().failed(error)
+        self._reached, self._retry_at = False, time.monotonic() + _PAUSE
 
     def files(self) -> dict[str, Path]:
         """Return the files of the run directory for the tracker, by their places in it.
@@ -188,14 +179,14 @@ class Tracker(Recorder):
             own = own or path.name.startswith((LOCK_FILE, TEMPORARY))
             if path.is_file() and not path.is_symlink() and not own:
                 inodes.setdefault(path.stat().st_ino, (path.stat().st_size, place))
-        taken, left = {}, self._megabytes * 1e6
+        taken, left = {}, self.max_megabytes * 1e6
         for size, place in sorted(inodes.values()):
             if self.artifacts == "links" or size <= left:
                 taken[place] = self.run / place
                 left -= size
-        if len(taken) < len(inodes):
+        if missing := len(inodes) - len(taken):
             text = "callbacks.%s: max_megabytes=%g leaves out %d files"
-            _log.info(text, self.name, self._megabytes, len(inodes) - len(taken))
+            _log.info(text, self.name, self.max_megabytes, missing)
         return taken
 
     def _reach(self) -> bool:
@@ -203,36 +194,31 @@ class Tracker(Recorder):
         if self._reached or time.monotonic() < self._retry_at:
             return self._reached
         known = read_json(self.run / FOLDER / f"{self.name}.json")
-        tracked, sent = known.get("tracked", {}), known.get("sent", {})
-        if self._branch is not None and max(sent.values(), default=0) > self._branch:
+        tracked, self._sent = known.get("tracked", {}), known.get("sent", {})
+        if self._branch is not None and max(self._sent.values(), default=0) > self._branch:
             tracked = {}
-        self._tracked = self.connect(names_of(self.run, self._config_text), tracked)
-        self._reached, self._branch = True, None
-        if self._tracked == tracked:
-            self._sent, self.rows = sent, known["rows"]
-        else:
+        self._tracked, address = self.connect(self._names, tracked)
+        self._reached, self._branch, self.rows = True, None, known.get("rows", 0)
+        if self._tracked != tracked:
             self._sent, self.rows = {}, 0
             self._remember()
-            _log.info("callbacks.%s: %s", self.name, self.address())
+            _log.info("callbacks.%s: %s", self.name, address)
         for line in read_metrics(self.run):
-            at = LogPoint(int(line.pop("step")), int(line.pop("epoch")))
-            self._send_values(at, {k: v for k, v in line.items() if v is not None})
+            values = {k: float(v) for k, v in line.items() if k != "step" and v is not None}
+            self._send(int(line["step"]), values)
         return True
 
-    def _send_values(self, at: LogPoint, values: Mapping[str, float]) -> None:
-        every = {"epoch": float(at.epoch), **values}
-        fresh = {k: v for k, v in every.items() if at.step > self._sent.get(k, -1)}
-        if fresh.keys() - {"epoch"}:
-            self._send(fresh, at.step, self.send, fresh)
-
-    def _send(self, names: Iterable[str], step: int, send: Callable[..., None], *what: Any) -> None:
-        """Write down what is sent, and send it: a kill between the two must not repeat it."""
+    def _send(self, step: int, values: Mapping[str, float | Media]) -> None:
+        """Write down what is new, and send it: a kill between the two must not repeat it."""
+        fresh = {k: v for k, v in values.items() if step > self._sent.get(k, -1)}
+        if not fresh.keys() - {"epoch"}:
+            return
         before = self._sent
-        self._sent = {**before, **dict.fromkeys(names, step)}
+        self._sent = {**before, **dict.fromkeys(fresh, step)}
         self.rows += 1
         self._remember()
         try:
-            send(step, *what)
+            self.send(step, fresh)
         except Exception:
             self._sent = before
             self._remember()
@@ -257,9 +243,7 @@ def names_of(run: Path, config_text: str) -> Names:
     """Return the names of the run in a directory."""
     config, swept = config_of(run, config_text), varied(run)
     project = str(config.get("name") or run.parent.name)
-    pairs = [
-        f"{key.rpartition('.')[2]}={value}" for key, value in swept.items() if value is not None
-    ]
+    pairs = [f"{k.rpartition('.')[2]}={value}" for k, value in swept.items() if value is not None]
     sweep = f"{project}/{run.parent.name}" if swept else None
     return Names(project, ",".join(pairs) or run.name, sweep, config)
 

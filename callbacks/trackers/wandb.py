@@ -5,10 +5,11 @@ import importlib
 import secrets
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from callbacks.support import CallbackError
+from callbacks.support import require
 from callbacks.trackers.recorder import Names, Tracker
 from trainer.callback import Results
 from trainer.media import Histogram, Media, PRCurve
@@ -17,6 +18,7 @@ _STEP = "global_step"  # the axis of all charts
 _WAIT = 60.0  # seconds for what is not uploaded at the end
 
 
+@dataclass(eq=False, kw_only=True)
 class WandB(Tracker):
     """Send values, configuration, pictures and the run's files to Weights & Biases.
 
@@ -27,29 +29,22 @@ class WandB(Tracker):
     group.
     """
 
+    mode: str = "offline"
+    project: str | None = None
+    entity: str | None = None
     package = "wandb"
 
-    def __init__(
-        self,
-        mode: str = "offline",
-        project: str | None = None,
-        entity: str | None = None,
-        artifacts: str | None = "links",
-        max_megabytes: float = 100.0,
-    ) -> None:
-        if mode not in ("offline", "online"):
-            raise CallbackError(f"mode={mode!r}: choose offline or online")
-        super().__init__(artifacts, max_megabytes)
-        self._mode = mode
-        self._project = project
-        self._entity = entity
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.mode in ("offline", "online")
+        require(known, f"mode={self.mode!r}: choose offline or online")
         self._library: Any = None
         self._run: Any = None  # wandb's
 
-    def connect(self, names: Names, tracked: Mapping[str, str]) -> dict[str, str]:
+    def connect(self, names: Names, tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
         """Go on with a run, or begin one."""
         if self._run is not None:
-            return dict(tracked)
+            return dict(tracked), ""
         self._library = importlib.import_module("wandb")
         settings = self._library.Settings(
             silent=True,
@@ -62,10 +57,10 @@ class WandB(Tracker):
         self._run = self._library.init(
             id=tracked.get("run_id") or secrets.token_hex(4),
             resume="allow",
-            mode=self._mode,
+            mode=self.mode,
             dir=self.run,
-            project=self._project or names.project.replace("/", "-"),
-            entity=self._entity,
+            project=self.project or names.project.replace("/", "-"),
+            entity=self.entity,
             group=names.sweep,
             name=names.run,
             config={**names.config, "run_dir": str(self.run)},
@@ -74,32 +69,28 @@ class WandB(Tracker):
         )
         self._run.define_metric(_STEP, hidden=True)
         self._run.define_metric("*", step_metric=_STEP)
-        return {"run_id": str(self._run.id)}
+        folder, number = shlex.quote(f"{self.run}/wandb"), str(self._run.id)
+        offline = f"wandb sync {folder}/offline-run-*-{number}*"
+        return {"run_id": number}, str(self._run.url) if self.mode == "online" else offline
 
-    def address(self) -> str:
-        """Return the address of the run, or the command that uploads it."""
-        folder = shlex.quote(f"{self.run}/wandb")
-        offline = f"wandb sync {folder}/offline-run-*-{self._run.id}*"
-        return str(self._run.url) if self._mode == "online" else offline
+    def send(self, step: int, values: Mapping[str, float | Media]) -> None:
+        """Send values at a step, or what is shown there."""
+        shown = {name: self._shown(name, value) for name, value in values.items()}
+        self._run.log({_STEP: step, **shown}, step=self.rows, commit=True)
 
-    def send(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send values at a step."""
-        self._run.log({_STEP: step, **values}, step=self.rows, commit=True)
-
-    def send_media(self, step: int, name: str, media: Media) -> None:
-        """Send an image, a histogram, a text or a curve."""
+    def _shown(self, name: str, value: float | Media) -> Any:
         library = self._library
-        if isinstance(media, str):
-            shown = library.Html(f"<pre>{html.escape(media)}</pre>", inject=False)
-        elif isinstance(media, Histogram):
-            shown = library.Histogram(np_histogram=(media.counts, media.edges))
-        elif isinstance(media, PRCurve):
-            points = list(zip(media.recall.tolist(), media.precision.tolist(), strict=True))
+        if isinstance(value, float | int):
+            return value
+        if isinstance(value, str):
+            return library.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
+        if isinstance(value, Histogram):
+            return library.Histogram(np_histogram=(value.counts, value.edges))
+        if isinstance(value, PRCurve):
+            points = list(zip(value.recall.tolist(), value.precision.tolist(), strict=True))
             table = library.Table(data=points, columns=["recall", "precision"])
-            shown = library.plot.line(table, "recall", "precision", title=name)
-        else:
-            shown = library.Image(media)
-        self.send(step, {name: shown})
+            return library.plot.line(table, "recall", "precision", title=name)
+        return library.Image(value)
 
     def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         """Send the last values, the files of the run, and how it ended."""

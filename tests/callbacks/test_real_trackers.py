@@ -67,7 +67,7 @@ def artifacts(store: str, folder: str | None = None) -> list[str]:
 def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(
     run_twice: Any, store: str, cut: int
 ) -> None:
-    run_twice(lambda name: MLflow(f"{store}-{name}", artifacts=None), cut)
+    run_twice(lambda name: MLflow(tracking_uri=f"{store}-{name}", artifacts=None), cut)
     assert series(f"{store}-cut") == series(f"{store}-whole")
     assert [run.info.status for run in runs(f"{store}-cut")] == ["FINISHED"]
 
@@ -85,7 +85,7 @@ def test_mlflow_has_one_run_with_the_points_of_one_never_interrupted(
 def test_mlflow_statuses(
     make_trainer: Any, tmp_path: Path, store: str, state: str, status: str
 ) -> None:
-    trainer = make_trainer({"mlflow": MLflow(store, artifacts=None)}, tmp_path / "run")
+    trainer = make_trainer({"mlflow": MLflow(tracking_uri=store, artifacts=None)}, tmp_path / "run")
     trainer.fit()
     trainer.end(Results(state))
     (run,) = runs(store)
@@ -99,7 +99,7 @@ def test_mlflow_config_values_pictures_and_files(
     monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts beside a database
     store = f"sqlite:///{tmp_path}/mlflow.db"
     (job / "large.bin").write_bytes(bytes(20_000))
-    tracker = MLflow(store, artifacts="files", max_megabytes=0.01)
+    tracker = MLflow(tracking_uri=store, artifacts="files", max_megabytes=0.01)
     trainer = make_trainer({"mlflow": tracker}, job)
     trainer.fit()
     trainer.log_image("samples/val", np.zeros((2, 3, 3), np.uint8))
@@ -123,7 +123,7 @@ def test_mlflow_config_values_pictures_and_files(
 def test_mlflow_links_are_a_list_of_the_files(
     make_trainer: Any, tmp_path: Path, store: str
 ) -> None:
-    trainer = make_trainer({"mlflow": MLflow(store)}, tmp_path / "run")
+    trainer = make_trainer({"mlflow": MLflow(tracking_uri=store)}, tmp_path / "run")
     trainer.fit()
     (tmp_path / "run" / "a.txt").write_text("abc")
     trainer.end(Results("finished"))
@@ -140,7 +140,7 @@ def test_mlflow_links_are_a_list_of_the_files(
 def test_mlflow_a_server_that_is_down_is_one_warning(
     make_trainer: Any, tmp_path: Path, caplog: Any
 ) -> None:
-    trainer = make_trainer({"mlflow": MLflow("http://127.0.0.1:9")}, tmp_path / "run")
+    trainer = make_trainer({"mlflow": MLflow(tracking_uri="http://127.0.0.1:9")}, tmp_path / "run")
     trainer.fit()
     trainer.end(Results("preempted", code=143))
     assert trainer.state.global_step == 10

@@ -1,14 +1,11 @@
 """TensorBoard's files, as TensorBoard itself reads them."""
 
-import io
 import json
-import random
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
@@ -21,10 +18,9 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.get_experiment import Handler as GetExperiment
 from tensorboard.plugins.hparams.list_session_groups import Handler as ListSessionGroups
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from callbacks.checkpoint import Checkpoint
-from callbacks.tensorboard import TensorBoard, _record
+from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import leaves
 from scripts.composition.compose import compose
 from scripts.sweeps.leaderboard import Job
@@ -39,14 +35,6 @@ STATES = ("finished", "pruned", "preempted", "stopped", "killed", "failed")
 def events(folder: Path) -> Iterator[Any]:
     place = str(folder / "tensorboard")
     return DirectoryWatcher(place, EventFileLoader, IsTensorFlowEventsFile).Load()
-
-
-@pytest.mark.parametrize("length", [0, 1, 9, 5000])
-def test_a_record_is_that_of_tensorboards_own_writer(length: int) -> None:
-    content = random.Random(length).randbytes(length)
-    expected = io.BytesIO()
-    RecordWriter(expected).write(content)
-    assert _record(content) == expected.getvalue()
 
 
 def test_hparams_are_in_the_runs_own_files(make_trainer: Any, tmp_path: Path) -> None:

@@ -24,34 +24,27 @@ class Listed(Tracker):
     package = "torch"
 
     def __init__(self, store: Store) -> None:
-        super().__init__("links", 1.0)
+        super().__init__(max_megabytes=1.0)
         self.store = store
         self.down = False
         self.ended: list[str] = []
         self.run_id = ""
 
-    def connect(self, names: Names, tracked: Mapping[str, str]) -> dict[str, str]:
+    def connect(self, names: Names, tracked: Mapping[str, str]) -> tuple[dict[str, str], str]:
         self._fail_if_down()
         self.run_id = tracked.get("run_id", "")
         if not self.run_id:
             self.run_id = f"{names.project}-{len(self.store)}"
             self.store[self.run_id] = []
-        return {"run_id": self.run_id}
+        return {"run_id": self.run_id}, self.run_id
 
-    def send(self, step: int, values: Mapping[str, float]) -> None:
+    def send(self, step: int, values: Mapping[str, Any]) -> None:
         self._fail_if_down()
         self.store[self.run_id] += [(step, k, v) for k, v in values.items() if k != "epoch"]
-
-    def send_media(self, step: int, name: str, media: Any) -> None:
-        self._fail_if_down()
-        self.store[self.run_id].append((step, name, 0.0))
 
     def send_end(self, results: Results, files: Mapping[str, Path]) -> None:
         self._fail_if_down()
         self.ended.append(results.state)
-
-    def address(self) -> str:
-        return self.run_id
 
     def _fail_if_down(self) -> None:
         if self.down:
@@ -184,7 +177,7 @@ def test_files_of_a_run_are_bounded(tmp_path: Path, artifacts: str | None) -> No
     (tmp_path / ".tmp-b").touch()
     (tmp_path / ".lock").touch()
     tracker = Listed({})
-    tracker.run, tracker.artifacts, tracker._megabytes = tmp_path, artifacts, 1e-4
+    tracker.run, tracker.artifacts, tracker.max_megabytes = tmp_path, artifacts, 1e-4
     expected = ["a.yaml", "checkpoints/best.pt"] if artifacts == "links" else ["a.yaml"]
     assert list(tracker.files()) == expected
 
