@@ -15,7 +15,6 @@ from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
 from scripts.composition.identity import distinct
 from scripts.composition.overrides import Swept
-from scripts.sweeps.jobs import run_jobs
 from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep
 
@@ -48,7 +47,7 @@ def sweep(arguments: Arguments) -> int:
         planned = [it.plan(job, config) for job, config in pairs]
         it.write()
         to_run = (job for job in planned if job.state == NOT_STARTED)
-        run_jobs(it, lambda: next(to_run, None))
+        it.run(lambda: next(to_run, None))
         return it.close()
 
 

@@ -1,11 +1,14 @@
-"""The jobs of a sweep and how they ended: ranked, as a table and as `leaderboard.csv`."""
+"""The jobs of a sweep and how they ended: ranked, as a table, in `leaderboard.csv` and as links."""
 
 import csv
 import io
+import os
+import re
 import signal
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import get_terminal_size
@@ -14,19 +17,20 @@ from typing import Any
 from callbacks.support import AUTO, Monitor
 from trainer.files.atomic import write_text
 from trainer.files.layout import aligned, on_one_line
-from trainer.runs.status import ENDED_WELL, RunDirectoryError, read_status
+from trainer.runs.status import ENDED_WELL, TENSORBOARD, RunDirectoryError, read_status
 from trainer.state import epoch_metric
 
 FILE = "leaderboard.csv"
-NOT_STARTED = "not started"
+NOT_STARTED, RUNNING = "not started", "running"
 SHOWN = 20  # jobs of the table on the screen
 _BEST = "best/"
 _STATISTICS = ("mean", "std", "n")  # of a group
+Shared = tuple[tuple[str, str], ...]  # what the jobs of a group have in common
 
 
 @dataclass(slots=True)
 class Job:
-    """A job of a sweep, known by its overrides, and how it ended."""
+    """A job of a sweep, known by its overrides, and how it stands or ended."""
 
     number: int  # the name of its folder
     run_dir: Path
@@ -35,6 +39,9 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)  # {} where it is not known
     more: list[str] = field(default_factory=list)  # overrides that do not affect what it trains
     starts: int = 0
+    task: Any = None  # what its launcher knows it by, while it runs
+    devices: list[str] = field(default_factory=list)  # of its own
+    told: float = 0.0  # time of the last line about it
     state: str = NOT_STARTED
     code: int = 0
     reason: str = ""
@@ -44,7 +51,7 @@ class Job:
     @property
     def failed(self) -> bool:
         """Return whether the job ran and did not end well."""
-        return self.state not in (*ENDED_WELL, "stopped", NOT_STARTED)
+        return self.state not in (*ENDED_WELL, "stopped", NOT_STARTED, RUNNING)
 
     @property
     def output(self) -> Path:
@@ -53,30 +60,24 @@ class Job:
 
     def end(self, code: int) -> None:
         """Note the end of its process by its code; -N: killed by signal N."""
-        try:
-            status: dict[str, Any] = read_status(self.run_dir)
-        except RunDirectoryError:
-            status = {}
+        status: dict[str, Any] = {}
+        with suppress(RunDirectoryError):
+            status = read_status(self.run_dir)
         state = str(status.get("state") or ("failed" if code else "finished"))
-        self.state = "failed" if code and state in (*ENDED_WELL, "running") else state
+        self.state = "failed" if code and state in (*ENDED_WELL, RUNNING) else state
         self.code = 128 - code if code < 0 else code
         self.seconds, self.results = status.get("seconds"), status.get("results") or {}
         self.reason = ""
         if code > 0:
-            self.reason = str(status.get("reason") or self._last_error())
+            said = ""
+            with suppress(OSError):
+                said = self.output.read_text(encoding="utf-8", errors="replace")
+            told = re.findall(r"^error: (.*)", said, re.MULTILINE) or [f"see {self.output}"]
+            self.reason = str(status.get("reason") or told[-1].strip())
         elif code < 0:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-            command = status.get("resume")
-            way_out = f"; go on with: {command}" if command else ""
+            way_out = f"; go on with: {status['resume']}" if status.get("resume") else ""
             self.reason = f"killed by {signal.Signals(-code).name}{memory}{way_out}"
-
-    def _last_error(self) -> str:
-        try:
-            lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return ""
-        told = [line for line in lines if line.startswith("error: ")]
-        return told[-1].removeprefix("error: ").strip() if told else ""
 
 
 class Ranking:
@@ -101,19 +102,14 @@ class Ranking:
         }
         known = next(reversed(modes), expected or "val/loss")
         best = (k.removeprefix(_BEST) for job in jobs for k in job.results if k.startswith(_BEST))
-        name = known if decided else next(best, None) or known
-        self._monitor = Monitor(name, modes.get(name, AUTO))
-        self.name = str(self._monitor.name)
+        self.name = known if decided else next(best, known)
+        self.rank_of = Monitor(self.name, modes.get(self.name, AUTO)).rank
         self.larger_is_better = self.rank_of(1.0) < 0
 
     def value(self, job: Job) -> float | None:
         """Return a job's best value, or its last where the best was not recorded."""
         found = job.results.get(_BEST + self.name, job.results.get(self.name))
         return found if isinstance(found, int | float) else None
-
-    def rank_of(self, value: float) -> float:
-        """Return a number that is smaller for a better value."""
-        return self._monitor.rank(value)
 
     def ranked(self) -> list[Job]:
         """Return the jobs from the best to the worst; then those that failed, then the rest.
@@ -124,7 +120,7 @@ class Ranking:
         def place(job: Job) -> tuple[bool, bool, bool, bool, float, int]:
             value = self.value(job)
             rank = 0.0 if value is None else self.rank_of(value)
-            waits, short = job.state == NOT_STARTED, job.state == "pruned"
+            waits, short = job.state in (NOT_STARTED, RUNNING), job.state == "pruned"
             return waits, job.failed, value is None, short, rank, job.number
 
         return sorted(self.jobs, key=place)
@@ -133,25 +129,31 @@ class Ranking:
         """Return the jobs that have a result, the best first."""
         return [job for job in self.ranked() if not job.failed and self.value(job) is not None]
 
-    def groups(self, keys: Sequence[str]) -> dict[tuple[tuple[str, str], ...], list[float]]:
+    def groups(self, keys: Sequence[str]) -> dict[Shared, list[float]]:
         """Return the results of jobs that differ in `keys` only, by what they share; failed: none.
 
         The group with the best mean comes first.
         """
-        found: dict[tuple[tuple[str, str], ...], list[float]] = {}
+        found: dict[Shared, list[float]] = {}
         for job in self.jobs:
             values = found.setdefault(_shared(job, keys), [])
             if not job.failed and (value := self.value(job)) is not None:
                 values.append(value)
 
-        def place(name: tuple[tuple[str, str], ...]) -> tuple[bool, float]:
+        def place(name: Shared) -> tuple[bool, float]:
             values = found[name]
             return not values, self.rank_of(statistics.fmean(values)) if values else 0.0
 
         return {name: found[name] for name in sorted(found, key=place)}
 
+    def row(self, job: Job, keys: Iterable[str], shown: Callable[[float], str]) -> list[str]:
+        """Return number, state, values, result and seconds of a job as text."""
+        value, given = self.value(job), (job.overrides.get(key, "") for key in keys)
+        seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
+        return [str(job.number), job.state, *given, "" if value is None else shown(value), seconds]
 
-def _shared(job: Job, keys: Sequence[str]) -> tuple[tuple[str, str], ...]:
+
+def _shared(job: Job, keys: Sequence[str]) -> Shared:
     return tuple((key, value) for key, value in job.overrides.items() if key not in keys)
 
 
@@ -161,92 +163,80 @@ def _statistics(values: Sequence[float], shown: Callable[[float], str]) -> list[
     return [mean, deviation, str(len(values))]
 
 
-def write_csv(
-    folder: Path,
-    ranking: Ranking,
-    group_by: Sequence[str],
-    count: int,
-    running: Collection[int] = (),
-) -> None:
+def write_csv(folder: Path, ranking: Ranking, group_by: Sequence[str], count: int) -> None:
     """Write all jobs, ranked, with every override that was given and the statistics of its group.
 
     A search knows its next jobs one by one: those missing of `count` are listed without numbers.
-    `running`: the numbers of the jobs that run now. Raises StorageError.
+    Raises StorageError.
     """
     keys = list(dict.fromkeys(key for job in ranking.jobs for key in job.overrides))
-    groups = ranking.groups(group_by) if group_by else {}
-    header = ["job", "status", *keys, ranking.name, "seconds", "run_dir"]
-    header += _STATISTICS if group_by else ()
-    rows = [header]
-    for job in ranking.ranked():
-        value = ranking.value(job)
-        row = [str(job.number), "running" if job.number in running else job.state]
-        row += [job.overrides.get(key, "") for key in keys]
-        row += ["" if value is None else repr(value), _seconds(job), str(job.run_dir)]
-        rows.append(row + (_statistics(groups[_shared(job, group_by)], repr) if groups else []))
-    rows += [["", NOT_STARTED, *[""] * (len(header) - 2)]] * (count - len(ranking.jobs))
+    groups = ranking.groups(group_by)
+    rows = [["job", "status", *keys, ranking.name, "seconds", "run_dir"]]
+    rows += [[*ranking.row(job, keys, repr), str(job.run_dir)] for job in ranking.ranked()]
+    if group_by:
+        rows[0] += _STATISTICS
+        for row, job in zip(rows[1:], ranking.ranked(), strict=True):
+            row += _statistics(groups[_shared(job, group_by)], repr)
+    rows += [["", NOT_STARTED, *[""] * (len(rows[0]) - 2)]] * (count - len(ranking.jobs))
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_text(folder / FILE, text.getvalue())
 
 
-def read_states(folder: Path) -> Iterator[str]:
-    """Yield the states of a leaderboard's jobs. Raises OSError, ValueError."""
-    with (folder / FILE).open(newline="", encoding="utf-8") as file:
-        _, *rows = csv.reader(file)
-    yield from (row[1] for row in rows if len(row) > 1)
-
-
 def show(folder: Path, ranking: Ranking, group_by: Sequence[str], varied: Sequence[str]) -> None:
     """Print the best jobs as a table, and why jobs failed, each reason on a line of its own."""
+
+    def table(*rows: Sequence[str]) -> None:
+        cells = [[on_one_line(cell) for cell in row] for row in rows]
+        print(*aligned(cells, get_terminal_size().columns, last=2), sep="\n")
+
     print(f"\n{on_one_line(f'sweep {folder}')}")
-    ranked = ranking.ranked()
-    facts = []
-    for job in ranked[:SHOWN]:
-        value = ranking.value(job)
-        ends = ["" if value is None else f"{value:.4f}", _seconds(job)]
-        facts.append(([str(job.number), job.state], job.overrides, ends))
-    _print_table(["job", "status"], varied, [ranking.name, "seconds"], facts)
+    ranked, shown = ranking.ranked(), "{:.4f}".format
+    header = ["job", "status", *short_keys(varied), ranking.name, "seconds"]
+    table(header, *(ranking.row(job, varied, shown) for job in ranked[:SHOWN]))
     if len(ranked) > SHOWN:
         print(f"and {len(ranked) - SHOWN} more jobs in {FILE}")
     if group_by:
         print(f"\n{ranking.name} over {', '.join(group_by)}")
-        shared = [key for key in varied if key not in group_by]
-        best = list(ranking.groups(group_by).items())[:SHOWN]
-        rows = [("", dict(name), _statistics(values, "{:.4f}".format)) for name, values in best]
-        _print_table([], shared, _STATISTICS, rows)
+        keys = [key for key in varied if key not in group_by]
+        best = [(dict(n), values) for n, values in list(ranking.groups(group_by).items())[:SHOWN]]
+        rows = [[*(n.get(k, "") for k in keys), *_statistics(values, shown)] for n, values in best]
+        table([*short_keys(keys), *_STATISTICS], *rows)
     if any(j.state in ENDED_WELL for j in ranked) and all(ranking.value(j) is None for j in ranked):
         print(f"no job has logged {ranking.name}: they are not ranked")
     for job in ranking.jobs:
         if job.failed:
-            reason = on_one_line(job.reason or f"see {job.output}")
-            print(f"job {job.number} {job.state} (exit {job.code}): {reason}")
+            print(on_one_line(f"job {job.number} {job.state} (exit {job.code}): {job.reason}"))
     print(on_one_line(f"leaderboard: {folder / FILE}"))
-
-
-def _print_table(
-    first: Sequence[str],
-    keys: Sequence[str],
-    last: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
-) -> None:
-    table = [[*first, *short_keys(keys), *last]]
-    table += [[*begin, *(values.get(key, "") for key in keys), *end] for begin, values, end in rows]
-    cells = [[on_one_line(cell) for cell in row] for row in table]
-    for line in aligned(cells, get_terminal_size().columns, last=2):
-        print(line)
-
-
-def _seconds(job: Job) -> str:
-    return "" if job.seconds is None else f"{job.seconds:.1f}"
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
     """Return the shortest end of each dotted key that no other of them has."""
+    parts = [key.split(".") for key in keys]
+    ends = [[".".join(part[-n:]) for n in range(1, len(part) + 1)] for part in parts]
+    known = Counter(end for of_one in ends for end in of_one)
+    return [next((end for end in of_one if known[end] == 1), of_one[-1]) for of_one in ends]
 
-    def ends(key: str) -> list[str]:
-        parts = key.split(".")
-        return [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
 
-    known = Counter(end for key in keys for end in ends(key))
-    return [next((end for end in ends(key) if known[end] == 1), key) for key in keys]
+def link_jobs(sweep: Path, jobs: Sequence[Job], varied: Sequence[str]) -> None:
+    """Link each job that has begun in `tensorboard/`, by what varies: `lr=0.1,seed=2`.
+
+    Links of jobs that the grid has no more are removed. Raises OSError.
+    """
+    board, links = sweep / TENSORBOARD, dict[str, str]()
+    for job in jobs:
+        own = job.run_dir / TENSORBOARD
+        if not own.is_dir() and job.state != RUNNING:
+            continue  # an open TensorBoard finds the folder of one that runs once it is there
+        pairs = zip(short_keys(varied), varied, strict=True)
+        name = ",".join(f"{k}={job.overrides[key]}" for k, key in pairs if key in job.overrides)
+        # TensorBoard takes a slash for a group of runs; file systems allow 255 bytes.
+        name = re.sub(r"[^ -.0-~]|\\", "_", name).strip(".")[:150] or f"job {job.number}"
+        name = name if name not in links else f"{name},job={job.number}"
+        links[name] = os.path.relpath(own, board)
+    board.mkdir(exist_ok=True)
+    there = {path.name: os.readlink(path) for path in board.iterdir() if path.is_symlink()}
+    for name, _ in there.items() - links.items():
+        (board / name).unlink()
+    for name, target in links.items() - there.items():
+        (board / name).symlink_to(target)

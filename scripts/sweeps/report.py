@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +21,11 @@ from trainer.runs.status import read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
+Curves = dict[str, dict[int, float]]  # values by step, by name
 FILE = "report.png"
 LOSSES = ("train/epoch_loss", "val/loss")  # whose curves are drawn beside the metric's
 FEWEST = 8  # finished jobs that an estimate of importance needs
 _CURVES, _NAMED, _AXES, _COLUMNS = 30, 10, 12, 3  # jobs, those in the legend, keys, panels a row
-_POINTS = 400  # of a curve, at most
 
 
 def write_report(folder: Path, ranking: Ranking, varied: Sequence[str]) -> None:
@@ -50,10 +53,9 @@ class Scale:
     def of(cls, key: str, jobs: Sequence[Job]) -> Scale:
         """Return the scale of a key: words if any value is not a number."""
         texts = {job.number: job.overrides[key] for job in jobs if key in job.overrides}
-        try:
+        places: dict[int, float] = {}
+        with suppress(ValueError):
             places = {number: float(text) for number, text in texts.items()}
-        except ValueError:
-            places = {}
         if not places or not all(map(math.isfinite, places.values())):
             words = sorted(set(texts.values()))
             return cls({n: float(words.index(text)) for n, text in texts.items()}, words, False)
@@ -69,37 +71,43 @@ class Scale:
 
 def draw(file: Path, ranking: Ranking, varied: Sequence[str]) -> bool:
     """Write the picture; return False where no job has a result. Raises ImportError."""
-    figures = importlib.import_module("matplotlib.figure")
-    compared, ranked = ranking.compared(), ranking.ranked()
-    curves = {job.number: _curves(job, ranking.name) for job in ranked[:_CURVES]}
+    matplotlib: Any = importlib.import_module("matplotlib")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    jobs, ranked, curves = ranking.compared(), ranking.ranked(), dict[int, Curves]()
+    for job in ranked[:_CURVES]:
+        for line, name in itertools.product(read_metrics(job.run_dir), (ranking.name, *LOSSES)):
+            value, points = line.get(name), curves.setdefault(job.number, {})
+            if isinstance(value, int | float) and math.isfinite(value) and "step" in line:
+                points.setdefault(name, {})[line["step"]] = float(value)
     keys = [k for k in varied if len({job.overrides.get(k) for job in ranked}) > 1][:_AXES]
-    shares = importances(compared, ranking, keys)
-    parts: list[tuple[float, Any, tuple[Any, ...]]] = []  # height, function, arguments
-    if compared and keys:
+    shares = importances(jobs, ranking, keys)
+    drawn = [job for job in ranked if curves.get(job.number)]
+    parts: list[tuple[float, Callable[[SubFigure], None]]] = []  # with their heights
+    if jobs and keys:
         rows = -(-len(keys) // _COLUMNS)
-        parts.append((0.5 + 3.0 * rows, _values, (compared, ranking, keys)))
-    if any(curves.values()):
-        parts.append((4.5, _draw_curves, (ranked, curves, keys)))
-    if compared and keys:
-        parts.append((4.0, _parallel, (compared, ranking, keys)))
+        parts.append((0.5 + 3.0 * rows, partial(_values, jobs, ranking, keys)))
+    if drawn:
+        parts.append((4.5, partial(_draw_curves, drawn, curves, keys)))
+    if jobs and keys:
+        parts.append((4.0, partial(_parallel, jobs, ranking, keys)))
     if shares:
-        parts.append((1.0 + 0.3 * len(shares), _importance, (shares,)))
+        parts.append((1.0 + 0.3 * len(shares), partial(_importance, shares)))
     if not parts:
         return False
-    heights = [height for height, _, _ in parts]
+    heights = [height for height, _ in parts]
     # Keys and values are text: `$` in them starts no formula.
     settings = {"text.parse_math": False, "font.size": 9, "axes.grid": True}
-    with importlib.import_module("matplotlib").rc_context(settings):
+    with matplotlib.rc_context(settings):
         figure = figures.Figure(figsize=(12, sum(heights)), layout="constrained")
         places = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for place, (_, function, arguments) in zip(places, parts, strict=True):
-            function(place, *arguments)
+        for place, (_, function) in zip(places, parts, strict=True):
+            function(place)
         with replacing(file) as target:
             figure.savefig(target, format="png", dpi=110)
     return True
 
 
-def _values(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str]) -> None:
+def _values(jobs: list[Job], ranking: Ranking, keys: list[str], figure: SubFigure) -> None:
     figure.suptitle(f"{ranking.name} against each value (x: pruned, star: the best)")
     panels = figure.subplots(-(-len(keys) // _COLUMNS), _COLUMNS, squeeze=False).flat
     pruned = [job for job in jobs if job.state == "pruned"]
@@ -122,49 +130,45 @@ def _values(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str
 
 
 def _draw_curves(
-    figure: SubFigure, jobs: list[Job], curves: dict[int, dict[str, Any]], keys: list[str]
+    jobs: list[Job], curves: dict[int, Curves], keys: list[str], figure: SubFigure
 ) -> None:
-    figure.suptitle(f"learning curves of the {len(curves)} best jobs, the best is the darkest")
-    names = list(dict.fromkeys(name for found in curves.values() for name in found))
+    figure.suptitle(f"learning curves of the {len(jobs)} best jobs, the best is the darkest")
+    names = list(dict.fromkeys(name for job in jobs for name in curves[job.number]))
     short = dict(zip(keys, short_keys(keys), strict=True))
-    drawn = [job for job in jobs if curves.get(job.number)]
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for place, (job, colour) in enumerate(zip(drawn, _colours(len(drawn)), strict=True)):
+        for place, (job, colour) in enumerate(zip(jobs, _colours(len(jobs)), strict=True)):
             values = (f"{short[k]}={job.overrides[k][:12]}" for k in keys if k in job.overrides)
             label = f"{job.number}: {', '.join(values)}"[:60] if place < _NAMED else None
-            points = curves[job.number].get(name, [])
+            points = curves[job.number].get(name, {})
             marker = "." if len(points) < 20 else None
-            axes.plot(*zip(*points, strict=True), color=colour, label=label, marker=marker)
+            axes.plot([*points], [*points.values()], color=colour, label=label, marker=marker)
         axes.set_xlabel("step")
         axes.set_title(name)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
 
 
-def _parallel(figure: SubFigure, jobs: list[Job], ranking: Ranking, keys: list[str]) -> None:
+def _parallel(jobs: list[Job], ranking: Ranking, keys: list[str], figure: SubFigure) -> None:
     figure.suptitle("parallel coordinates (dotted: pruned)")
     axes = figure.subplots()
     results = {job.number: ranking.value(job) or 0.0 for job in jobs}
     scales = [*(Scale.of(key, jobs) for key in keys), Scale(results, [], False)]
     columns = [scale.shares() for scale in scales]
-    colours = _colours(len(jobs))
-    for job, colour in reversed(list(zip(jobs, colours, strict=True))):  # the best on top
-        points = [
-            (x, column[job.number]) for x, column in enumerate(columns) if job.number in column
-        ]
-        axes.plot(*zip(*points, strict=True), ":" if job.state == "pruned" else "-", color=colour)
-    for x, (scale, column) in enumerate(zip(scales, columns, strict=True)):
-        ends = {column[n]: f"{place:.4g}" for n, place in scale.places.items()}
-        shown = {y: ends[y] for y in (min(ends), max(ends))}
+    for job, colour in reversed(list(zip(jobs, _colours(len(jobs)), strict=True))):  # best on top
+        points = {x: shares[job.number] for x, shares in enumerate(columns) if job.number in shares}
+        style = ":" if job.state == "pruned" else "-"
+        axes.plot([*points], [*points.values()], style, color=colour)
+    for x, (scale, shares) in enumerate(zip(scales, columns, strict=True)):
+        shown = {shares[n]: f"{place:.4g}" for n, place in scale.places.items()}
         if scale.words:
-            shown = {column[n]: scale.words[int(p)][:16] for n, p in scale.places.items()}
-        for y, text in shown.items():
-            axes.annotate(text, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=8)
+            shown = {shares[n]: scale.words[int(p)][:16] for n, p in scale.places.items()}
+        for y in shown if scale.words else (min(shown), max(shown)):
+            axes.annotate(shown[y], (x, y), (4, 2), textcoords="offset points", fontsize=8)
     axes.set_xticks(range(len(columns)), [*short_keys(keys), ranking.name], rotation=15)
     axes.set_yticks([])
 
 
-def _importance(figure: SubFigure, shares: dict[str, float]) -> None:
+def _importance(shares: dict[str, float], figure: SubFigure) -> None:
     figure.suptitle("how much each key matters (PED-ANOVA, shares of 1)")
     names = short_keys(list(shares))[::-1]
     figure.subplots().barh(names, list(shares.values())[::-1])
@@ -173,17 +177,6 @@ def _importance(figure: SubFigure, shares: dict[str, float]) -> None:
 def _colours(count: int) -> list[Any]:
     viridis = importlib.import_module("matplotlib").colormaps["viridis"]
     return [viridis(0.9 * n / max(1, count - 1)) for n in range(count)]
-
-
-def _curves(job: Job, metric: str) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for line in read_metrics(job.run_dir):
-        for name in dict.fromkeys((metric, *LOSSES)):
-            value = line.get(name)
-            if isinstance(value, int | float) and math.isfinite(value) and "step" in line:
-                curves.setdefault(name, []).append((line["step"], float(value)))
-    strides = {name: -(-len(curve) // _POINTS) for name, curve in curves.items()}
-    return {name: [*curve[: -1 : strides[name]], curve[-1]] for name, curve in curves.items()}
 
 
 def importances(jobs: Sequence[Job], ranking: Ranking, keys: Sequence[str]) -> dict[str, float]:
@@ -197,22 +190,21 @@ def importances(jobs: Sequence[Job], ranking: Ranking, keys: Sequence[str]) -> d
         print("importance takes the package optuna: pip install optuna")
         return {}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    kinds, scales, known = optuna.distributions, {}, {}
+    kinds, known, params = optuna.distributions, dict[str, Any](), [dict[str, Any]() for _ in ended]
     for key in keys:
-        scale = scales[key] = Scale.of(key, ended)
+        scale = Scale.of(key, ended)
         low, high = min(scale.places.values()), max(scale.places.values())
         number = kinds.FloatDistribution(low, high, log=scale.log)
         known[key] = kinds.CategoricalDistribution(scale.words) if scale.words else number
+        for job, values in zip(ended, params, strict=True):
+            if key in job.overrides:
+                place = scale.places[job.number]
+                values[key] = job.overrides[key] if scale.words else place
     study = optuna.create_study(direction="maximize" if ranking.larger_is_better else "minimize")
-    for job in ended:
-        params = {
-            key: job.overrides[key] if scale.words else scale.places[job.number]
-            for key, scale in scales.items()
-            if key in job.overrides
-        }
-        found = {key: known[key] for key in params}
-        value = ranking.value(job)
-        study.add_trial(optuna.trial.create_trial(params=params, distributions=found, value=value))
+    for job, values in zip(ended, params, strict=True):
+        given = {key: known[key] for key in values}
+        trial = {"params": values, "distributions": given, "value": ranking.value(job)}
+        study.add_trial(optuna.trial.create_trial(**trial))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shares: dict[str, float] = optuna.importance.get_param_importances(study)

@@ -1,13 +1,17 @@
 """`train -m sweep=optuna key=interval(a,b) ...`: Optuna chooses the values of each next job."""
 
 import importlib.util
+import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from callbacks.trial import (
     PRUNER,
@@ -20,7 +24,7 @@ from callbacks.trial import (
     study_errors,
 )
 from conf.check import parse
-from conf.errors import ConfigError, Problem, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
 from scripts.cli.arguments import Arguments, quoted
 from scripts.cli.console import logger
@@ -28,17 +32,7 @@ from scripts.composition.compose import compose, split_search
 from scripts.composition.identity import identity, refuse_outside, refuse_untyped, trains_the_same
 from scripts.composition.overrides import Dimension, Swept
 from scripts.sweeps.grid import check_built, composed
-from scripts.sweeps.jobs import run_jobs
 from scripts.sweeps.leaderboard import NOT_STARTED, Job
-from scripts.sweeps.space import (
-    distribution,
-    enqueued,
-    given,
-    samples,
-    swept,
-    values_of,
-    with_integers,
-)
 from scripts.sweeps.sweep import Sweep
 from trainer.errors import CheckpointError
 
@@ -53,6 +47,8 @@ _SAMPLERS = {
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
 _CODE = "code"  # a failed trial's attribute: the exit code of its job
+_MOST_SAMPLES = 100  # combinations that are checked before a search
+_WORDS = ("values", "step")  # of an entry of `sweep.params`
 
 
 def search(arguments: Arguments) -> int:
@@ -89,20 +85,144 @@ def search(arguments: Arguments) -> int:
     it.metric, it.devices = check_built(arguments, jobs)
     it.decided = it.metric is not None
     with it.held():
-        if settings.storage is None:
-            cut_torn_line(it.folder / JOURNAL)
-        place = as_url(settings.storage or str(it.folder / JOURNAL))
-        study = open_study(it, place, settings, sampler(0))
-        refuse_other_values(study, space)
-        print(f"study {study.study_name}: optuna-dashboard {place}", flush=True)
-        with study_errors(place):
-            for entry in entries:  # each once
-                study.enqueue_trial(entry, skip_if_exists=True)
-            trials = Trials(it, space, study, fixed, place, sampler)
+        trials = Trials(it, space, fixed, sampler, entries)
         it.write()
         it.settings.jobs = it.settings.jobs or 1  # on a cluster, too: the study learns from each
-        run_jobs(it, trials.ask, trials.tell)
+        it.run(trials.ask, trials.tell)
         return it.close()
+
+
+def given(
+    arguments: Arguments, params: Mapping[str, Any], replaced: Collection[str]
+) -> list[Dimension]:
+    """Return the dimensions of `sweep.params`, but for those that the command line has replaced.
+
+    An entry is `interval(0,1)` or {values: "interval(0,1)", step: 0.5}. Raises ConfigError.
+    """
+    problems, dimensions = [], []
+    for key, entry in params.items():
+        place = f"sweep.params.{key}"
+        words = entry if isinstance(entry, dict) else {"values": entry}
+        for word in words.keys() - {*_WORDS}:
+            hint = did_you_mean(str(word), _WORDS) or f"there are {', '.join(_WORDS)}"
+            problems.append(Problem(f"{place}.{word}", "unknown key", hint))
+        if "values" not in words:
+            hint = "such as interval(0.01,0.1)"
+            problems.append(Problem(f"{place}.values", "missing a value", hint))
+        elif key.lstrip("+") not in replaced:
+            text = f"{key}={words['values']}"
+            _, found = split_search(replace(arguments, overrides=(text,)))
+            dimensions += found
+            if not found:
+                hint = "use key=value outside of it"
+                problems.append(Problem("sweep.params", f"{text}: gives one value only", hint))
+            elif "step" in words:
+                d, step = found[0], words["step"]
+                number = isinstance(step, int | float) and not isinstance(step, bool)
+                if d.choices or d.log or not number or not 0 < step <= d.high - d.low:
+                    message = f"{step!r} does not fit: it takes a number, between the ends of"
+                    problems.append(Problem(f"{place}.step", f"{message} interval(a,b)"))
+                    continue
+                high = d.low + math.floor((d.high - d.low) / step + 1e-9) * step
+                whole = d.integers and isinstance(step, int)
+                dimensions[-1] = replace(d, step=step, high=high, integers=whole)
+    raise_problems(problems)
+    return dimensions
+
+
+def with_integers(dimension: Dimension, config: Mapping[str, Any]) -> Dimension:
+    """Let a dimension have integers only where the configuration holds one, too."""
+    value: Any = config
+    for name in dimension.name.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return replace(dimension, integers=dimension.integers and type(value) is int)
+
+
+def values_of(dimension: Dimension) -> list[Any]:
+    """Return all values of a dimension. Raises ConfigError for an interval without a step."""
+    if dimension.choices:
+        return list(dimension.choices)
+    if dimension.step is None and not dimension.integers:
+        message = "sampler=grid takes choices, or numbers with a step"
+        raise ConfigError(Problem(dimension.name, message, "sampler=tpe"))
+    step, kind = dimension.step or 1, int if dimension.integers else float
+    count = round((dimension.high - dimension.low) / step) + 1
+    return [kind(dimension.low + n * step) for n in range(count)]
+
+
+def samples(space: Sequence[Dimension]) -> list[tuple[Swept, ...]]:
+    """Return values for a check of the space before the search.
+
+    All combinations of the choices if there are at most 100, else each choice once. Of a range of
+    numbers, the lowest and the highest.
+    """
+    lists: list[Sequence[Any]] = []
+    for d in space:
+        kind = int if d.integers else float
+        lists.append(d.choices or tuple(dict.fromkeys((kind(d.low), kind(d.high)))))
+    if math.prod(map(len, lists)) <= _MOST_SAMPLES:
+        found = list(itertools.product(*lists))
+    else:
+        longest = max(map(len, lists))
+        found = [tuple(values[n % len(values)] for values in lists) for n in range(longest)]
+    return [tuple(map(swept, space, values)) for values in found]
+
+
+def swept(dimension: Dimension, value: Any) -> Swept:
+    """Return the override that gives a dimension a value."""
+    return Swept(f"{dimension.key}={value}", dimension.name, str(value), True)
+
+
+def enqueued(
+    space: Sequence[Dimension], enqueue: Sequence[Mapping[str, Any]], whole: bool
+) -> list[dict[str, Any]]:
+    """Return `sweep.enqueue` as values of the dimensions; `whole`: each gives all keys.
+
+    Raises ConfigError.
+    """
+
+    def spelled(value: Any) -> str:  # as YAML understands it: `true` and `True` are one
+        try:
+            return str(yaml.safe_load(str(value)))
+        except yaml.YAMLError:
+            return str(value)
+
+    known = {d.name: d for d in space}
+    problems, entries = [], []
+    for number, entry in enumerate(enqueue):
+        place, values = f"sweep.enqueue.{number}", dict(entry)
+        entries.append(values)
+        for key, value in entry.items():
+            if (d := known.get(key)) is None:
+                hint = did_you_mean(key, list(known)) or f"there are {', '.join(known)}"
+                problems.append(Problem(f"{place}.{key}", "does not vary in this search", hint))
+                continue
+            found: list[Any]
+            if d.choices:
+                found = [choice for choice in d.choices if spelled(choice) == spelled(value)]
+                wanted = f"none of {', '.join(d.choices)}"
+                values[key] = next(iter(found), None)
+            else:
+                kind = int if d.integers else int | float
+                found = [value] if isinstance(value, kind) and d.low <= value <= d.high else []
+                wanted = f"no {'integer' if d.integers else 'number'} between {d.low} and {d.high}"
+            if not found:
+                problems.append(Problem(f"{place}.{key}", f"{value} is {wanted}"))
+        if whole and (missing := [key for key in known if key not in entry]):
+            problems.append(Problem(place, f"sampler=grid needs {', '.join(missing)} as well"))
+    raise_problems(problems)
+    return entries
+
+
+def distribution(dimension: Dimension) -> Any:
+    """Return a dimension as Optuna names it."""
+    kinds = import_optuna().distributions
+    low, high, log = dimension.low, dimension.high, dimension.log
+    if dimension.choices:
+        return kinds.CategoricalDistribution(dimension.choices)
+    if dimension.integers:
+        return kinds.IntDistribution(int(low), int(high), log=log, step=int(dimension.step or 1))
+    return kinds.FloatDistribution(low, high, log=log, step=dimension.step)
 
 
 def sampler_of(
@@ -118,7 +238,6 @@ def sampler_of(
     if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
         message = "sampler=cmaes takes the package cmaes: pip install cmaes"
         raise ConfigError(Problem("sweep.sampler", message))
-    kind = getattr(optuna.samplers, _SAMPLERS[name])
     fixed: dict[str, Any] = {}
     if name == "grid":
         fixed["search_space"] = {d.name: values_of(d) for d in space}
@@ -130,6 +249,7 @@ def sampler_of(
     def make(number: int) -> Any:
         # A grid's order and a sequence's scrambling belong to the whole search.
         key = seed if name in ("grid", "qmc") else zlib.crc32(f"{seed} {number}".encode())
+        kind = getattr(optuna.samplers, _SAMPLERS[name])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return construct(kind, options, "sweep.sampler_options", seed=key, **fixed)
@@ -151,81 +271,41 @@ def cut_torn_line(journal: Path) -> None:
             file.truncate(end)
 
 
-def open_study(it: Sweep, place: str, settings: SweepConfig, sampler: Any) -> Any:
-    """Open a study, or create it. Raises as `open_storage`, and CheckpointError.
-
-    The pruner is written into the study: the jobs, which ask it, take it from there.
-    """
-    optuna, ranking, name = import_optuna(), it.ranking, it.config["name"]
-    storage = open_storage(place)
-    with study_errors(place, opening=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(
-            study_name=name,
-            storage=storage,
-            direction="maximize" if ranking.larger_is_better else "minimize",
-            sampler=sampler,
-            pruner=build_pruner(settings.pruner, settings.pruner_options),
-            load_if_exists=True,
-        )
-        if not (metrics := study.metric_names):
-            metrics = [ranking.name]
-            study.set_metric_names(metrics)
-        options = dict(settings.pruner_options)
-        study.set_user_attr(PRUNER, {"name": settings.pruner, "options": options})
-    if metrics != [ranking.name]:
-        raise CheckpointError(
-            f"the study {name!r} in {place} is about {metrics[0]}, and this search "
-            f"about {ranking.name}: take another run_dir or sweep.storage"
-        )
-    return study
-
-
-def refuse_other_values(study: Any, space: Sequence[Dimension]) -> None:
-    """Raise ConfigError for values that the study, which has begun with others, cannot take."""
-    compatible = import_optuna().distributions.check_distribution_compatibility
-    trials = study.get_trials(deepcopy=False)
-    began = {name: d for trial in trials for name, d in trial.distributions.items()}
-    problems = []
-    for dimension in space:
-        old, new = began.get(dimension.name), distribution(dimension)
-        try:
-            compatible(old or new, new)
-        except ValueError:
-            values = ", ".join(getattr(old, "choices", [str(old)]))
-            message = f"the study began with other values: {values}"
-            problems.append(
-                Problem(dimension.name, message, "search those, or begin another sweep")
-            )
-    raise_problems(problems)
-
-
 class Trials:
     """The jobs that a study suggests: `ask` for the next one, `tell` its result.
 
-    Several may be asked for before the first is told.
+    Several may be asked for before the first is told. `base`: the overrides of all jobs; `entries`:
+    values to begin with. The study is opened, or created; raises as `open_storage`, and ConfigError
+    or CheckpointError for one that began with another metric or other values.
     """
 
     def __init__(
         self,
         it: Sweep,
         space: Sequence[Dimension],
-        study: Any,
         base: Sequence[Swept],
-        place: str,
         sampler: Callable[[int], Any],
+        entries: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.it, self._space, self._study, self._base = it, space, study, base
-        self._place, self._sampler = place, sampler
+        self.it, self._space, self._base, self._sampler = it, space, base, sampler
         self._optuna = import_optuna()
+        if it.settings.storage is None:
+            cut_torn_line(it.folder / JOURNAL)
+        self._place = as_url(it.settings.storage or str(it.folder / JOURNAL))
+        self._study = self._opened()
+        self._refuse_changes()
+        print(f"study {self._study.study_name}: optuna-dashboard {self._place}", flush=True)
         self._open: list[Any] = []  # trials whose jobs were interrupted in an earlier start
         self._waiting: dict[int, list[Any]] = {}  # trials, by number of the job that they wait for
         self._total = it.settings.n_trials
         if it.settings.sampler == "grid":
             size = math.prod(len(values_of(d)) for d in space)
             self._total = min(self._total, size + len(it.settings.enqueue))
-        self._refuse_changes()
-        for trial in self._started():  # of earlier starts; a shared study has jobs of others, too
+        with study_errors(self._place):
+            for entry in entries:  # each once
+                self._study.enqueue_trial(entry, skip_if_exists=True)
+            started = self._started()
+        for trial in started:  # of earlier starts; a shared study has jobs of others, too
             overrides = self._overrides(trial.params)
             if it.settings.storage is not None and not it.knows(overrides):
                 continue
@@ -243,7 +323,13 @@ class Trials:
         """
         with study_errors(self._place):
             while (trial := self._next()) is not None:
-                job = self._planned(trial)
+                overrides, config = self._overrides(trial.params), dict[str, Any]()
+                with suppress(ConfigError):  # not checked before the search: the job reports it
+                    (config,) = composed(self.it.arguments, [overrides])
+                job = self.it.plan(overrides, config)
+                if self.it.settings.pruner is not None:  # the job reports to its trial
+                    about = f"{quoted(self._place)}, study: {quoted(self._study.study_name)}"
+                    job.more = [f"sweep.trial={{storage: {about}, number: {trial.number}}}"]
                 waiting = self._waiting.setdefault(job.number, [])
                 waiting.append(trial)
                 self._count()
@@ -259,8 +345,8 @@ class Trials:
 
         The trial of a job that was interrupted stays open: it goes on with the next start.
         """
-        states = self._optuna.trial.TrialState
-        value = None if job.failed else self.it.ranking.value(job)
+        states, ranking = self._optuna.trial.TrialState, self.it.ranking
+        value = None if job.failed else ranking.value(job)
         with study_errors(self._place):
             for trial in self._waiting.pop(job.number, []):
                 if job.state in _GOES_ON:
@@ -270,15 +356,73 @@ class Trials:
                 elif value is not None and not math.isnan(value):
                     self._study.tell(trial, value)
                 else:
-                    reason = job.reason or f"it logged no {self.it.ranking.name}"
                     if not job.failed:
-                        logger.warning("warning: job %d: %s", job.number, reason)
+                        told = job.number, job.reason or f"it logged no {ranking.name}"
+                        logger.warning("warning: job %d: %s", *told)
                     trial.set_user_attr(_CODE, job.code or 1)
                     self._study.tell(trial, state=states.FAIL)
 
+    def _opened(self) -> Any:
+        # The jobs, which ask the pruner, take it from the study.
+        optuna, ranking, settings = self._optuna, self.it.ranking, self.it.settings
+        storage = open_storage(self._place)
+        with study_errors(self._place, opening=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study = optuna.create_study(
+                study_name=self.it.config["name"],
+                storage=storage,
+                direction="maximize" if ranking.larger_is_better else "minimize",
+                sampler=self._sampler(0),
+                pruner=build_pruner(settings.pruner, settings.pruner_options),
+                load_if_exists=True,
+            )
+            if not (metrics := study.metric_names):
+                metrics = [ranking.name]
+                study.set_metric_names(metrics)
+            options = dict(settings.pruner_options)
+            study.set_user_attr(PRUNER, {"name": settings.pruner, "options": options})
+        if metrics != [ranking.name]:
+            raise CheckpointError(
+                f"the study {study.study_name!r} in {self._place} is about {metrics[0]}, and this "
+                f"search about {ranking.name}: take another run_dir or sweep.storage"
+            )
+        return study
+
+    def _refuse_changes(self) -> None:
+        # One study has one experiment's results.
+        trials = self._study.get_trials(deepcopy=False)
+        began = {name: d for trial in trials for name, d in trial.distributions.items()}
+        problems = []
+        for d in self._space:
+            old, new = began.get(d.name), distribution(d)
+            try:
+                self._optuna.distributions.check_distribution_compatibility(old or new, new)
+            except ValueError:
+                values = ", ".join(getattr(old, "choices", [str(old)]))
+                message = f"the study began with other values: {values}"
+                problems.append(Problem(d.name, message, "search those, or begin another sweep"))
+        raise_problems(problems)
+        now = list(identity(override.text for override in self._base))
+        before = self._study.user_attrs.get(_OVERRIDES)
+        if before is None:
+            self._study.set_user_attr(_OVERRIDES, now)
+            return
+        old, new = (dict(t.lstrip("+~").split("=", 1) for t in texts) for texts in (before, now))
+        changed = [
+            f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key) and not trains_the_same(key)
+        ]
+        if changed and self.it.config["resume_policy"] != "override":
+            raise CheckpointError(
+                f"the study {self._study.study_name!r} began with other values: "
+                f"{', '.join(changed)}: give the former ones, take another run_dir or "
+                "sweep.storage, or mix the results of both: resume_policy=override"
+            )
+
     def _started(self) -> list[Any]:
-        waits = self._optuna.trial.TrialState.WAITING  # a mere suggestion of `sweep.enqueue`
-        return [t for t in self._study.get_trials(deepcopy=False) if t.state != waits]
+        trials = self._study.get_trials(deepcopy=False)
+        return [t for t in trials if t.state.name != "WAITING"]  # as `sweep.enqueue` suggests them
 
     def _next(self) -> Any:
         if self._open:
@@ -293,18 +437,6 @@ class Trials:
         self._study.sampler = self._optuna.samplers.RandomSampler(seed=0)
         return trial
 
-    def _planned(self, trial: Any) -> Job:
-        overrides = self._overrides(trial.params)
-        try:
-            (config,) = composed(self.it.arguments, [overrides])
-        except ConfigError:
-            config = {}  # not checked before the search: the job reports the mistake
-        job = self.it.plan(overrides, config)
-        if self.it.settings.pruner is not None:  # the job reports to its trial
-            about = f"storage: {quoted(self._place)}, study: {quoted(self._study.study_name)}"
-            job.more = [f"sweep.trial={{{about}, number: {trial.number}}}"]
-        return job
-
     def _overrides(self, values: Mapping[str, Any]) -> list[Swept]:
         varied = (swept(d, values[d.name]) for d in self._space if d.name in values)
         return [*self._base, *varied]
@@ -312,26 +444,3 @@ class Trials:
     def _count(self) -> None:
         left = self._total - len(self._started()) + len(self._open)
         self.it.count = len(self.it.jobs) + max(0, left)
-
-    def _refuse_changes(self) -> None:
-        # One study has one experiment's results.
-        now = list(identity(override.text for override in self._base))
-        before = self._study.user_attrs.get(_OVERRIDES)
-        if before is None:
-            self._study.set_user_attr(_OVERRIDES, now)
-            return
-        old, new = (
-            {key: value for key, _, value in (t.lstrip("+~").partition("=") for t in texts)}
-            for texts in (before, now)
-        )
-        changed = [
-            f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key) and not trains_the_same(key)
-        ]
-        if changed and self.it.config["resume_policy"] != "override":
-            raise CheckpointError(
-                f"the study {self._study.study_name!r} began with other values: "
-                f"{', '.join(changed)}: give the former ones, take another run_dir or "
-                "sweep.storage, or mix the results of both: resume_policy=override"
-            )

@@ -1,11 +1,12 @@
-"""The folder of a sweep: which one to go on with, which job is where, and what is shown of them."""
+"""The folder of a sweep: which one to go on with, which job is where, and how the jobs are run."""
 
+import csv
 import itertools
-import os
-import re
+import math
 import shlex
 import signal
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -20,21 +21,20 @@ from scripts.cli.arguments import PRIMARY, Arguments, quoted, run_dir_override
 from scripts.cli.console import logger
 from scripts.composition.identity import belongs_outside, identity
 from scripts.composition.overrides import Swept
-from scripts.sweeps.clusters import RayLauncher, SubmititLauncher, options_of
-from scripts.sweeps.leaderboard import (
-    FILE,
-    Job,
-    Ranking,
-    read_states,
-    short_keys,
-    show,
-    write_csv,
+from scripts.sweeps import leaderboard
+from scripts.sweeps.launchers import (
+    PATIENCE,
+    LocalLauncher,
+    RayLauncher,
+    SubmititLauncher,
+    options_of,
 )
-from scripts.sweeps.local import LocalLauncher
+from scripts.sweeps.leaderboard import FILE, NOT_STARTED, RUNNING, Job, Ranking
 from scripts.sweeps.report import write_report
 from trainer.errors import StorageError, stopping_signals
 from trainer.files.atomic import write_json
-from trainer.runs.directory import CONFIG, OVERRIDES, name_folder, reserve, timestamp
+from trainer.files.layout import on_one_line
+from trainer.runs.directory import CONFIG, OVERRIDES, make_folder, name_folder, reserve, timestamp
 from trainer.runs.lock import RunLock, is_held
 from trainer.runs.status import (
     ENDED_WELL,
@@ -44,12 +44,17 @@ from trainer.runs.status import (
     check_run_dir,
     holds_run,
     own_values,
+    read_metrics,
     read_status,
 )
 
-Launcher = LocalLauncher | SubmititLauncher | RayLauncher
 RUNS = Path("runs")
 _STAMP = len(timestamp())  # a number follows for a sweep that began in the same second
+_EVERY = 30.0  # seconds between two lines of a job
+_TAIL = 1 << 14  # bytes of a log
+_STOPPED = (-15, -2, 130, 143)  # exit codes before a run exists
+# Exit codes: a lost process, out of memory, and signals that the sweep did not send.
+_LOST = (6, 8, 130, 143)
 
 
 class Sweep:
@@ -68,35 +73,27 @@ class Sweep:
         self.metric: str | None = None  # of the task, if it is known
         self.decided = False  # whether jobs are compared by it whatever they log
         self.heard: list[int] = []  # signals that ask the sweep to end
-        self.running: dict[int, Job] = {}
-        self.launcher = self._launcher()
-        self.group_by = self._group_keys()
-        self.found = _find_sweep(config)
-        self._known = job_folders(self.found) if self.found else {}
-        self._planned: dict[tuple[str, ...], Job] = {}
-        self._complaints: set[str] = set()  # about the leaderboard's file
-
-    def _launcher(self) -> Launcher:
-        settings = self.settings
-        if settings.launcher == "local":
-            return LocalLauncher(settings.jobs or 1, settings.jobs_per_device, self.devices)
-        options = options_of(settings.launcher_options, self.arguments.overrides)
-        return (SubmititLauncher if settings.launcher == "submitit" else RayLauncher)(options)
-
-    def _group_keys(self) -> list[str]:
-        given = self.settings.group_by
-        keys = [given] if isinstance(given, str) else given or []
-        there = f"there are {', '.join(self.varied)}" if self.varied else None
+        self.launcher: LocalLauncher | SubmititLauncher | RayLauncher | None = None
+        if self.settings.launcher != "local":
+            options = options_of(self.settings.launcher_options, arguments.overrides)
+            submitit = self.settings.launcher == "submitit"
+            self.launcher = (SubmititLauncher if submitit else RayLauncher)(options)
+        given = self.settings.group_by or []
+        self.group_by = [given] if isinstance(given, str) else given
+        there = f"there are {', '.join(varied)}" if varied else None
         raise_problems(
             Problem(
                 "sweep.group_by",
                 f"{key!r} does not vary between the jobs",
-                did_you_mean(key, self.varied) or there,
+                did_you_mean(key, varied) or there,
             )
-            for key in keys
-            if key not in self.varied
+            for key in self.group_by
+            if key not in varied
         )
-        return keys
+        self.found = _find_sweep(config)
+        self._known = job_folders(self.found) if self.found else {}
+        self._planned: dict[tuple[str, ...], Job] = {}
+        self._complaints: set[str] = set()  # about the leaderboard's file
 
     def knows(self, overrides: Sequence[Swept]) -> Path | None:
         """Return the folder that an earlier start gave a job."""
@@ -111,22 +108,35 @@ class Sweep:
     def held(self) -> Iterator[None]:
         """Make and lock the sweep's folder, and record signals instead of ending at once.
 
-        Raises ConfigError if it cannot be made, RunDirectoryError if another process holds it.
+        Raises StorageError if it cannot be made, RunDirectoryError if another process holds it.
         """
-        self.folder = self.found or _make_folder(self.config)
+        if self.found is not None:
+            self.folder = self.found
+        elif self.config["run_dir"] is None:
+            self.folder = reserve(_sweeps(self.config), timestamp())
+        else:
+            self.folder = Path(self.config["run_dir"])
+            make_folder(self.folder)
         lock = RunLock(self.folder)
         if (holder := lock.acquire()) is not None:
             message = f"the sweep in {self.folder} is in use by {holder}"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
         self._taken = {path.name for path in self.folder.iterdir()}
-        if self.settings.launcher == "local":
-            self.launcher = self._launcher()  # the devices are counted now
+        if self.launcher is None:  # the devices are counted now
+            settings = self.settings
+            self.launcher = LocalLauncher(
+                settings.jobs or 1, settings.jobs_per_device, self.devices
+            )
         if self.found is not None:
             print(f"going on with the sweep {self.folder}", flush=True)
         write_json(self.folder / SWEEP, {"swept": list(self.varied)})
         board = shlex.quote(str(self.folder / TENSORBOARD))
         print(f"follow the sweep: tensorboard --logdir {board}", flush=True)
-        before = {n: signal.signal(n, self._hear) for n in stopping_signals()}
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self.heard.append(number)
+
+        before = {n: signal.signal(n, hear) for n in stopping_signals()}
         try:
             yield
         finally:
@@ -134,9 +144,6 @@ class Sweep:
                 signal.signal(number, handler)
             self.launcher.close()
             lock.release()
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard.append(number)
 
     def plan(self, overrides: Sequence[Swept], config: dict[str, Any]) -> Job:
         """Give a job its folder, or the next free one; the result of a finished job is read."""
@@ -180,12 +187,96 @@ class Sweep:
         """Return how the jobs compare, by what is known so far."""
         return Ranking(self.config, self.jobs, self.metric, self.decided)
 
+    def run(
+        self, ask: Callable[[], Job | None], tell: Callable[[Job], None] = lambda job: None
+    ) -> None:
+        """Run jobs until there are none left or the sweep must end, up to `sweep.jobs` at a time.
+
+        `ask` returns the next job, None after the last one. `tell` is called with each job that has
+        ended and is not restarted.
+        """
+        assert self.launcher is not None
+        launcher, queue, running = self.launcher, list[Job](), list[Job]()
+        most = self.settings.jobs or (math.inf if launcher.quiet else 1)
+        sent = 0  # signals
+        began, before = time.monotonic(), self._done()
+        if launcher.quiet:
+            print(launcher.description, flush=True)
+        while True:
+            while not self.ended and len(running) < most:
+                job = queue.pop(0) if queue else ask()
+                if job is None:
+                    break
+                if self.ended or not launcher.start(job, self.words(job), running):
+                    queue.insert(0, job)
+                    break
+                running.append(job)
+                job.starts, job.state, job.told = job.starts + 1, RUNNING, time.monotonic()
+                self._say_start(job)
+                self.write()
+            if not running:
+                return
+            for job in list(running):
+                if (code := launcher.poll(job)) is None:
+                    say_progress(job, self.ranking.name)
+                    continue
+                running.remove(job)
+                if self.heard and code in _STOPPED and not holds_run(job.run_dir):
+                    job.state = NOT_STARTED
+                else:
+                    job.end(code)
+                lost = code < 0 or code in _LOST
+                if lost and job.starts <= self.settings.retries and not self.heard:
+                    print(on_one_line(f"job {job.number} starts again: {job.reason}"), flush=True)
+                    queue.append(job)
+                    continue
+                self.write()
+                self._say_end(job, (time.monotonic() - began) / max(1, self._done() - before))
+                tell(job)
+            for number in self.heard[sent:]:
+                launcher.send(number, running)
+                sent += 1
+            time.sleep(PATIENCE)
+
+    def _done(self) -> int:
+        # A preempted job goes on with the sweep.
+        return sum(job.state not in (NOT_STARTED, RUNNING, "preempted") for job in self.jobs)
+
+    def _say_start(self, job: Job) -> None:
+        # A job that runs alone prints its result, its warnings and its error itself.
+        assert self.launcher is not None
+        given = job.overrides
+        varied = " ".join(f"{key}={given[key]}" for key in self.varied if key in given)
+        again = f" (start {job.starts})" if job.starts > 1 else ""
+        line = on_one_line(f"{varied}  ->  {job.run_dir}{again}")
+        before = "" if self.launcher.quiet else "\n"
+        print(f"{before}[{self.jobs.index(job) + 1}/{self.count}] {line}", flush=True)
+
+    def _say_end(self, job: Job, seconds: float) -> None:
+        assert self.launcher is not None
+        ranking, done = self.ranking, self._done()
+        facts = [f"{done} of {self.count} done"]
+        if self.launcher.quiet:
+            value = ranking.value(job)
+            result = "" if value is None else f" {ranking.name} {value:.4f}"
+            why = f": {job.reason}" if job.failed else ""
+            facts.insert(0, on_one_line(f"job {job.number} {job.state}{result}{why}"))
+        facts += [
+            f"best {ranking.name} {ranking.value(best):.4f} (job {best.number})"
+            for best in ranking.compared()[:1]
+        ]
+        if (left := self.count - done) and not self.ended:
+            minutes = seconds * left / 60
+            about = f"{60 * minutes:.0f} s" if minutes < 1.5 else f"{minutes:.0f} min"
+            facts.append(f"about {about if minutes < 90 else f'{minutes / 60:.1f} h'} left")
+        print("; ".join(facts), flush=True)
+
     def write(self) -> None:
         """Write the leaderboard as it stands, and show the jobs in TensorBoard."""
         with suppress(OSError):  # a dashboard must not end a sweep
-            link_jobs(self.folder, self.jobs, self.varied, self.running)
+            leaderboard.link_jobs(self.folder, self.jobs, self.varied)
         try:
-            write_csv(self.folder, self.ranking, self.group_by, self.count, self.running)
+            leaderboard.write_csv(self.folder, self.ranking, self.group_by, self.count)
         except StorageError as error:  # the running jobs are not affected
             if str(error) not in self._complaints:
                 logger.warning("warning: %s", error)
@@ -194,22 +285,34 @@ class Sweep:
     def close(self) -> int:
         """Print the table, draw the report and return the exit code."""
         self.write()
-        show(self.folder, self.ranking, self.group_by, self.varied)
+        leaderboard.show(self.folder, self.ranking, self.group_by, self.varied)
         if self.settings.report and not self.heard:
             write_report(self.folder, self.ranking, self.varied)
         if self.ended:
+            kept = [t for t in self.arguments.overrides if _key(t) != "run_dir"]
+            if self.config["resume"] in (None, "auto"):
+                kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
+            words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
             why = "interrupted" if self.heard else "sweep.fail_fast ended it"
-            print(f"{why}; go on with the sweep: {self._resume_command()}")
+            print(f"{why}; go on with the sweep: {shlex.join(['train', '-m', *words])}")
         if self.heard:
             return 130 if self.heard[0] == signal.SIGINT else 143
         return next((job.code for job in self.jobs if job.code), 0)
 
-    def _resume_command(self) -> str:
-        kept = [t for t in self.arguments.overrides if _key(t) != "run_dir"]
-        if self.config["resume"] in (None, "auto"):
-            kept = [*(t for t in kept if _key(t) != "resume"), "resume=auto"]
-        words = [*flags(self.arguments), *kept, run_dir_override(self.folder)]
-        return shlex.join(["train", "-m", *words])
+
+def say_progress(job: Job, metric: str) -> None:
+    """Print now and then where a long job is."""
+    if time.monotonic() - job.told < _EVERY:
+        return
+    job.told = time.monotonic()
+    lines = list(read_metrics(job.run_dir, _TAIL))
+    for last in lines[-1:]:
+        values = [line[metric] for line in lines if isinstance(line.get(metric), float)]
+        value = f", {metric} {values[-1]:.4f}" if values else ""
+        epochs = (job.config.get("trainer") or {}).get("max_epochs")
+        of = f" of {epochs}" if epochs else ""
+        where = f"epoch {last.get('epoch')}{of}, step {last.get('step')}"
+        print(f"job {job.number}: {where}{value}", flush=True)
 
 
 def flags(arguments: Arguments) -> list[str]:
@@ -253,24 +356,14 @@ def newest_unfinished(sweeps: Path) -> Path | None:
 
     def unfinished(folder: Path) -> bool:
         try:
-            return any(state not in ENDED_WELL for state in read_states(folder))
+            with (folder / FILE).open(newline="", encoding="utf-8") as file:
+                _, *rows = csv.reader(file)
         except (OSError, ValueError):  # unreadable: the status of each job decides
             return True
+        return any(row[1:2] and row[1] not in ENDED_WELL for row in rows)
 
-    folders = (board.parent for board in sweeps.glob(f"*/{FILE}"))
-    found = sorted(folders, key=age, reverse=True)
+    found = sorted((board.parent for board in sweeps.glob(f"*/{FILE}")), key=age, reverse=True)
     return next((f for f in found if unfinished(f) and not is_held(f)), None)
-
-
-def _make_folder(config: dict[str, Any]) -> Path:
-    if config["run_dir"] is None:
-        return reserve(_sweeps(config), timestamp())
-    folder = Path(config["run_dir"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError([Problem("run_dir", f"{folder}: {error.strerror}")]) from error
-    return folder
 
 
 def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
@@ -297,30 +390,3 @@ def _has_finished(folder: Path, config: dict[str, Any]) -> bool:
 
 def _trained(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if not belongs_outside(k) and k != "dry_run"}
-
-
-def link_jobs(
-    sweep: Path, jobs: Sequence[Job], varied: Sequence[str], running: Collection[int] = ()
-) -> None:
-    """Link each job that has begun in `tensorboard/`, by what varies: `lr=0.1,seed=2`.
-
-    Links of jobs that the grid has no more are removed. Raises OSError.
-    """
-    board, links = sweep / TENSORBOARD, dict[str, str]()
-    for job in jobs:
-        own = job.run_dir / TENSORBOARD
-        if not own.is_dir() and job.number not in running:
-            continue  # an open TensorBoard finds the folder of one that runs once it is there
-        pairs = zip(short_keys(varied), varied, strict=True)
-        name = ",".join(f"{k}={job.overrides[key]}" for k, key in pairs if key in job.overrides)
-        # TensorBoard takes a slash for a group of runs; file systems allow 255 bytes.
-        name = re.sub(r"[^ -.0-~]|\\", "_", name).strip(".")[:150] or f"job {job.number}"
-        links[name if name not in links else f"{name},job={job.number}"] = os.path.relpath(
-            own, board
-        )
-    board.mkdir(exist_ok=True)
-    there = {path.name: os.readlink(path) for path in board.iterdir() if path.is_symlink()}
-    for name, _ in there.items() - links.items():
-        (board / name).unlink()
-    for name, target in links.items() - there.items():
-        (board / name).symlink_to(target)

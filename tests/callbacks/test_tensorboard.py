@@ -23,8 +23,7 @@ from callbacks.checkpoint import Checkpoint
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import leaves
 from scripts.composition.compose import compose
-from scripts.sweeps.leaderboard import Job
-from scripts.sweeps.sweep import link_jobs
+from scripts.sweeps.leaderboard import Job, link_jobs
 from trainer.callback import Results
 from trainer.runs.status import command
 

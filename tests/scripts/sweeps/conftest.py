@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.cli.arguments import parse_arguments
-from scripts.sweeps import grid, local
+from scripts.sweeps import grid, launchers
 from scripts.sweeps import sweep as sweep_module
 from scripts.sweeps.grid import searches, sweep
 from scripts.sweeps.search import search
@@ -81,7 +81,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
     monkeypatch.setenv("PYTHONPATH", str(script.parent))
-    monkeypatch.setattr(local, "TRAIN", "small_job")
+    monkeypatch.setattr(launchers, "TRAIN", "small_job")
     monkeypatch.setattr(grid, "check_built", lambda *_: (None, 0))
     monkeypatch.setattr(sweep_module, "write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
@@ -91,11 +91,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def command(job: Path) -> list[str]:
     """Return the command of a sweep of the small job in a process of its own."""
-    code = "import sys; from scripts.sweeps import grid, local, sweep\n"
+    code = "import sys; from scripts.sweeps import grid, launchers, sweep\n"
     code += "grid.check_built = lambda *_: (None, 0)\n"
     code += "sweep.write_report = lambda *_: None\n"
     code += "from scripts.cli.arguments import parse_arguments\n"
-    code += "local.TRAIN = 'small_job'\n"
+    code += "launchers.TRAIN = 'small_job'\n"
     code += "sys.exit(grid.sweep(parse_arguments(sys.argv[1:])))"
     return [sys.executable, "-c", code, "-m", "--config-path", "conf", "run_dir=there"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import ConfigError
-from scripts.sweeps.clusters import NodeJob
+from scripts.sweeps.launchers import NodeJob
 from scripts.sweeps.leaderboard import Job
 
 Sweep = Callable[..., int]

@@ -16,11 +16,10 @@ import pytest
 from conf.errors import ConfigError
 from scripts.cli.arguments import Arguments, parse_arguments
 from scripts.composition.compose import split_jobs
-from scripts.sweeps import grid, local, search
-from scripts.sweeps import jobs as jobs_module
+from scripts.sweeps import grid, launchers, leaderboard, search
 from scripts.sweeps import sweep as sweep_module
+from scripts.sweeps.launchers import LocalLauncher, share_of_threads, usable_cpus
 from scripts.sweeps.leaderboard import Job
-from scripts.sweeps.local import LocalLauncher, device_names, share_of_threads, usable_cpus
 from trainer.files.atomic import storage_error
 
 Sweep = Callable[..., int]
@@ -96,7 +95,7 @@ def test_a_full_disk_under_the_leaderboard_harms_no_job(
     def full(folder: Path, *facts: object) -> None:
         raise storage_error(folder / "leaderboard.csv", OSError(errno.ENOSPC, "full"))
 
-    monkeypatch.setattr(sweep_module, "write_csv", full)
+    monkeypatch.setattr(leaderboard, "write_csv", full)
     assert sweep_of("run_dir=there", "optimizer.lr=0.1,0.2") == 0
     assert all(Path(f"there/{n}/status.json").exists() for n in (0, 1))
     assert caplog.text.count("no space left") == 1  # said once
@@ -140,7 +139,7 @@ def test_each_job_has_its_share_of_threads(
     job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("scripts.sweeps.local.usable_cpus", lambda: 7)
+    monkeypatch.setattr("scripts.sweeps.launchers.usable_cpus", lambda: 7)
     assert sweep_of("run_dir=there", "optimizer.lr=0.7", "seed=1,2", "sweep.jobs=3") == 0
     assert json.loads(Path("there/0/environment.json").read_text()) == {
         "OMP_NUM_THREADS": "2",
@@ -155,14 +154,15 @@ def test_a_given_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert share_of_threads(1) == {}
     assert share_of_threads(2 * usable_cpus()) == {"OMP_NUM_THREADS": "1"}
-    monkeypatch.setattr(local, "usable_cpus", lambda: 12)
+    monkeypatch.setattr(launchers, "usable_cpus", lambda: 12)
     assert share_of_threads(2, processes=3) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_each_job_has_a_device_of_its_own(
     job: Path, sweep_of: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "device_names", lambda count, shown: ["2", "5"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5,7")
+    monkeypatch.setattr(grid, "check_built", lambda *_: (None, 2))
     argv = ["optimizer.lr=0.7", "seed=1,2,3,4", "sweep.jobs=4"]
     assert sweep_of("run_dir=there", *argv) == 0
     files = [json.loads(Path(f"there/{n}/environment.json").read_text()) for n in range(4)]
@@ -170,66 +170,48 @@ def test_each_job_has_a_device_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("count", "per_device", "asked", "expected"),
+    ("count", "per_device", "visible", "asked", "expected"),
     [
-        pytest.param(2, 1, [{}, {}, {}], [["0"], ["1"], None], id="one-each"),
-        pytest.param(2, 1, [{"accelerator": "cpu"}], [[]], id="none-needed"),
-        pytest.param(2, 2, [{}] * 5, [["0"], ["1"], ["0"], ["1"], None], id="shared"),
-        pytest.param(3, 1, [{"devices": 2}, {"devices": 2}], [["0", "1"], None], id="several"),
-        pytest.param(3, 1, [{"devices": 2}, {"devices": [0]}], [["0", "1"], ["2"]], id="a-list"),
+        pytest.param(2, 1, "", [{}, {}, {}], [["0"], ["1"], None], id="one-each"),
+        pytest.param(2, 1, "", [{"accelerator": "cpu"}], [[]], id="none-needed"),
+        pytest.param(0, 1, "", [{}], [[]], id="none-there"),
+        pytest.param(2, 2, "", [{}] * 5, [["0"], ["1"], ["0"], ["1"], None], id="shared"),
+        pytest.param(3, 1, "", [{"devices": 2}, {"devices": 2}], [["0", "1"], None], id="several"),
+        pytest.param(3, 1, "", [{"devices": 2}, {"devices": [0]}], [["0", "1"], ["2"]], id="list"),
+        pytest.param(1, 1, "GPU-ab, GPU-cd", [{}, {}], [["GPU-ab"], None], id="named"),
     ],
 )
 def test_devices_are_distributed_over_jobs(
     count: int,
     per_device: int,
+    visible: str,
     asked: list[dict[str, Any]],
     expected: list[list[str] | None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(local, "start_process", lambda *_, **__: None)
-    launcher, found = LocalLauncher(5, per_device, count), []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(launchers, "start_process", lambda *_, **__: None)
+    launcher, running, found = LocalLauncher(5, per_device, count), list[Job](), []
     for number, strategy in enumerate(asked):
-        found.append(launcher.free_devices(strategy))
-        launcher.start(Job(number, tmp_path, {}, config={"strategy": strategy}), [])
+        job = Job(number, tmp_path, {}, config={"strategy": strategy})
+        if there_is_room := launcher.start(job, [], running):
+            running.append(job)
+        found.append(job.devices if there_is_room else None)
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "visible", "expected"),
-    [
-        pytest.param(2, None, ["0", "1"], id="all"),
-        pytest.param(2, "3, 5", ["3", "5"], id="shown"),
-        pytest.param(1, "GPU-ab,GPU-cd", ["GPU-ab"], id="by-name"),
-        pytest.param(0, "", [], id="none"),
-    ],
-)
-def test_names_of_devices(count: int, visible: str | None, expected: list[str]) -> None:
-    assert device_names(count, visible) == expected
 
 
 def test_a_long_job_tells_now_and_then_where_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 0.0, 0.0, 20.0, 40.0, 50.0, 80.0])
-    monkeypatch.setattr(jobs_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = iter([0.0, 20.0, 40.0, 40.0, 50.0, 80.0, 80.0])
+    monkeypatch.setattr(sweep_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = [{"step": 10, "epoch": 1, "val/loss": 0.5}, {"step": 15, "epoch": 1, "train/loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 16, "ep'
     (tmp_path / "metrics.jsonl").write_text(text)
     job = Job(3, tmp_path, {}, config={"trainer": {"max_epochs": 4}})
-    it: Any = SimpleNamespace(
-        launcher=SimpleNamespace(quiet=False),
-        ranking=SimpleNamespace(name="val/loss"),
-        jobs=[job],
-        count=1,
-        varied=[],
-        running={3: job},
-    )
-    said = jobs_module._Said(it)
-    said.start(job)
     for _ in range(5):
-        said.progress()
+        sweep_module.say_progress(job, "val/loss")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
     assert told == ["job 3: epoch 1 of 4, step 15, val/loss 0.5000"] * 2
 

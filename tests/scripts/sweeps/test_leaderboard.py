@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, short_keys, show, write_csv
+from scripts.sweeps.leaderboard import SHOWN, Job, Ranking, link_jobs, short_keys, show, write_csv
 from scripts.sweeps.report import Scale, importances, write_report
-from scripts.sweeps.sweep import link_jobs
 
 
 def outcome(number: int, state: str = "finished", **facts: object) -> Job:
@@ -228,7 +227,8 @@ def test_tensorboard_shows_jobs_by_what_varies_in_them(make: Make, tmp_path: Pat
     for job in jobs[:3]:
         (job.run_dir / "tensorboard").mkdir()
     board = tmp_path / "tensorboard"
-    link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"], running=[3])
+    jobs[3].state = "running"
+    link_jobs(tmp_path, jobs, ["optimizer.lr", "seed"])
     links = {path.name[:22]: os.readlink(path) for path in board.iterdir()}
     assert links == {
         "lr=0.1,seed=1": "../0/tensorboard",

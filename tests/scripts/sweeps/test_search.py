@@ -88,7 +88,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", 0))
     monkeypatch.setattr(sweeps, "write_report", lambda *_: None)
     found = Jobs()
-    monkeypatch.setattr(searches, "run_jobs", found.run_all)
+    monkeypatch.setattr(Sweep, "run", lambda *them: found.run_all(*them))
     return found
 
 
@@ -291,7 +291,7 @@ def test_several_trials_can_be_open(jobs: Jobs, monkeypatch: pytest.MonkeyPatch)
                 jobs.run(it, job)
                 tell(job)
 
-    monkeypatch.setattr(searches, "run_jobs", several)
+    monkeypatch.setattr(Sweep, "run", several)
     run("optimizer.lr=choice(1.0,2.0,2.5,3.0,3.5)", "run_dir=there", "sweep.n_trials=20")
     assert len(jobs.ran) == len({lr for _, lr in jobs.ran}) == len(board())
     assert {t.state for t in study_in().trials} == {optuna.trial.TrialState.COMPLETE}

@@ -9,7 +9,7 @@ from conf.errors import ConfigError
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose, split_search
 from scripts.composition.overrides import Dimension
-from scripts.sweeps.space import distribution, enqueued, given, samples, values_of, with_integers
+from scripts.sweeps.search import distribution, enqueued, given, samples, values_of, with_integers
 
 PRIMARY = """
 defaults: [{model: mlp}, _self_]

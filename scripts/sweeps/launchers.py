@@ -1,0 +1,367 @@
+"""Where jobs run: on this machine, in a SLURM job array through submitit, or on a Ray cluster.
+
+A launcher starts a job, looks whether it has ended and passes signals on. Jobs on other machines
+share the folder of the sweep only; it must be on a file system that all machines see.
+"""
+
+import importlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+from typing import IO, Any
+
+from conf.errors import ConfigError, Problem
+from scripts.cli.console import AS_JOB, logger
+from scripts.cli.signals import end_with_parent
+from scripts.composition.identity import refuse_untyped
+from scripts.sweeps.leaderboard import Job
+from trainer.errors import ResourceError, stopping_signals
+from trainer.runs.status import holds_run
+
+TRAIN = "scripts.train"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+PATIENCE = 0.05  # seconds between two looks at a job
+_OPTIONS = "sweep.launcher_options"
+# Options that ask for resources: files may set them, to a number or a word. The others name
+# programs, shell lines, files or machines.
+_RESOURCES = re.compile(
+    r"(slurm_)?(account|array_parallelism|constraint|exclude|exclusive|gres|job_name|partition|qos"
+    r"|time|nodes|n?tasks_per_node|[cg]pus_per_\w+|mem(_\w+)?|num_[cg]pus)"
+    r"|cluster|timeout_min|name|memory|accelerator_type"
+)
+
+
+def start_process(
+    module: str,
+    argv: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    shown: bool = False,
+) -> "subprocess.Popen[bytes]":
+    """Start `train` in a group of its own; it saves and ends when this process dies.
+
+    It prints into a file, or with `shown` its errors only. `folder`: its working directory.
+    """
+
+    def prepare() -> None:
+        end_with_parent(signal.SIGTERM)
+        # SLURM sends submitit's signal to every process: the one beside the job forwards another.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    file: IO[bytes]
+    try:
+        output.parent.mkdir(exist_ok=True)
+        file = output.open("ab")
+    except OSError:  # a full disk: the job reports it for its own files
+        file = open(os.devnull, "ab")  # noqa: SIM115
+    with file:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *argv],
+            cwd=folder,
+            env={**os.environ, **(environment or {}), **AS_JOB},
+            stdin=subprocess.DEVNULL,
+            stdout=None if shown else file,
+            stderr=file,
+            process_group=0,  # a Ctrl-C of the terminal is forwarded once, by the sweep
+            preexec_fn=prepare,
+        )
+
+
+class LocalLauncher:
+    """Run up to `jobs` jobs side by side; a single one has the terminal and the whole machine.
+
+    `devices`: how many accelerators there are; a job has some of its own, or shares them with
+    `per_device` others. `quiet`: what jobs print goes to their files alone.
+    """
+
+    def __init__(self, jobs: int, per_device: int, devices: int) -> None:
+        self.quiet = jobs > 1
+        self._jobs, self._per_device = jobs, per_device
+        named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+        self._names = (named or list(map(str, range(devices))))[:devices] if self.quiet else []
+        self._shown = 0  # bytes of the errors of the job that has the terminal
+        threads = share_of_threads(jobs).get(THREADS) or os.environ.get(THREADS, "all")
+        count, self.description = len(self._names), f"up to {jobs} jobs at a time, {threads} thread"
+        self.description += f"{'s' * (threads != '1')} each"
+        if count:
+            each = f"sweep.jobs_per_device={per_device}"
+            self.description += f", on {count} device{'s' * (count > 1)} ({each})"
+
+    def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
+        """Start a job beside others and return at once; return False if there is no device now."""
+        strategy, environment = job.config.get("strategy") or {}, dict[str, str]()
+        given = strategy.get("devices", 1)  # `auto` is one
+        wanted = len(given) if isinstance(given, list) else given if isinstance(given, int) else 1
+        job.devices = []
+        if self._names and strategy.get("accelerator") != "cpu":
+            used = Counter(name for other in running for name in other.devices)
+            free = sorted(
+                (n for n in self._names if used[n] < self._per_device), key=used.__getitem__
+            )
+            if len(free) < (count := min(wanted, len(self._names))):
+                return False
+            job.devices = free[:count]
+            environment[VISIBLE] = ",".join(job.devices)
+        environment |= share_of_threads(self._jobs, wanted)  # the processes of a job share them
+        self._shown = job.output.stat().st_size if job.output.exists() else 0
+        job.task = start_process(TRAIN, argv, job.output, environment, shown=not self.quiet)
+        return True
+
+    def poll(self, job: Job) -> int | None:
+        """Return the code that a job has ended with, -N: killed by signal N; None: it runs."""
+        code: int | None = job.task.poll()
+        if not self.quiet:
+            with suppress(OSError), job.output.open("rb") as file:
+                file.seek(self._shown)
+                said = file.read()
+                self._shown += len(said)
+                sys.stderr.write(said.decode(errors="replace"))
+                sys.stderr.flush()
+        return code
+
+    def send(self, number: int, running: Collection[Job]) -> None:
+        """Send a signal to all jobs; as from a terminal, Ctrl-C goes to all processes of each."""
+        for job in running:
+            with suppress(ProcessLookupError):
+                if number == signal.SIGINT:
+                    os.killpg(job.task.pid, number)
+                else:
+                    job.task.send_signal(number)
+
+    def close(self) -> None:
+        """Do nothing: there is no resource to release."""
+
+
+def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
+    """Return the environment that gives each of several jobs its share of the CPUs.
+
+    A number that the user has set is kept; a job that runs alone has the threads of any run.
+    """
+    if os.environ.get(THREADS) is not None or jobs == 1:
+        return {}
+    return {THREADS: str(max(1, usable_cpus() // jobs // processes))}
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
+@dataclass(slots=True)
+class NodeJob:
+    """A job on the machine that a cluster has chosen; a call returns the exit code of `train`."""
+
+    argv: Sequence[str]
+    run_dir: Path
+    output: Path
+    folder: str  # the working directory of the sweep
+    module: str
+    process: "subprocess.Popen[bytes] | None" = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, job: Job, argv: Sequence[str]) -> "NodeJob":
+        """Return a job with absolute paths, which can be pickled."""
+        return cls(list(argv), job.run_dir.absolute(), job.output.absolute(), os.getcwd(), TRAIN)
+
+    def __call__(self) -> int:
+        """Run the job; one that has begun is resumed, on whichever machine it ran before."""
+        self.process = start_process(self.module, self.words(), self.output, folder=self.folder)
+        try:
+            while self.process.poll() is None:  # signals are handled in between
+                time.sleep(PATIENCE)
+        except KeyboardInterrupt:  # as Ray cancels a task
+            self.stop(signal.SIGTERM)
+        return self.process.wait()
+
+    def words(self) -> list[str]:
+        """Return the arguments of `train`."""
+        if not holds_run(self.run_dir):
+            return list(self.argv)
+        return [*(w for w in self.argv if not w.startswith("resume=")), "resume=auto"]
+
+    def stop(self, number: int) -> None:
+        """Make the job save and end, and wait for its end."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.send_signal(number)
+        # Popen.wait() takes a lock that the interrupted code may hold.
+        with suppress(ChildProcessError):  # that code was quicker
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def checkpoint(self) -> Any:
+        """Save before a preemption or the time limit; submitit queues the rest of the job again."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop(signal.SIGUSR1)
+        return DelayedSubmission(replace(self, process=None))
+
+
+def options_of(options: Mapping[str, Any], typed: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a launcher that are not null. `typed`: the overrides as given.
+
+    Raises ConfigError for those that only the command line may set.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    others = {
+        name: value
+        for name, value in given.items()
+        if not (_RESOURCES.fullmatch(name) and re.fullmatch(r"[\w.,:=*-]*", str(value)))
+        and not (name == "resources" and all(isinstance(n, int | float) for n in value.values()))
+    }
+    refuse_untyped(_OPTIONS, others, typed)
+    return given
+
+
+class SubmititLauncher:
+    """Submit jobs that start together as one array, and poll the state of each."""
+
+    quiet = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._cluster = options.pop("cluster", "slurm")
+        self._options = options
+        self._new: list[Job] = []
+        self._cancelled = False
+        self.description = f"jobs go to {self._cluster} through submitit"
+        with tempfile.TemporaryDirectory() as folder:  # invalid options leave no files behind
+            self._open(Path(folder))
+        self._executor: Any = None
+
+    def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
+        """Keep a job for the next submission."""
+        job.task = NodeJob.of(job, argv)
+        self._new.append(job)
+        return True
+
+    def poll(self, job: Job) -> int | None:
+        """Submit the new jobs; return the code that one has ended with, None before."""
+        if self._new:
+            self._submit()
+        if not job.task.done():
+            return None
+        try:
+            return int(job.task.result())
+        except Exception:  # lost with its machine, cancelled, or out of time for good
+            return -(signal.SIGTERM if self._cancelled else signal.SIGKILL)
+
+    def send(self, number: int, running: Collection[Job]) -> None:
+        """Cancel all jobs: running ones save and end, the others never start."""
+        self._cancelled = True
+        for job in running:
+            job.task.cancel(check=False)
+
+    def close(self) -> None:
+        """Do nothing: there is no resource to release."""
+
+    def _submit(self) -> None:
+        if self._executor is None:
+            self._executor = self._open(self._new[0].run_dir.parent.absolute() / "submitit")
+        with self._executor.batch():
+            tasks = [self._executor.submit(job.task) for job in self._new]
+        for job, task in zip(self._new, tasks, strict=True):
+            job.task = task
+        self._new = []
+        # A job of an array is called by the array's number and its own.
+        ids = dict.fromkeys(str(task.job_id).partition("_")[0] for task in tasks)
+        cancel = f"{'scancel' if self._cluster == 'slurm' else 'kill'} {' '.join(ids)}"
+        logger.info("they go on even if this process is killed; what cancels them then: %s", cancel)
+
+    def _open(self, folder: Path) -> Any:
+        submitit = _package("submitit")
+        python = f"{quote(sys.executable)} -P"
+        named = {f"{self._cluster}_python": python} if self._cluster in ("slurm", "local") else {}
+        try:
+            executor = submitit.AutoExecutor(folder, cluster=self._cluster, **named)
+            executor.update_parameters(**self._options)
+        except Exception as error:
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = f"{_OPTIONS}.cluster=local tries it on this machine"
+            raise ConfigError(Problem(_OPTIONS, message, hint)) from error
+        if self._options.get("tasks_per_node", 1) != 1 or self._options.get("nodes", 1) != 1:
+            message = "a job is one task on one node, which starts its processes itself"
+            raise ConfigError(Problem(_OPTIONS, message, "leave out nodes and tasks_per_node"))
+        return executor
+
+
+class RayLauncher:
+    """Submit each job to Ray as a task; without an `address` Ray is started on this machine."""
+
+    quiet = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._address = options.pop("address", None)
+        self.description = f"jobs go to Ray{f' at {self._address}' if self._address else ''}"
+        self._ray = _package("ray")
+        try:
+            # No retries of Ray's own: sweep.retries counts.
+            remote = self._ray.remote(**{"num_cpus": 1, **options, "max_retries": 0})
+        except (ValueError, TypeError) as error:
+            raise ConfigError(Problem(_OPTIONS, str(error).splitlines()[0])) from error
+        self._task = remote(lambda job: job())
+        self._own = False  # whether Ray was started here
+        self._cancelled = False
+
+    def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
+        """Submit a job to Ray, which starts it when there is room."""
+        if not self._ray.is_initialized():
+            self._begin()
+        job.task = self._task.remote(NodeJob.of(job, argv))
+        return True
+
+    def poll(self, job: Job) -> int | None:
+        """Return the code that a job has ended with, None before."""
+        if not self._ray.wait([job.task], timeout=0)[0]:
+            return None
+        try:
+            return int(self._ray.get(job.task))
+        except self._ray.exceptions.RayError:  # cancelled, out of memory, or lost with its machine
+            return -(signal.SIGTERM if self._cancelled else signal.SIGKILL)
+
+    def send(self, number: int, running: Collection[Job]) -> None:
+        """Cancel all tasks: running jobs save and end, the others never start."""
+        self._cancelled = True
+        for job in running:
+            self._ray.cancel(job.task)
+
+    def close(self) -> None:
+        """Shut Ray down if it was started here."""
+        if self._own:
+            self._ray.shutdown()
+
+    def _begin(self) -> None:
+        quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+        handlers = {number: signal.getsignal(number) for number in stopping_signals()}
+        try:
+            self._ray.init(self._address, include_dashboard=False, **quiet)
+        except Exception as error:  # Ray raises many types when it cannot start
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ResourceError(f"Ray cannot be started or reached: {reason}") from error
+        self._own = True
+        for number, handler in handlers.items():  # Ray's own would leave at once on SIGTERM
+            signal.signal(number, handler)
+        # Tasks belong to the process that submits them: Ray kills those of a process that is lost.
+        kill = f"kill {os.getpid()} (on {socket.gethostname()})"
+        logger.info("they end with this process; what cancels them, and lets them save: %s", kill)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        message = f"{name} takes the package {name}: pip install {name}"
+        raise ConfigError(Problem("sweep.launcher", message)) from None
