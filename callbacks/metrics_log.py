@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.callback import Callback
-from trainer.files.append_log import AppendLog
+from trainer.files.atomic import AppendLog
 from trainer.runs.status import METRICS
 from trainer.trainer import Trainer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.cli.arguments import command_parser, parse_command
 from scripts.cli.console import importing
 from trainer.files.layout import on_one_line
-from trainer.runs.manifest import versions
+from trainer.runs.directory import versions
 
 _GIB = 2**30
 _OPEN_FILES = 1024

@@ -8,8 +8,7 @@ from typing import Any
 
 from callbacks.trackers.recorder import Recorder, as_file, config_of, leaves, table
 from trainer.callback import Results
-from trainer.files.append_log import AppendLog
-from trainer.files.atomic import write_text
+from trainer.files.atomic import AppendLog, write_text
 from trainer.media import Media
 from trainer.state import LogPoint
 from trainer.trainer import Trainer

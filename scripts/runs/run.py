@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -18,30 +18,132 @@ from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from models.pretrained import no_initial_weights
 from scripts.cli.arguments import Request
-from scripts.cli.console import asked_device, is_job, known_device
+from scripts.cli.console import (
+    asked_device,
+    describe,
+    exit_code,
+    is_job,
+    known_device,
+    log_file,
+)
 from scripts.cli.signals import stop_signals
 from scripts.plan import make_plan
-from scripts.runs.record import RUNS, BuiltRun, interrupted, new_folder, outcome, recorded
-from scripts.runs.report import final_block, result_line
-from scripts.runs.resume import changes, find_resume
+from scripts.runs.report import best_of, final_block, result_line, results_of
+from scripts.runs.resume import Resume, changes, find_resume
 from trainer import snapshot
 from trainer.assembly.check import check_targets
 from trainer.assembly.data import with_statistics
 from trainer.assembly.experiment import Experiment, build
 from trainer.assembly.parts import build_strategy
-from trainer.callback import Callback
+from trainer.callback import Callback, Results
 from trainer.checkpoints.reader import compare_names
 from trainer.checkpoints.store import CheckpointStore
 from trainer.distributed import attempt
+from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
+from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
+from trainer.inference.facts import facts_of
 from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
-from trainer.runs.status import check_run_dir
+from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp
+from trainer.runs.status import CHECKPOINTS, ENDED_WELL, INFERENCE, LOG, check_run_dir
 from trainer.strategies.strategy import Strategy, describe_device
 from trainer.targets.allow_list import allow
+from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")
+RUNS = Path("runs")
+
+
+@dataclass(slots=True)
+class BuiltRun:
+    """A run that is built; what it records, it records on the main process."""
+
+    request: Request  # with the configuration of the resumed run
+    experiment: Experiment
+    resume: Resume | None
+    directory: RunDirectory | None = None  # on the main process, while it is held
+
+    @property
+    def continued(self) -> Path | None:
+        """The directory of the earlier run that is gone on with, if one is."""
+        return None if self.resume is None else self.resume.run_dir
+
+    def hold(self) -> RunDirectory:
+        """Make or take the run's directory and lock it, on the main process."""
+        experiment, config = self.experiment, self.experiment.config
+        trainer, folder = experiment.trainer, self.continued or new_folder(config)
+        facts = {
+            "seed": config.seed,
+            "device": str(trainer.strategy.device),
+            "strategy": trainer.strategy.name,
+            "world_size": trainer.group.world_size,
+            "switches": experiment.switches
+            | {
+                name: getattr(config.trainer, name)
+                for name in ("channels_last", "compile", "detect_anomaly")
+            },
+            "precision": trainer.precision.name,
+            "data": experiment.data.describe(),
+            "threads": experiment.threads,
+        }
+        command = self.request.resume_command(folder.absolute())  # should SIGKILL end the run
+        if self.continued is not None:
+            self.directory = RunDirectory.resume(folder, facts=facts, command=command)
+        else:
+            text, overrides = self.request.config_text(), self.request.overrides
+            self.directory = RunDirectory.create(
+                folder, config_yaml=text, overrides=overrides, facts=facts, command=command
+            )
+        if not (self.directory.path / INFERENCE).exists():
+            self._write_inference_facts(self.directory)
+        return self.directory
+
+    def record_config(self) -> None:
+        """Write again what a continued run's directory says of a configuration that has changed."""
+        if self.directory is None or self.continued is None:
+            return
+        text, path = self.request.config_text(), self.directory.path / CONFIG
+        if not (path.is_file() and path.read_bytes() == text.encode()):
+            self.directory.configure(text, self.request.overrides)
+            self._write_inference_facts(self.directory)
+
+    def _write_inference_facts(self, directory: RunDirectory) -> None:
+        experiment = self.experiment
+        facts = facts_of(experiment.config, experiment.data, experiment.trainer.task)
+        facts.write(directory.path)
+
+    def record_end(self, results: Results) -> None:
+        """Record how the run ended. Raises StorageError."""
+        if self.directory is None:
+            return
+        ended, best = results.state in ENDED_WELL, best_of(self.experiment)
+        self.directory.finish(
+            results.state,
+            code=results.code,
+            reason=results.reason,
+            resume=None if ended else self.request.resume_command(self.directory.path),
+            results=None if results.code else results.metrics,
+            best=best and dict(zip(("metric", "value", "step"), best, strict=True)),
+            seconds=self.experiment.trainer.timer.seconds,
+        )
+
+    def record_failure(self, error: BaseException, results: Results) -> None:
+        """Record what ended the run; a mistake that kept it from starting leaves no directory."""
+        began = self.experiment.trainer.state.updates or self.continued is not None
+        if self.directory is not None and results.code == ConfigError.exit_code and not began:
+            self.directory.discard()
+            if self.experiment.config.run_dir is None:
+                with suppress(OSError):  # other runs are in it
+                    for folder in (self.directory.path.parent, RUNS.absolute()):
+                        folder.rmdir()
+        elif self.directory is not None:
+            log_file.error("error: %s", results.reason, exc_info=error)
+            try:
+                self.record_end(results)
+            except StorageError:
+                logger.warning("status.json could not be written")
 
 
 def run(request: Request, note: Path | None = None) -> int:
@@ -58,7 +160,12 @@ def run(request: Request, note: Path | None = None) -> int:
     strategy.setup()
     try:
         with strategy.group.failing_together(), kept_log() as log:
-            _tell_device(request, strategy)
+            device, known = strategy.device, known_device(asked_device(request.overrides))
+            if known != device.type or known == "cuda":  # the command's first line could not say it
+                name, count = describe_device(device), strategy.devices
+                number = f", the first of {count}" if count > 1 else ""
+                shown = f"{device} ({name})" if name != str(device) else name
+                logger.info("device: %s%s", shown, number)
             configs = strategy.group.gather(request.config)  # of processes that torchrun started
             problems = [
                 Problem("", f"config differs on rank {rank}: {', '.join(keys)}")
@@ -90,13 +197,64 @@ def kept_log() -> Iterator[MemoryHandler]:
         handler.close()
 
 
-def _tell_device(request: Request, strategy: Strategy) -> None:
-    """Log what computes, where the first line of the command could not say it."""
-    device = strategy.device
-    if known_device(asked_device(request.overrides)) != device.type or device.type == "cuda":
-        name = describe_device(device)
-        number = f", the first of {strategy.devices}" if strategy.devices > 1 else ""
-        logger.info("device: %s%s", f"{device} ({name})" if name != str(device) else name, number)
+@contextmanager
+def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
+    """Hold the run directory and its log, and record there an exception that ends the run."""
+    trainer = run.experiment.trainer
+    directory = run.hold() if trainer.is_main else None
+    trainer.run_dir = trainer.group.broadcast(directory and directory.path)
+    file = logging.NullHandler() if directory is None else LogFileHandler(directory.path / LOG)
+    log.setTarget(file)
+    log.flush()
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code(error)
+        state = "preempted" if code in EXIT_CODES.values() else "failed"
+        results = Results(state, results_of(run.experiment, {}), code, describe(error))
+        run.record_failure(error, results)
+        trainer.end(results)
+        raise
+    finally:
+        if directory is not None:
+            directory.release()
+        log.setTarget(None)
+        file.close()
+
+
+def new_folder(config: Config) -> Path:
+    """Return the run directory: `run_dir`, or a new folder from the run's name and the time."""
+    if config.run_dir is None:
+        return reserve(name_folder(RUNS, config.name), timestamp())
+    return Path(config.run_dir)
+
+
+def outcome(experiment: Experiment, tested: dict[str, float]) -> Results:
+    """Return how a run ended that no exception ended: `pruned` or `stopped` are not `finished`."""
+    trainer, metrics = experiment.trainer, results_of(experiment, tested)
+    state = trainer.state
+    where = f"epoch {state.epoch}, step {state.global_step}"
+    if state.pruned:
+        return Results("pruned", metrics, reason=f"pruned at {where}")
+    if trainer.done or not state.interrupted:
+        return Results("finished", metrics)
+    limit = f"trainer.max_time={experiment.config.trainer.max_time}"
+    return Results("stopped", metrics, reason=f"its time limit ended it at {where} ({limit})")
+
+
+def interrupted(request: Request, trainer: Trainer) -> Interrupted:
+    """Return the error of a run that a signal stopped, with what was saved and how to resume."""
+    state = trainer.state
+    assert trainer.run_dir is not None
+    last = trainer.run_dir / CHECKPOINTS / "last.pt"
+    if not state.updates:
+        saved = "before the first update: there was nothing to save"
+    elif not last.exists():
+        saved = f"step {state.global_step} was not saved: there is no callbacks.checkpoint"
+    else:
+        saved = f"saved {last} at step {state.global_step}"
+    go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
+    return Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
 
 
 def _restarted(request: Request, strategy: Strategy) -> Request:
@@ -131,19 +289,15 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
     remark = tf32_remark(config.trainer.precision, config.trainer.tf32, strategy.device)
     if remark is not None and group.is_main:
         logger.info("%s", remark)
+    own: dict[str, Callback] = {"metrics_log": MetricsLog()}  # beside those of the configuration
+    if config.sweep is not None and (trial := config.sweep.trial) is not None:
+        own["trial"] = Trial(trial.storage, trial.study, trial.number)
     with nullcontext() if payload is None else no_initial_weights():
         built = with_statistics(config, payload)
-        experiment = build(built, strategy, _own_callbacks(config), request.config_text())
+        experiment = build(built, strategy, own, request.config_text())
     if payload is not None:  # before any file of the run is changed
         compare_names(payload, experiment.trainer.model.state_dict(), resume.checkpoint)
     return BuiltRun(request, experiment, resume)
-
-
-def _own_callbacks(config: Config) -> dict[str, Callback]:
-    """Return what every run has beside the configuration's callbacks."""
-    own: dict[str, Callback] = {"metrics_log": MetricsLog()}
-    trial = None if config.sweep is None else config.sweep.trial
-    return own | ({"trial": Trial(trial.storage, trial.study, trial.number)} if trial else {})
 
 
 def _train(it: BuiltRun, note: Path | None) -> None:
@@ -165,7 +319,10 @@ def _train(it: BuiltRun, note: Path | None) -> None:
         spent = dict(trainer.timer.spent)
         if not trainer.state.stop_code and not trainer.state.pruned:
             tested = _test(experiment)
-    it.record_skipped()
+    skipped = getattr(trainer.train_loader, "skipped", [])
+    if it.directory is not None and skipped:  # samples that could not be loaded
+        listed = [{"sample": s.index, "file": s.path, "reason": s.reason} for s in skipped]
+        it.directory.update_manifest({"skipped_samples": listed})
     if trainer.state.stop_code:
         raise interrupted(request, trainer)
     results = outcome(experiment, tested)

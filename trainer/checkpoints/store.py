@@ -23,7 +23,7 @@ from trainer.checkpoints.reader import (
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
-from trainer.runs import manifest
+from trainer.runs.directory import now
 from trainer.runs.lock import refuse_taken
 from trainer.runs.status import read_metrics
 
@@ -226,7 +226,7 @@ class CheckpointStore:
         metrics: dict[str, float | None],
     ) -> Entry:
         state = payload.get("state", {})
-        facts = {"saved": manifest.now(), "world_size": state.get("world_size")}
+        facts = {"saved": now(), "world_size": state.get("world_size")}
         facts |= state.get("made_with", {})
         if shards := payload.get("shards"):
             facts["shards"] = Path(shards["folder"]).name

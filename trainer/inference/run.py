@@ -37,7 +37,7 @@ from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, read_facts
 from trainer.inference.predictor import Generation, Predictor, Row, Rows, Sampling
-from trainer.runs import manifest
+from trainer.runs.directory import versions
 from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import allow, close
@@ -268,7 +268,7 @@ def origin_of(run_dir: Path, trainer: Trainer, checkpoint: str) -> dict[str, Any
         "sha256": digest(path),
         "step": trainer.state.global_step,
         "average": None if trainer.average is None else trainer.average.name,
-        "versions": manifest.versions(),
+        "versions": versions(),
     }
 
 

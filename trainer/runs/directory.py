@@ -1,12 +1,21 @@
-"""The run directory: its files, its status, and the one process that may write to it."""
+"""The run directory: its files, its status, and the one process that may write to it.
+
+The manifest names code, versions and machine; no environment variable is recorded.
+"""
 
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import logging
 import math
 import os
+import platform
 import shutil
+import socket
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,8 +23,7 @@ import yaml
 
 from conf.errors import Problem
 from trainer.files.atomic import remove_orphans, storage_error, write_json, write_text
-from trainer.runs import manifest
-from trainer.runs.lock import LOCK_FILE, RunLock, is_held, read_holder, refuse_taken
+from trainer.runs.lock import LOCK_FILE, RunLock, is_held, refuse_taken
 from trainer.runs.status import (
     CHECKPOINTS,
     INFERENCE,
@@ -35,6 +43,9 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 OF_TRACKERS = "trackers", "wandb", "csv"  # folders that callbacks/trackers write
 _FILES = (CONFIG, OVERRIDES, LOG, METRICS, INFERENCE, STATUS)  # beside the manifest
 _FOLDERS = (TENSORBOARD, CHECKPOINTS, *OF_TRACKERS)
+_FRAMEWORKS = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
+_DISTRIBUTIONS = ("regimen", *_FRAMEWORKS, "numpy", "pillow", "scikit-learn")
+_GIT_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -48,13 +59,20 @@ class RunDirectory:
         self.path = path.absolute()  # user code may change the working directory
         self._lock = RunLock(self.path)
         self._made: list[Path] = []  # folders
+        self._started = now()
         self._seconds = 0.0  # of training, by the processes before this one
 
     @classmethod
     def create(
-        cls, path: Path, *, config_yaml: str, overrides: Sequence[str], facts: Mapping[str, Any]
+        cls,
+        path: Path,
+        *,
+        config_yaml: str,
+        overrides: Sequence[str],
+        facts: Mapping[str, Any],
+        command: str | None = None,
     ) -> Self:
-        """Create a run in `path`, with its parents, and lock it.
+        """Create a run in `path`, with its parents, and lock it; `command` would go on with it.
 
         Raises RunDirectoryError if `path` holds a run, or files of others that it would overwrite,
         or another process has locked it; StorageError if it cannot be written.
@@ -68,14 +86,14 @@ class RunDirectory:
             run._refuse_existing()
             remove_orphans(run.path)
             run.configure(config_yaml, overrides)
-            run._write_status(state="running", started=manifest.now())
-            start = manifest.start_record(facts)
+            run._write_status("running", resume=command)
+            start = start_record(facts)
             # Last: the run exists from here on.
             write_json(run.path / MANIFEST, {"created": start["started"], **start, "resumed": []})
         return run
 
     @classmethod
-    def resume(cls, path: Path, *, facts: Mapping[str, Any]) -> Self:
+    def resume(cls, path: Path, *, facts: Mapping[str, Any], command: str | None = None) -> Self:
         """Continue the run in `path` and lock it. Raises like `create`."""
         if not holds_run(path):
             raise RunDirectoryError(f"{path} holds no run: it has no {MANIFEST}")
@@ -94,9 +112,9 @@ class RunDirectory:
                 run._seconds = (
                     seconds_until_killed(run.path, status) if killed else seconds_of(status)
                 )
-            resumed = [*former.get("resumed", []), manifest.start_record(facts)]
+            resumed = [*former.get("resumed", []), start_record(facts)]
             write_json(run.path / MANIFEST, {**former, "resumed": resumed, "exit": None})
-            run._write_status(state="running", started=manifest.now())
+            run._write_status("running", resume=command)
         return run
 
     def manifest(self) -> dict[str, Any]:
@@ -106,10 +124,6 @@ class RunDirectory:
     def update_manifest(self, facts: Mapping[str, Any]) -> None:
         """Replace the named top-level entries of the manifest."""
         write_json(self.path / MANIFEST, {**self.manifest(), **facts})
-
-    def running(self, **facts: Any) -> None:
-        """Write the status `running` with `facts`, such as `resume`."""
-        self._write_status(state="running", **facts)
 
     def finish(
         self,
@@ -129,11 +143,11 @@ class RunDirectory:
         time this process trained, which is added to that of those before it. Raises StorageError.
         """
         refuse_taken(self.path)
-        end = {"state": state, "code": code, "reason": reason}
+        end: dict[str, Any] = {"state": state, "code": code, "reason": reason}
         self._seconds += seconds
         plain = {k: float(v) if math.isfinite(v) else None for k, v in (results or {}).items()}
         self._write_status(**end, resume=resume, results=plain, best=best and dict(best))
-        self.update_manifest({"exit": {**end, "ended": manifest.now()}})
+        self.update_manifest({"exit": {**end, "ended": now()}})
 
     def discard(self) -> None:
         """Undo `create` for a run that was refused before it began; other files stay."""
@@ -191,18 +205,16 @@ class RunDirectory:
             message = f"{self.path} holds {', '.join(found)}, and no run: they would be overwritten"
             raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
 
-    def _write_status(self, **fields: Any) -> None:
-        holder, started = read_holder(self.path), None
-        with contextlib.suppress(RunDirectoryError):
-            started = read_json(self.path / STATUS).get("started")
+    def _write_status(self, state: str, **fields: Any) -> None:
         status: dict[str, Any] = {
-            **dict.fromkeys(("state", "code", "reason", "resume")),
+            "state": state,
+            **dict.fromkeys(("code", "reason", "resume")),
             "results": {},
             "best": None,
-            "pid": holder.pid if holder else os.getpid(),
-            "host": holder.host if holder else None,
-            "started": started,
-            "updated": manifest.now(),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": self._started,
+            "updated": now(),
             "seconds": self._seconds,
         }
         write_json(self.path / STATUS, {**status, **fields})
@@ -252,3 +264,66 @@ def make_folder(path: Path) -> list[Path]:
     except OSError as error:
         raise storage_error(path, error) from error
     return missing
+
+
+def now() -> str:
+    """Return the time in UTC, as in `2026-11-21T12:00:00.000000+00:00`; sorts by time."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def start_record(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe one start of a run: process, code, versions, machine, and the caller's `facts`."""
+    return {
+        "started": now(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "code": code_record(Path(__file__).resolve().parents[2]),
+        "working_folder": code_record(Path.cwd()),
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        **facts,
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries without importing them.
+
+    As of the first call: a process imports a library once.
+    """
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def code_record(folder: Path) -> dict[str, Any]:
+    """Return `folder`, its git commit and a hash of its uncommitted changes, if there are any.
+
+    The URLs of remotes are not recorded: they can contain access tokens.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return {"path": str(folder), "commit": None}
+    changed = (_git(folder, "status", "--porcelain", "--untracked-files=no") or b"").splitlines()
+    difference = _git(folder, "diff", "HEAD") or b""
+    return {
+        "path": str(folder),
+        "commit": commit.decode().strip(),
+        "changed_files": [os.fsdecode(line[3:]) for line in changed],
+        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    # With optional locks `git status` would write to the user's index.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout if result.returncode == 0 else None

@@ -13,7 +13,7 @@ from callbacks.checkpoint import Checkpoint
 from scripts.cli.arguments import Request
 from scripts.runs.report import final_block, result_line, time_hint, time_text
 from scripts.runs.run import kept_log
-from trainer.files.append_log import LogFileHandler
+from trainer.files.atomic import LogFileHandler
 from trainer.state import KINDS, MAX_TIME, PRUNED, Kind, Timer, TrainState
 
 RESULTS = {

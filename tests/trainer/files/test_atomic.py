@@ -15,9 +15,10 @@ import pytest
 
 from toy_runs import in_a_child
 from trainer.errors import StorageError
-from trainer.files import append_log
-from trainer.files.append_log import AppendLog, LogFileHandler
+from trainer.files import atomic
 from trainer.files.atomic import (
+    AppendLog,
+    LogFileHandler,
     link_or_copy,
     remove_orphans,
     replacing,
@@ -171,7 +172,7 @@ def fill_up(path, messages):
     log = AppendLog(path)
     log.write("a" * 50)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    append_log._log.warning = lambda text, *values: messages.put(text % values)
+    atomic._log.warning = lambda text, *values: messages.put(text % values)
     for _ in range(5):
         log.write("b" * 80)
     assert log.offset() == 51
@@ -202,7 +203,7 @@ def test_a_deleted_folder_does_not_stop_the_log(tmp_path, caplog):
 READ_ONLY = """
     import sys
     from pathlib import Path
-    from trainer.files.append_log import AppendLog
+    from trainer.files.atomic import AppendLog
     from trainer.files.atomic import write_text
     from trainer.errors import StorageError
     from trainer.runs.directory import RunDirectory
@@ -255,7 +256,7 @@ def test_a_file_that_cannot_be_opened_is_an_error_at_once_and_no_other_at_exit(t
         import sys
         from pathlib import Path
         from trainer.errors import StorageError
-        from trainer.files.append_log import LogFileHandler
+        from trainer.files.atomic import LogFileHandler
         try:
             LogFileHandler(Path(sys.argv[1]))
         except StorageError as error:

@@ -14,7 +14,6 @@ import yaml
 from toy_runs import create
 from trainer.errors import StorageError
 from trainer.runs import directory as module
-from trainer.runs import manifest
 from trainer.runs.directory import RunDirectory, name_folder, reserve
 from trainer.runs.lock import LOCK_FILE, is_held
 from trainer.runs.status import (
@@ -82,7 +81,8 @@ def test_an_existing_run_is_refused_and_left_alone(tmp_path):
 
 def test_the_end_is_recorded_twice(tmp_path):
     run = create(tmp_path / "run")
-    run.running(resume="train run_dir=x resume=auto")
+    run.release()
+    run = RunDirectory.resume(run.path, facts={}, command="train run_dir=x resume=auto")
     assert read_status(run.path)["resume"] == "train run_dir=x resume=auto"
     started = read_status(run.path)["started"]
     run.finish(
@@ -288,36 +288,36 @@ def repository(tmp_path):
 
 
 def test_a_checkout_is_its_commit_and_what_changed(repository):
-    clean = manifest.code_record(repository)
+    clean = module.code_record(repository)
     assert len(clean["commit"]) == 40
     assert (clean["changed_files"], clean["diff_sha256"]) == ([], None)
     (repository / "a.txt").write_text("two\n")
     (repository / "new.txt").write_text("untracked\n")
-    changed = manifest.code_record(repository)
+    changed = module.code_record(repository)
     assert changed["commit"] == clean["commit"]
     assert changed["changed_files"] == ["a.txt"]
     (repository / "a.txt").write_text("three\n")
-    assert manifest.code_record(repository)["diff_sha256"] != changed["diff_sha256"]
+    assert module.code_record(repository)["diff_sha256"] != changed["diff_sha256"]
 
 
 def test_without_a_repository_or_git_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert manifest.code_record(tmp_path) == {"path": str(tmp_path), "commit": None}
+    assert module.code_record(tmp_path) == {"path": str(tmp_path), "commit": None}
     monkeypatch.setenv("PATH", "")
-    assert manifest.code_record(module.Path(__file__).parent)["commit"] is None
+    assert module.code_record(module.Path(__file__).parent)["commit"] is None
 
 
 def test_secrets_stay_out(repository, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
     monkeypatch.chdir(repository)
-    text = json.dumps(manifest.start_record({"seed": 1}))
+    text = json.dumps(module.start_record({"seed": 1}))
     assert "hunter2" not in text
     assert "swordfish" not in text
 
 
 def test_a_start_names_versions_process_and_facts():
-    record = manifest.start_record({"seed": 1, "device": "cpu"})
+    record = module.start_record({"seed": 1, "device": "cpu"})
     assert record["seed"] == 1
     assert record["versions"].keys() >= {"python", "torch", "numpy"}
     assert record.keys() >= {"started", "pid", "host", "code", "platform", "cpu_count"}
-    assert manifest.now() > record["started"]
+    assert module.now() > record["started"]

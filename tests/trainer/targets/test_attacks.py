@@ -21,8 +21,8 @@ os.system posix.system subprocess.Popen builtins.open builtins.eval builtins.__i
 pathlib.Path.unlink shutil.rmtree importlib.import_module logging.os.system functools.partial
 operator.methodcaller pickle.loads yaml.unsafe_load numpy.load joblib.load hydra.utils.instantiate
 sklearn.utils.fixes.joblib.load sklearn.datasets.fetch_openml scripts.train.train conf.check.parse
-conf.yaml_file.examine tests.conftest.anything data.sources.os.system trainer.runs.manifest._git
-trainer.files.append_log.AppendLog trainer.errors.leave_at_once trainer.targets.allow_list.allow
+conf.yaml_file.examine tests.conftest.anything data.sources.os.system trainer.runs.directory._git
+trainer.files.atomic.AppendLog trainer.errors.leave_at_once trainer.targets.allow_list.allow
 trainer.checkpoints.reader.read_checkpoint data.batch.map_leaves
 callbacks.checkpoint.CheckpointStore callbacks.ema.EMA.load_state_dict
 torch.load torch.save torch.hub.load torch.ops.load_library
@@ -87,10 +87,10 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "through-a-lambda": {"_target_": "torchvision.transforms.Lambda", "lambd": PARTIAL},
     "in-a-key-of-hydras": {"_target_": "torch.nn.Identity", "_convert_": OS},
-    "cut-a-file": {"_target_": "trainer.files.append_log.AppendLog", "path": "FILE"},
+    "cut-a-file": {"_target_": "trainer.files.atomic.AppendLog", "path": "FILE"},
     "leave": {"_target_": "trainer.errors.leave_at_once", "code": 0},
     "git": {
-        "_target_": "trainer.runs.manifest._git",
+        "_target_": "trainer.runs.directory._git",
         "_args_": ["-c", "alias.x=!COMMAND", "x"],
     },
     "interpolated": {"_target_": "os.${oc.select:y,system}", "command": "COMMAND"},
@@ -206,7 +206,7 @@ def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
 ) -> None:
     (tmp_path / "my_window.py").write_text(
         "from data.batch import map_leaves\nfrom torch.nn import Linear\n"
-        "from trainer.files.append_log import AppendLog\nfrom torch.nn.utils import skip_init\n"
+        "from trainer.files.atomic import AppendLog\nfrom torch.nn.utils import skip_init\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
