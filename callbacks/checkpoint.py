@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from callbacks.support import AUTO, CallbackError, Monitor
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
-from trainer.checkpoints.archive import write_safetensors
-from trainer.checkpoints.background import Staging, Writer, on_host
+from trainer.checkpoints.archive import on_host, write_safetensors
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
 from trainer.state import TrainState
@@ -23,11 +27,71 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Saved(NamedTuple):
-    """A checkpoint and its value of the monitored metric."""
+class Staging:
+    """Copies of tensors in host memory, whose buffers are used again by the next save.
 
-    step: int
-    value: float
+    Allocating memory costs several times as much as copying. Pinned memory, which asynchronous
+    copies from a GPU need, costs even more.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, list[Tensor]] = {}  # by shape, stride, dtype, pinned
+        self._events: list[torch.cuda.Event] = []
+
+    @torch.no_grad()
+    def copy(self, tree: Any) -> Any:
+        """Return a copy of `tree`; the previous one is overwritten.
+
+        Copies of CUDA tensors are complete after `wait`.
+        """
+        free, self._buffers = self._buffers, defaultdict(list)
+        devices: set[torch.device] = set()
+
+        def copied(tensor: Tensor) -> Tensor:
+            kind = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cuda)
+            if free.get(kind):
+                buffer = free[kind].pop()
+            else:
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[kind].append(buffer)
+            devices.update([tensor.device] if tensor.is_cuda else [])
+            return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+
+        result = on_host(tree, copied)
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return result
+
+    def wait(self) -> None:
+        """Wait until the copies of CUDA tensors are complete; called by the writer thread."""
+        for event in self._events:
+            event.synchronize()
+
+
+class Write(Thread):
+    """Write beside the training, and beyond the end of its process."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint")
+        self._work = work
+        self._error: BaseException | None = None
+        try:
+            self.start()
+        except RuntimeError:  # the limit on threads is reached
+            self.run()
+
+    def run(self) -> None:
+        """Do the work."""
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait for the end of the work, and raise its exception, if any."""
+        if self.is_alive():
+            self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Checkpoint(Saver):
@@ -71,14 +135,15 @@ class Checkpoint(Saver):
         self._monitor = Monitor(monitor, mode)
         self.background = background
         self._store: CheckpointStore | None = None
+        self._resumed_from = -1  # its step, which is never removed
         self._logged: tuple[int, dict[str, float]] = -1, {}  # after how many updates, and what
-        self._ranking: list[Saved] = []  # the best first
+        self._ranking: list[tuple[int, float]] = []  # step and value of the metric, the best first
         self._saved: dict[str, Any] = {}  # the counters of the last save
         self._failures = 0  # in a row
-        self._writer = Writer()
         self._staging, self._staged_weights = Staging(), Staging()
+        self._write: Write | None = None  # of the main process
         # A save whose end is not known yet: its step, and ranking and counters if it fails.
-        self._under_way: tuple[int, list[Saved], dict[str, Any]] | None = None
+        self._under_way: tuple[int, list[tuple[int, float]], dict[str, Any]] | None = None
         self._wrote = False
 
     @property
@@ -86,16 +151,12 @@ class Checkpoint(Saver):
         """The metric's name; None if there is none, or until the task is known."""
         return None if self._monitor.name == AUTO else self._monitor.name
 
-    @property
-    def best(self) -> Saved | None:
-        """The best checkpoint; None if there is none, or nothing to judge it by."""
-        return self._ranking[0] if self._ranking and self.monitor else None
-
     def best_result(self) -> tuple[str, float, int] | None:
         """Return metric, value and step of the best checkpoint, if one was chosen."""
-        if self.monitor is None or self.best is None:
+        if self.monitor is None or not self._ranking:
             return None
-        return self.monitor, self.best.value, self.best.step
+        step, value = self._ranking[0]
+        return self.monitor, value, step
 
     def improves(self, value: float, than: float | None) -> bool:
         """Compare by `mode`; NaN never improves."""
@@ -113,25 +174,19 @@ class Checkpoint(Saver):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Protect the checkpoint that this run goes on from, and finish the save that wrote it."""
-        if not trainer.resumed or self._store is None:
-            return
         store, step = self._store, trainer.state.global_step
+        if not trainer.resumed or store is None:
+            return
         steps = store.steps()
-        here = [saved for saved in self._ranking if saved.step in steps]
+        here = [(at, value) for at, value in self._ranking if at in steps]
         self._ranking = trainer.group.broadcast(here)  # what is gone cannot be the best
         if not trainer.group.broadcast(store.path_of(step).exists()):  # it is another run's
             return
-        self._saved, store.resumed_from = trainer.state.state_dict(), step
-        tidy = self._tidying(trainer, store)
-
-        def complete() -> None:
-            store.prepare()
-            tidy()
-
+        self._resumed_from = step
         try:
-            trainer.group.on_main(complete)
+            trainer.group.on_main(self._work(trainer, store, written=True))
+            self._saved = trainer.state.state_dict()  # else the next save writes this state again
         except StorageError as error:
-            self._saved = {}  # the next save writes this state again
             self._warn(trainer, step, error)
 
     def on_log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -150,12 +205,15 @@ class Checkpoint(Saver):
         logged = state.logged_at == state.global_step
         if logged or trainer.group.world_size == 1:  # several processes agree where they meet
             self._settle(trainer, wait=False)
-        due = self._is_due(state)
+        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
+        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
+        applied = state.global_step and not state.skipped_in_a_row  # a skipped update is no step
+        due = bool((by_step and applied) or (by_epoch and not state.position))
         if not due:
-            again = self._failures and logged and not trainer.done  # the end saves anyway
-            if again:
-                self._settle(trainer, wait=True)  # what is under way may succeed
-            if not (again and self._failures):
+            if not (self._failures and logged) or trainer.done:  # the end saves anyway
+                return
+            self._settle(trainer, wait=True)  # what is under way may succeed
+            if not self._failures:
                 return
         try:
             # What writing imports is imported by the first save, with no thread beside it: a
@@ -164,12 +222,6 @@ class Checkpoint(Saver):
         except StorageError as error:
             self._warn(trainer, state.global_step, error)
 
-    def _is_due(self, state: TrainState) -> bool:
-        by_step = self._every_n_steps and state.global_step % self._every_n_steps == 0
-        by_epoch = self._every_n_epochs and state.epoch % self._every_n_epochs == 0
-        applied = state.global_step and not state.skipped_in_a_row  # a skipped update is no step
-        return bool((by_step and applied) or (by_epoch and not state.position))
-
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save where the run ended. Raises StorageError."""
         self.save_now(trainer, ranked=trainer.done or not trainer.state.interrupted)
@@ -177,7 +229,7 @@ class Checkpoint(Saver):
     def teardown(self, trainer: Trainer) -> None:
         """Wait for a save that is under way when an exception ends the run."""
         try:
-            self._writer.finish()
+            self._finish()
         except Exception as error:
             _log.warning("the last save failed: %s", error)
 
@@ -204,14 +256,12 @@ class Checkpoint(Saver):
             try:
                 work = self._work(trainer, self._store)
                 if trainer.is_main:
-                    self._writer.start(work)
+                    self._write = Write(work)
                 if wait:
-                    trainer.group.on_main(self._writer.finish)
+                    self._end(trainer)
             except StorageError:
                 self._take_back(trainer)
                 raise
-            if wait:
-                self._under_way, self._failures, self._wrote = None, 0, True
 
     def _rank(self, trainer: Trainer) -> None:
         """Put this state where it belongs; log `best/<metric>` if it is the best so far."""
@@ -220,23 +270,33 @@ class Checkpoint(Saver):
         value = self._values(trainer.state).get(name, math.nan) if name else float(step)
         if not math.isnan(value):
             known[step] = value
-        best = [Saved(*entry) for entry in self._monitor.best_first(known)]
+        best = self._monitor.best_first(known)
         self._ranking = best[: max(self._save_top_k, 1)] if self._save_top_k else []
         found = self.best_result()
         if found is not None and found[2] == step:
             trainer.log({f"best/{found[0]}": found[1]})
 
+    def _finish(self) -> None:
+        write, self._write = self._write, None
+        if write is not None:
+            write.finish()
+
+    def _end(self, trainer: Trainer) -> None:
+        """Wait for the save under way. Raises StorageError on all processes."""
+        trainer.group.on_main(self._finish)
+        self._under_way, self._failures, self._wrote = None, 0, True
+
     def _settle(self, trainer: Trainer, wait: bool) -> None:
         """Take note of how the save under way ended, if it has; its failure is a warning."""
-        save = self._under_way
-        if save is None or not (wait or trainer.group.broadcast(not self._writer.busy)):
+        if self._under_way is None:
             return
-        try:
-            trainer.group.on_main(self._writer.finish)
-            self._under_way, self._failures, self._wrote = None, 0, True
-        except StorageError as error:
-            self._take_back(trainer)
-            self._warn(trainer, save[0], error)
+        step, ended = self._under_way[0], self._write is None or not self._write.is_alive()
+        if wait or trainer.group.broadcast(ended):
+            try:
+                self._end(trainer)
+            except StorageError as error:
+                self._take_back(trainer)
+                self._warn(trainer, step, error)
 
     def _take_back(self, trainer: Trainer) -> None:
         assert self._under_way is not None
@@ -252,43 +312,36 @@ class Checkpoint(Saver):
         if trainer.is_main and self._failures & (self._failures - 1) == 0:
             _log.warning("no checkpoint at step %d: %s", step, error)
 
-    def _work(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
+    def _work(
+        self, trainer: Trainer, store: CheckpointStore, written: bool = False
+    ) -> Callable[[], None]:
         """Return what the main process is to write, once each has written its shards.
 
-        With a copy of all that the training goes on changing. Raises StorageError on all.
+        With a copy of all that the training goes on changing; of a checkpoint that is `written`,
+        its names and what follows from it. Raises StorageError on all.
         """
-        step, strategy = trainer.state.global_step, trainer.strategy
+        step, strategy, payload = trainer.state.global_step, trainer.strategy, None
         strategy.group.on_main(store.prepare)
-        copy = self._staging.copy if self.background else on_host
-        payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
-        metrics, tidy = self._values(trainer.state), self._tidying(trainer, store)
-        names = [name for name, at in self._names(step).items() if at == step]
-
-        def write() -> None:
-            self._staging.wait()
-            store.save(payload, step=step, metrics=metrics, names=names)
-            tidy()
-
-        return write
-
-    def _names(self, step: int) -> dict[str, int]:
-        """Return the step that each name belongs to, once that of `step` is saved."""
-        best = {"best": self._ranking[0].step} if self._ranking else {}
-        return ({"last": step} if self._save_last else {}) | best
-
-    def _tidying(self, trainer: Trainer, store: CheckpointStore) -> Callable[[], None]:
-        """Return what is to be done after a checkpoint was written."""
-        step = trainer.state.global_step
-        kept, names = [saved.step for saved in self._ranking], self._names(step)
+        if not written:
+            copy = self._staging.copy if self.background else on_host
+            payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
+        metrics, kept = self._values(trainer.state), [at for at, _ in self._ranking]
+        names = {"last": step} if self._save_last else {}
+        names |= {"best": kept[0]} if kept else {}
         weights = None
         if self._save_weights and names.get("best") == step:
             with trainer.evaluation_weights():  # those of an average are the model's only here
-                weights = trainer.strategy.gather_tensors(dict(trainer.model.state_dict()))
+                weights = strategy.gather_tensors(dict(trainer.model.state_dict()))
                 weights = self._staged_weights.copy(weights) if trainer.is_main else None
 
-        def tidy() -> None:
+        def write() -> None:
+            if payload is not None:
+                self._staging.wait()
+                new = [name for name, at in names.items() if at == step]
+                store.save(payload, step=step, metrics=metrics, names=new)
             if self._save_top_k >= 0:
-                store.prune(kept)  # before the names: they may be copies, which need its room
+                # Before the other names: they may be copies, which need its room.
+                store.prune([*kept, self._resumed_from])
             store.name(names)
             if weights is not None:
                 self._staged_weights.wait()
@@ -297,12 +350,12 @@ class Checkpoint(Saver):
                 except StorageError as error:
                     _log.warning("%s", error)
 
-        return tidy
+        return write
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranking, the state being saved included."""
-        return {"ranking": [list(saved) for saved in self._ranking]}
+        return {"ranking": [list(pair) for pair in self._ranking]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the ranking."""
-        self._ranking = [Saved(int(step), float(value)) for step, value in state["ranking"]]
+        self._ranking = [(int(step), float(value)) for step, value in state["ranking"]]

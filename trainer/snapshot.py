@@ -12,8 +12,14 @@ import torch
 from data.batch import MicroBatch
 from trainer.callback import Average, saver_of
 from trainer.checkpoints import shards as checkpoint_shards
-from trainer.checkpoints.background import on_host
-from trainer.checkpoints.reader import FORMAT_VERSION, check_payload, compare_names, taking_over
+from trainer.checkpoints.archive import on_host
+from trainer.checkpoints.reader import (
+    FORMAT_VERSION,
+    check_payload,
+    compare_names,
+    read_checkpoint,
+    taking_over,
+)
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.state import LogPoint
@@ -114,7 +120,7 @@ def go_on(trainer: Trainer, resume: Path | str) -> None:
 
 def _found(place: Path, may_be_new: bool) -> tuple[Path, dict[str, Any]] | None:
     if place.is_file():
-        return place, CheckpointStore(place.parent).load(place)
+        return place, read_checkpoint(place)
     newest = CheckpointStore(place / "checkpoints").newest()
     if newest is None:
         if may_be_new:

@@ -26,7 +26,7 @@ from conf.yaml_file import plain_values
 from scripts.composition.identity import trains_the_same
 from trainer import snapshot
 from trainer.assembly.data import changed_data
-from trainer.checkpoints.reader import check_payload
+from trainer.checkpoints.reader import check_payload, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.files.atomic import (
@@ -126,7 +126,7 @@ def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | Non
 
 def _from_file(path: Path, config: Config, raw: dict[str, Any]) -> Resume:
     """Go back in the run that a checkpoint belongs to, unless `run_dir` is another directory."""
-    payload = CheckpointStore(path.parent).load(path)
+    payload = read_checkpoint(path)
     run = path.absolute().parent.parent
     inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
     same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()

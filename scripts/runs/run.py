@@ -36,8 +36,7 @@ from trainer.assembly.data import with_statistics
 from trainer.assembly.experiment import Experiment, build
 from trainer.assembly.parts import build_strategy
 from trainer.callback import Callback, Results
-from trainer.checkpoints.reader import compare_names
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.reader import compare_names, read_checkpoint
 from trainer.distributed import attempt
 from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
@@ -341,9 +340,8 @@ def _test(experiment: Experiment) -> dict[str, float]:
     trainer = experiment.trainer
     if experiment.test_loader is None or trainer.run_dir is None:
         return {}
-    store = CheckpointStore(trainer.run_dir / "checkpoints")
-    path = best_or_last(store.folder) if trainer.is_main else None
-    payload = trainer.group.broadcast(None if path is None else store.load(path))
+    path = best_or_last(trainer.run_dir / "checkpoints") if trainer.is_main else None
+    payload = trainer.group.broadcast(None if path is None else read_checkpoint(path))
     if payload is not None:
         snapshot.load_weights(trainer, payload)
     at = trainer.log_point if payload is None else snapshot.log_point_of(payload)

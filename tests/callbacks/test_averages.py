@@ -26,7 +26,7 @@ from callbacks.support import CallbackError
 from callbacks.swa import SWA
 from trainer import snapshot
 from trainer.callback import Callback
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.reader import read_checkpoint
 
 
 def make_model() -> nn.Module:
@@ -211,7 +211,7 @@ def test_which_weights_are_evaluated_is_explicit(
     assert plain.evaluate(plain.val_loader, "val") == evaluated
     assert trainer.metrics["val/loss"] == evaluated["val/loss"]
     # As the evaluate command: the checkpoint has both, and nothing is fitted.
-    payload = CheckpointStore(tmp_path / "checkpoints").load(tmp_path / "checkpoints" / "last.pt")
+    payload = read_checkpoint(tmp_path / "checkpoints" / "last.pt")
     assert torch.equal(payload["model"]["0.weight"], trained["0.weight"])
     fresh = make_trainer({"ema": EMA(0.9, use_for_evaluation=used)})
     snapshot.load_weights(fresh, payload)

@@ -15,6 +15,7 @@ from callbacks.ema import EMA
 from callbacks.metrics_log import MetricsLog
 from callbacks.support import CallbackError
 from same_run import state_of
+from toy_runs import listed
 from trainer.callback import Callback
 from trainer.checkpoints import store as mechanism
 from trainer.checkpoints.archive import read_safetensors
@@ -47,7 +48,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def step_of(run_dir: Path, name: str) -> int:
-    payload = CheckpointStore(run_dir / "checkpoints").load(run_dir / "checkpoints" / f"{name}.pt")
+    payload = read_checkpoint(run_dir / "checkpoints" / f"{name}.pt")
     return int(payload["state"]["counters"]["global_step"])
 
 
@@ -74,7 +75,7 @@ def test_which_are_kept(
     callback = train(make_trainer, tmp_path, scores, **options)
     assert steps(tmp_path) == kept
     assert step_of(tmp_path, "best") == best
-    assert callback.best == (best, scores[best // 5 - 1])
+    assert callback.best_result() == ("val/score", scores[best // 5 - 1], best)
 
 
 @pytest.mark.parametrize("cut", [5, 7, 10, 13])
@@ -96,7 +97,7 @@ def test_a_resumed_run_decides_as_if_nothing_had_happened(
     assert step_of(folder, "last") == cut
     carry_over(first, second)
     second.fit()
-    assert second.callbacks["checkpoint"].best == whole.best
+    assert second.callbacks["checkpoint"].best_result() == whole.best_result()
     assert step_of(folder, "best") == step_of(tmp_path / "whole", "best")
     assert set(steps(folder)) >= set(steps(tmp_path / "whole"))  # and the one resumed from
 
@@ -129,8 +130,7 @@ def test_a_run_killed_in_its_last_save_has_the_names_when_it_goes_on(
     assert (names(), steps(tmp_path)) == ({"last": 10, "best": 10}, [5, 10, 15])
     trainer().fit(resume="auto")
     assert (names(), steps(tmp_path)) == ({"last": 15, "best": 15}, [10, 15])
-    entries = CheckpointStore(tmp_path / "checkpoints").entries()
-    assert [entry.step for entry in entries] == [10, 15]
+    assert list(listed(tmp_path / "checkpoints")) == [10, 15]
     weights = read_safetensors(tmp_path / "checkpoints" / "best.safetensors")
     best = torch.load(tmp_path / "checkpoints" / "best.pt", weights_only=True)["model"]
     assert torch.equal(weights["0.weight"], best["0.weight"])
@@ -197,7 +197,7 @@ def test_a_run_whose_last_save_fails_or_that_has_no_memory_left_fails(
         trainer.fit()
     # That of the thread is raised by the next save at the latest.
     assert trainer.state.global_step <= 9 if memory else trainer.state.global_step == 10
-    assert memory or checkpoint.best is None
+    assert memory or checkpoint.best_result() is None
 
 
 def test_a_failure_of_the_last_but_one_write_does_not_fail_the_run(
@@ -240,7 +240,7 @@ def test_the_best_survives_a_disk_that_is_full_exactly_at_its_name(
     assert steps(tmp_path) == [10, 20, 25]
     second = trainer()
     second.fit(resume="auto")
-    assert second.callbacks["checkpoint"].best == (10, 2.0)
+    assert second.callbacks["checkpoint"].best_result() == ("val/score", 2.0, 10)
     assert step_of(tmp_path, "best") == 10
 
 
@@ -282,7 +282,7 @@ def test_only_a_save_that_the_run_does_anyway_is_ranked(
     trainer.fit()
     assert steps(tmp_path) == [5, 6]
     best = 6 if stopped == "by a callback" else 5
-    assert [saved.step for saved in callback._ranking] == [best]
+    assert [at for at, _ in callback._ranking] == [best]
     assert step_of(tmp_path, "best") == best
     assert step_of(tmp_path, "last") == 6
 
@@ -335,7 +335,7 @@ def test_when(
 
 def test_without_best(make_trainer: Any, tmp_path: Path) -> None:
     callback = train(make_trainer, tmp_path, [1, 2, 3], save_top_k=0, save_last=False)
-    assert callback.best is None
+    assert callback.best_result() is None
     assert steps(tmp_path) == [10, 15]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # and the index
 
@@ -345,10 +345,9 @@ def test_the_saved_state_knows_of_its_own_save_and_its_own_value(
 ) -> None:
     # Saved in the middle of the second epoch, too: the first one's value says nothing about it.
     train(make_trainer, tmp_path, [9.0, 1.0], every_n_epochs=None, every_n_steps=3)
-    store = CheckpointStore(tmp_path / "checkpoints")
-    payload = store.load(tmp_path / "checkpoints" / "best.pt")
+    payload = read_checkpoint(tmp_path / "checkpoints" / "best.pt")
     assert payload["callbacks"]["checkpoint"]["ranking"] == [[10, 1.0]]
-    assert store.entries()[-1].metrics["val/score"] == 1.0
+    assert listed(tmp_path / "checkpoints")[10].metrics["val/score"] == 1.0
 
 
 def test_a_signal_saves_where_it_stopped_only_once_and_nothing_before_an_update(
@@ -419,5 +418,5 @@ def test_an_exception_waits_for_the_write_under_way(
     callbacks = {"fail": At(7, fail), "checkpoint": Checkpoint(every_n_steps=3)}
     with pytest.raises(KeyError):
         make_trainer(callbacks, tmp_path, max_epochs=9).fit()
-    assert CheckpointStore(tmp_path / "checkpoints").entries()[-1].step == 6
+    assert max(listed(tmp_path / "checkpoints")) == 6
     assert [t.name for t in threading.enumerate() if t.name == "checkpoint"] == []

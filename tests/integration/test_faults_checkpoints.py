@@ -11,6 +11,7 @@ import yaml
 
 from same_run import differences, repeated_steps
 from scripts.evaluate import evaluate
+from toy_runs import listed
 from trainer.checkpoints.store import CheckpointStore
 
 
@@ -199,10 +200,10 @@ def test_an_index_that_is_set_up_anew_has_the_metrics_of_the_log(whole, killed):
     (killed / "checkpoints" / "index.json").unlink()
     store = CheckpointStore(killed / "checkpoints")
     store.clean()
-    wanted = {e.step: e.metrics for e in CheckpointStore(whole / "checkpoints").entries()}
+    wanted = {step: e.metrics for step, e in listed(whole / "checkpoints").items()}
     assert len(wanted) == 8
     assert "val/accuracy" in wanted[40]
-    assert {entry.step: entry.metrics for entry in store.entries()} == wanted
+    assert {step: e.metrics for step, e in listed(store.folder).items()} == wanted
 
 
 def test_the_hint_names_the_split_that_is_there(train, tmp_path, capsys):

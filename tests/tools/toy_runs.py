@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoints.store import CheckpointStore, read_checkpoint
+from trainer.checkpoints.reader import Index, read_checkpoint
+from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.runs.directory import RunDirectory
 
@@ -46,6 +47,12 @@ def payload(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
 
 def files(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
+
+
+def listed(folder: Path) -> dict[int, Any]:
+    """Return the index's entries of the checkpoints that exist, by step."""
+    entries = [e for e in Index.read(folder).files.values() if (folder / e.file).exists()]
+    return {entry.step: entry for entry in sorted(entries, key=lambda e: e.step)}
 
 
 def value(path: Path) -> float:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import BY_HAND, OURS, Rig, contenders, kernels
+from callbacks.checkpoint import Staging
 from conf.check import parse
 from scripts.composition.compose import compose
 from trainer.assembly.experiment import build
 from trainer.callback import Callback
-from trainer.checkpoints.background import Staging
 from trainer.errors import DivergedError
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy

@@ -6,7 +6,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from data.batch import map_tensors
 from trainer.errors import CheckpointError, ResourceError, StorageError
 from trainer.files.atomic import regular, replacing
 
@@ -59,6 +60,28 @@ def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def on_host(tree: Any, copy: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
+    """Return `tree` with its tensors on the CPU; what was one tensor (tied weights) stays one.
+
+    Sharded tensors (DTensor) and those on the meta device stay as they are.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or hasattr(tensor, "device_mesh"):
+            return tensor
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            return tensor.cpu().clone()
+        storage = tensor.untyped_storage().data_ptr()
+        place = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in copies:
+            copies[place] = copy(tensor)
+        return copies[place]
+
+    return map_tensors(moved, tree)
+
+
 def write_archive(path: Path, payload: Any) -> None:
     """Write `payload` durably. Raises StorageError, or ResourceError if memory runs out."""
     with replacing(path) as file:
@@ -83,23 +106,21 @@ def read_archive(path: Path, crcs: bool = True) -> Any:
     CheckpointError if the file holds anything but tensors and plain values.
     """
     try:
-        with open(regular(path), "rb") as file:
+        with open(regular(path), "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old formats
             if file.read(2) == b"PK":
                 _check(path, file, crcs)
             file.seek(0)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about old formats
-                    # Explicit, since an environment variable can change torch's default.
-                    return torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                    raise ResourceError(f"{path}: no memory left to load it") from error
-                raise _refusal(path, error) from error
-    except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path}: there is no such file") from error
+            # Explicit, since an environment variable can change torch's default.
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise DamagedCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise ResourceError(f"{path}: no memory left to load it") from error
+        raise _refusal(path, error) from error
 
 
 def digest(path: Path) -> str:
@@ -112,8 +133,7 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
     """Refuse an archive that torch.save does not write, or that changed afterwards."""
     try:
         with zipfile.ZipFile(file) as archive:
-            if not (entries := archive.infolist()):
-                raise zipfile.BadZipFile("it is empty")
+            entries = archive.infolist()
             # Of an entry marked as a folder torch's reader reads nothing: the memory stays as it
             # was. Compressed entries, or such as overlap, can expand without bound.
             odd = [e.filename for e in entries if e.compress_type or e.external_attr & _FOLDER]
@@ -122,45 +142,41 @@ def _check(path: Path, file: BinaryIO, crcs: bool) -> None:
         raise
     except Exception as error:  # zipfile raises about ten types for damaged archives
         raise DamagedCheckpointError(f"{path}: its archive is cut off or damaged") from error
-    if any("/code/" in entry.filename for entry in entries):
-        raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
     # Readers differ in which of two entries of a name they take; torch's ignores case.
-    name, count = Counter(e.filename.casefold() for e in entries).most_common(1)[0]
-    if count > 1:
-        raise DamagedCheckpointError(f"{path}: its archive holds {name!r} twice")
-    if sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise DamagedCheckpointError(f"{path}: its archive declares more bytes than it holds")
-    if broken is not None:
-        raise DamagedCheckpointError(f"{path}: its archive is damaged in {broken!r} (CRC)")
+    names = Counter(entry.filename.casefold() for entry in entries)
+    if any("/code/" in name for name in names):
+        raise CheckpointError(f"{path}: refused: contains code (a TorchScript program)")
+    if len(names) < len(entries):
+        fault = f"holds {names.most_common(1)[0][0]!r} twice"
+    elif sum(entry.file_size for entry in entries) > path.stat().st_size:
+        fault = "declares more bytes than it holds"
+    elif broken is not None:
+        fault = f"is damaged in {broken!r} (CRC)"
+    else:
+        return
+    raise DamagedCheckpointError(f"{path}: its archive {fault}")
 
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     """Return the reason why torch refuses `path`, without its advice to load it unsafely."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    name = named[1] if named else _first_import(path)
+    name, strings = named and named[1], [""]
+    with open(path, "rb") as file, suppress(Exception):  # of bytes that are no pickle
+        page = file.read(512).strip(b"\0\n ").startswith(b"<")
+        file.seek(0)
+        # torch does not read protocols above 2, and does not name what they import.
+        for opcode, argument, _ in () if name else pickletools.genops(file):
+            if opcode.name == "STACK_GLOBAL":
+                name = ".".join(strings[-2:])
+                break
+            strings += [argument] if isinstance(argument, str) else []
     if name is not None:
         return CheckpointError(
             f"{path}: refused: contains code ({name}); "
             "only tensors, plain containers, numbers and strings are loaded"
         )
-    with open(path, "rb") as file:
-        start = file.read(512).strip(b"\0\n ")
-    if not start:
-        return DamagedCheckpointError(f"{path}: the file is empty")
-    page = " but a web page" if start.startswith(b"<") else ", or a damaged one"
-    return DamagedCheckpointError(f"{path}: not a checkpoint{page}")
-
-
-def _first_import(path: Path) -> str | None:
-    """Return what a pickle imports first whose protocol, above 2, torch does not read."""
-    strings: list[str] = []
-    with open(path, "rb") as file, suppress(Exception):  # of bytes that are no pickle
-        for opcode, argument, _ in pickletools.genops(file):
-            if opcode.name == "STACK_GLOBAL":
-                return ".".join(strings[-2:])
-            if isinstance(argument, str):
-                strings.append(argument)
-    return None
+    kind = " but a web page" if page else ", or a damaged one"
+    return DamagedCheckpointError(f"{path}: not a checkpoint{kind}")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from trainer.state import TrainState
 
 FORMAT_VERSION = 2
 INDEX = "index.json"
-_ATTEMPTS = 5
 _MOST_VALUES = 5_000_000
 _WEIGHTS = ("model", "ema", "callbacks", "shards", "format_version")  # of a run's checkpoint
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
@@ -88,38 +87,33 @@ class Index:
         return {entry.sha256 for entry in (*self.files.values(), *self.names.values())}
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, attempts: int = 5) -> dict[str, Any]:
     """Return the checkpoint in `path` on the CPU; sharded tensors are on the meta device.
 
     Its bytes are compared with the index of its folder, or where that does not list it, with its
     archive's CRCs. It is read again if a running process replaced it meanwhile. Raises
     CheckpointError.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
-        before = _identity(path)
-        try:
-            return _read(path)
-        except DamagedCheckpointError:
-            if attempt == _ATTEMPTS or _identity(path) == before:
-                raise
-    raise AssertionError
-
-
-def _read(path: Path) -> dict[str, Any]:
-    known = Index.read(path.parent).digests(path)
-    payload = read_archive(path, crcs=known is None)
-    if not isinstance(payload, dict) or "format_version" not in payload:
-        raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
-    version = payload["format_version"]
-    if type(version) is not int:
-        raise CheckpointError(f"{path}: format {version!r} is not a number")
-    if version != FORMAT_VERSION:
-        order, writer = (">", "a newer") if version > FORMAT_VERSION else ("<", "an earlier")
-        message = f"format {version} {order} supported {FORMAT_VERSION}: {writer} Regimen wrote it"
-        raise CheckpointError(f"{path}: {message}")
-    if known is not None and digest(path) not in known:  # last, for the better error
-        raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
-    checkpoint_shards.check(payload, path)
+    before = _identity(path)
+    try:
+        known = Index.read(path.parent).digests(path)
+        payload = read_archive(path, crcs=known is None)
+        if not isinstance(payload, dict) or "format_version" not in payload:
+            raise CheckpointError(f"{path}: not a checkpoint of a run: it has no format_version")
+        version = payload["format_version"]
+        if type(version) is not int:
+            raise CheckpointError(f"{path}: format {version!r} is not a number")
+        if version != FORMAT_VERSION:
+            order, writer = (">", "a newer") if version > FORMAT_VERSION else ("<", "an earlier")
+            fault = f"format {version} {order} supported {FORMAT_VERSION}"
+            raise CheckpointError(f"{path}: {fault}: {writer} Regimen wrote it")
+        if known is not None and digest(path) not in known:  # last, for the better error
+            raise DamagedCheckpointError(f"{path}: the file changed after it was saved (sha256)")
+        checkpoint_shards.check(payload, path)
+    except DamagedCheckpointError:
+        if attempts > 1 and _identity(path) != before:
+            return read_checkpoint(path, attempts - 1)
+        raise
     return payload
 
 
@@ -162,10 +156,9 @@ def model_only(path: Path) -> dict[str, torch.Tensor]:
     payload = read_weights(path)
     if isinstance(payload, Mapping):
         inner = next((payload[key] for key in _WEIGHT_KEYS if key in payload), payload)
-        if isinstance(inner, Mapping) and inner:
-            weights = {str(name): value for name, value in inner.items()}
-            if all(isinstance(value, torch.Tensor) for value in weights.values()):
-                return weights
+        tensors = inner.values() if isinstance(inner, Mapping) else ()
+        if tensors and all(isinstance(value, torch.Tensor) for value in tensors):
+            return {str(name): value for name, value in inner.items()}
     raise CheckpointError(f"{path}: contains no weights: expected a dict of tensors")
 
 
@@ -177,26 +170,26 @@ def compare_names(
     Raises CheckpointError with the first difference in the model's order, and a count of the rest.
     """
     saved = payload["model"]
-    differences = [
-        f"{name} is {_shape(saved, name)} in it, {_shape(model_state, name)} in the model"
-        for name in dict.fromkeys([*model_state, *saved])
-        if _shape(saved, name) != _shape(model_state, name)
-    ] or [
-        f"{name} is {saved[name].dtype} in it, {value.dtype} in the model (trainer.precision)"
-        for name, value in model_state.items()
-        if isinstance(value, torch.Tensor) and saved[name].dtype != value.dtype
-    ]
-    if differences:
-        more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
-        where = f"{path}: " if path else ""
-        raise CheckpointError(f"{where}does not fit the model: {differences[0]}{more}")
+    for form, hint in ((_shape, ""), (_dtype, " (trainer.precision)")):
+        pairs = {
+            n: (form(saved.get(n)), form(model_state.get(n))) for n in {**model_state, **saved}
+        }
+        misfits = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+        if misfits:
+            name, inside, wanted = misfits[0]
+            more = f" (+{len(misfits) - 1} more)" if len(misfits) > 1 else ""
+            first = f"{name} is {inside} in it, {wanted} in the model{hint}{more}"
+            raise CheckpointError(f"{path}: " * bool(path) + f"does not fit the model: {first}")
 
 
-def _shape(state: Mapping[str, Any], name: str) -> str:
-    if name not in state:
-        return "missing"
-    value = state[name]
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return "missing" if value is None else type(value).__name__
+
+
+def _dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", ""))
 
 
 def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
@@ -204,21 +197,16 @@ def check_payload(payload: Mapping[str, Any], path: Path | None) -> None:
 
     A file can load safely and still hold anything: each reader of a run's state calls this first.
     """
-    misfit = next(_misfits(payload), None)
-    if misfit is not None:
-        where = f"{path}: " if path else ""
-        raise CheckpointError(f"{where}not a checkpoint of a run: {misfit}")
+    for misfit in _misfits(payload):
+        raise CheckpointError(f"{path}: " * bool(path) + f"not a checkpoint of a run: {misfit}")
 
 
 def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
-    for prefix, wanted in (("", _PARTS), ("state.", _STATE)):
-        values = payload["state"] if prefix else payload
+    state: Any = payload.get("state")
+    for prefix, values, wanted in (("", payload, _PARTS), ("state.", state, _STATE)):
         for key, kind in wanted.items():
-            if key not in values:
-                yield f"{prefix}{key} is missing"
-            elif not isinstance(values[key], kind):
-                yield f"{prefix}{key} is no {kind.__name__} but {type(values[key]).__name__}"
-    state = payload["state"]
+            if not isinstance(values.get(key), kind):
+                yield f"{prefix}{key} is missing, or no {kind.__name__}"
     for name in TrainState().state_dict():
         count = state["counters"].get(name)
         if type(count) is not int or count < 0:
@@ -231,16 +219,16 @@ def _misfits(payload: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
             yield f"model.{name} is no tensor but {type(value).__name__}"
     pending, visited = [payload], 0  # a value that stands in several places is visited in each
-    while pending and visited < _MOST_VALUES:
+    while pending:
         member, visited = pending.pop(), visited + 1
+        if visited > _MOST_VALUES:
+            yield f"it expands to more than {_MOST_VALUES} values"
         if isinstance(member, torch.Tensor):
             whole = member.is_meta or member.layout is not torch.strided
             if not whole and member.nbytes > member.untyped_storage().nbytes():
                 yield f"a tensor of {list(member.shape)} is larger than what is stored of it"
         elif isinstance(member, dict | list | tuple | set):
             pending.extend(member.values() if isinstance(member, dict) else member)
-    if pending:
-        yield f"it expands to more than {_MOST_VALUES} values"
 
 
 @contextmanager

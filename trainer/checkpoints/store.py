@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest, write_archive
-from trainer.checkpoints.reader import (
-    FORMAT_VERSION,
-    Entry,
-    Index,
-    compare_names,
-    model_only,
-    read_checkpoint,
-)
+from trainer.checkpoints.reader import FORMAT_VERSION, Entry, Index, model_only, read_checkpoint
 from trainer.checkpoints.shards import SUFFIX
 from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
@@ -27,7 +20,7 @@ from trainer.runs.directory import now
 from trainer.runs.lock import refuse_taken
 from trainer.runs.status import read_metrics
 
-__all__ = ["FORMAT_VERSION", "CheckpointStore", "compare_names", "model_only", "read_checkpoint"]
+__all__ = ["CheckpointStore", "model_only", "read_checkpoint"]
 
 _STEP_FILE = re.compile(r"step-(\d{8,})\.pt")
 _log = logging.getLogger(__name__)
@@ -38,7 +31,6 @@ class CheckpointStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.resumed_from: int | None = None  # step; set by newest() and load(); never pruned
         self._in_order = False  # whether files, names and index are known to agree
 
     def save(
@@ -59,14 +51,13 @@ class CheckpointStore:
         index = Index.read(self.folder)
         if index.files.pop(path.name, None) is not None:
             index.write(self.folder)  # or the old digest would be compared with the new file
-        finite = {k: float(v) if math.isfinite(v) else None for k, v in (metrics or {}).items()}
         write_archive(path, {**payload, "format_version": FORMAT_VERSION})
+        finite = {k: float(v) if math.isfinite(v) else None for k, v in (metrics or {}).items()}
         try:
-            entry = self._enter(index, path, payload, finite)
+            entry = _enter(index, path, payload, finite)
         except OSError as error:  # the folder vanished while the file was hashed
             raise storage_error(path, error) from error
         self._point(index, dict.fromkeys(names, entry))
-        self._in_order = True
         return path
 
     def name(self, names: Mapping[str, int]) -> None:
@@ -80,15 +71,6 @@ class CheckpointStore:
         if lacking:
             self._in_order = False
             self._point(index, lacking)
-            self._in_order = True
-
-    def load(self, path: Path) -> dict[str, Any]:
-        """Read and verify one checkpoint. Raises CheckpointError."""
-        payload = read_checkpoint(path)
-        match = _STEP_FILE.fullmatch(path.name)
-        if match and path.parent.resolve() == self.folder.resolve():
-            self.resumed_from = int(match[1])
-        return payload
 
     def newest(self, up_to: int | None = None) -> tuple[Path, dict[str, Any], list[str]] | None:
         """Return path and content of the newest undamaged checkpoint, and why others were skipped.
@@ -96,23 +78,17 @@ class CheckpointStore:
         None if there is no checkpoint. Raises CheckpointError if all are damaged, or one contains
         code or has another format. Steps after `up_to` are ignored.
         """
-        tried: list[Path] = []
-        passed: list[str] = []
+        passed: dict[Path, str] = {}
         for path, step in self._steps().items():
-            if (up_to is None or step <= up_to) and not any(_same(path, other) for other in tried):
-                tried.append(path)
+            if (up_to is None or step <= up_to) and not any(_same(path, p) for p in passed):
                 try:
-                    return path, self.load(path), passed
+                    return path, read_checkpoint(path), list(passed.values())
                 except DamagedCheckpointError as error:
-                    passed.append(str(error))
-        lost = passed or [f"{name} is missing" for name in Index.read(self.folder).files]
-        if lost:
+                    passed[path] = str(error)
+        missing = [f"{name} is missing" for name in Index.read(self.folder).files]
+        if lost := [*passed.values()] or missing:
             raise CheckpointError(f"{self.folder}: no checkpoint is whole: {'; '.join(lost)}")
         return None
-
-    def entries(self) -> list[Entry]:
-        """Return the recorded checkpoints that exist with their size, sorted by step."""
-        return self._existing(Index.read(self.folder))
 
     def steps(self) -> set[int]:
         """Return the steps of the checkpoints that exist, under any name."""
@@ -121,17 +97,13 @@ class CheckpointStore:
     def prune(self, keep: Collection[int]) -> list[Path]:
         """Remove checkpoints whose step is not in `keep`; return their paths.
 
-        The newest two, those that have a name, and the one resumed from are always kept. A file
-        that cannot be removed is a warning.
+        The newest two whole ones, and those that have a name, are always kept. A file that cannot
+        be removed is a warning.
         """
-        index = Index.read(self.folder)
-        whole = [entry.step for entry in self._existing(index)]
-        if len(whole) < 2:
-            return []
-        named = {entry.step for entry in index.names.values()}
-        kept = {*keep, *whole[-2:], *named, self.resumed_from}
-        removed = []
-        for path, step in self._step_files().items():
+        index, removed = Index.read(self.folder), []
+        files, whole = self._step_files(), sorted(self._whole(index))
+        kept = {*keep, *whole[-2:], *(entry.step for entry in index.names.values())}
+        for path, step in files.items() if len(whole) > 1 else ():
             try:
                 if step not in kept:
                     os.unlink(path)
@@ -141,7 +113,7 @@ class CheckpointStore:
                 _log.warning("cannot remove %s: %s", path, error.strerror)
         if removed:
             index.write(self.folder)
-        self._remove_unused_shards(index)
+            self._remove_unused_shards(index)
         return removed
 
     def prepare(self) -> None:
@@ -167,19 +139,18 @@ class CheckpointStore:
         for path, step in self._step_files().items():
             if path.name not in index.files:
                 try:
-                    payload = read_checkpoint(path)
-                    self._enter(index, path, payload, _logged(self.folder.parent, step))
+                    _enter(index, path, read_checkpoint(path), _logged(self.folder.parent, step))
                 except CheckpointError as error:
                     _log.warning("left out of the index: %s", error)
-        for name in ("last", *list(index.names)):
+        for name in {"last": None, **index.names}:
             path, recorded = self.folder / f"{name}.pt", index.names.get(name)
-            files = {self.folder / entry.file: entry for entry in index.files.values()}
-            linked = next((e for f, e in files.items() if _same(path, f)), None)
+            entries = index.files.values()
+            linked = next((e for e in entries if _same(path, self.folder / e.file)), None)
             if linked is not None and not path.is_symlink():
                 index.names[name] = linked
             elif recorded and not (path.is_file() and digest(path) == recorded.sha256):
                 source = self.folder / recorded.file
-                if files.get(source) == recorded and source.is_file():
+                if recorded in entries and source.is_file():
                     _log.warning("%s was another checkpoint and is %s again", path, recorded.file)
                     link_or_copy(source, path)
         if before != (index.files, index.names):
@@ -207,7 +178,7 @@ class CheckpointStore:
         for name in far:
             if os.path.lexists(self.folder / name):
                 os.replace(self.folder / name, into / name)
-        known = {entry.step: entry for entry in self._existing(index)}
+        known = self._whole(index)
         names = {"last": known.get(step)} if had_last else {}
         if "best" not in index.names:
             names["best"] = next((known[at] for at in best if at in known), None)
@@ -218,38 +189,17 @@ class CheckpointStore:
         """Return the path of the checkpoint of `step`, whether it exists or not."""
         return self.folder / f"step-{step:08d}.pt"
 
-    def _enter(
-        self,
-        index: Index,
-        path: Path,
-        payload: Mapping[str, Any],
-        metrics: dict[str, float | None],
-    ) -> Entry:
-        state = payload.get("state", {})
-        facts = {"saved": now(), "world_size": state.get("world_size")}
-        facts |= state.get("made_with", {})
-        if shards := payload.get("shards"):
-            facts["shards"] = Path(shards["folder"]).name
-        step = int(path.stem.removeprefix("step-"))
-        entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts)
-        index.files[path.name] = entry
-        index.layout = {
-            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            for name, value in payload.get("model", {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return entry
-
     def _point(self, index: Index, names: Mapping[str, Entry]) -> None:
         for name, entry in names.items():
             link_or_copy(self.folder / entry.file, self.folder / f"{name}.pt")
             index.names[name] = entry
         index.write(self.folder)
+        self._in_order = True
 
-    def _existing(self, index: Index) -> list[Entry]:
+    def _whole(self, index: Index) -> dict[int, Entry]:
+        """Return by step the entries whose files have the size that was recorded."""
         sizes = {path.name: path.stat().st_size for path in self._step_files()}
-        whole = [entry for entry in index.files.values() if sizes.get(entry.file) == entry.size]
-        return sorted(whole, key=lambda entry: entry.step)
+        return {e.step: e for e in index.files.values() if sizes.get(e.file) == e.size}
 
     def _step_files(self) -> dict[Path, int]:
         """Return the files named like checkpoints and their steps, newest first."""
@@ -275,14 +225,33 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def _enter(
+    index: Index, path: Path, payload: Mapping[str, Any], metrics: dict[str, float | None]
+) -> Entry:
+    state = payload.get("state", {})
+    facts = {"saved": now(), "world_size": state.get("world_size")}
+    facts |= state.get("made_with", {})
+    if shards := payload.get("shards"):
+        facts["shards"] = Path(shards["folder"]).name
+    step = int(path.stem.removeprefix("step-"))
+    entry = Entry(path.name, step, path.stat().st_size, digest(path), metrics, facts)
+    index.files[path.name] = entry
+    index.layout = {
+        name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for name, value in payload.get("model", {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return entry
+
+
 def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
     """Return what a run logged at a step before it saved: the metrics that a save records."""
     found: dict[str, float | None] = {}
     for line in read_metrics(run_dir):
         if line.get("step") == step:
             found |= {k: v for k, v in line.items() if isinstance(v, float | int | None)}
-    counters = ("step", "epoch")
-    return {k: v for k, v in found.items() if k not in counters and k[:5] not in ("best/", "test/")}
+    others = ("step", "epoch", "best", "test")
+    return {key: value for key, value in found.items() if key.split("/")[0] not in others}
 
 
 def _same(path: Path, other: Path) -> bool:

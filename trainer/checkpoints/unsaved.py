@@ -36,15 +36,29 @@ class Unsaved:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return this process's state on the host; warn about attributes that changed."""
-        self._warn()
+        marks = dict(self._attributes())
+        moved = {name for name, mark in marks.items() if self._marks.get(name, mark) != mark}
+        self._marks = marks  # a new attribute is taken for a cache until it changes
+        for name in sorted(moved - self._told):
+            _log.warning(
+                "%s changes in training but is not a buffer: checkpoints lack it, and a resume "
+                "starts from its initial value; use register_buffer to save it",
+                name,
+            )
+        self._told |= moved
         buffers = {name: _copied(buffer) for name, (*_, buffer) in self._passing()}
-        moved = {n: b for n, b in buffers.items() if not _same(b, self._built.get(n))}
-        return {"buffers": moved, "task": {n: _copied(v) for n, v in self._task_state().items()}}
+        built = self._built
+        buffers = {
+            name: value
+            for name, value in buffers.items()
+            if name not in built or not torch.equal(value, built[name])
+        }
+        return {"buffers": buffers, "task": {n: _copied(v) for n, v in self._own_state().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """Load what `state_dict` returned; return a message for each entry that does not fit."""
-        places, own = dict(self._passing()), self._task_state()
+        places, own = dict(self._passing()), self._own_state()
         for name, (module, key, buffer) in places.items():
             value = state["buffers"].get(name, self._built.get(name, buffer))
             if buffer.shape == value.shape:
@@ -59,13 +73,12 @@ class Unsaved:
                 missing.append(name)
         return [f"the checkpoint's {name} is not in this run" for name in missing]
 
-    def _task_state(self) -> dict[str, Tensor]:
-        return {
-            root + name: value
-            for root, part in self._task.items()
-            for name, value in part.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
+    def _own_state(self) -> dict[str, Tensor]:
+        states = {root: part.state_dict(keep_vars=True) for root, part in self._task.items()}
+        named = {
+            root + name: value for root, part in states.items() for name, value in part.items()
         }
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def _passing(self) -> Iterator[tuple[str, tuple[nn.Module, str, Tensor]]]:
         """Yield the non-persistent buffers by name: those that a state dict lacks."""
@@ -83,18 +96,6 @@ class Unsaved:
                 for key, value in vars(module).items():
                     if key != "training" and (mark := _mark(value)) is not None:
                         yield f"{root}{name}.{key}" if name else f"{root}{key}", mark
-
-    def _warn(self) -> None:
-        marks = dict(self._attributes())
-        moved = {name for name, mark in marks.items() if self._marks.get(name, mark) != mark}
-        self._marks = marks  # a new attribute is taken for a cache until it changes
-        for name in sorted(moved - self._told):
-            _log.warning(
-                "%s changes in training but is not a buffer: checkpoints lack it, and a resume "
-                "starts from its initial value; use register_buffer to save it",
-                name,
-            )
-        self._told |= moved
 
 
 def _mark(value: Any) -> Any:
@@ -115,7 +116,3 @@ def _mark(value: Any) -> Any:
 
 def _copied(value: Tensor) -> Tensor:
     return value.detach().cpu().clone()
-
-
-def _same(value: Tensor, built: Tensor | None) -> bool:
-    return built is not None and value.shape == built.shape and bool(torch.equal(value, built))

@@ -20,7 +20,7 @@ from data.batch import inputs_of
 from data.errors import DataError
 from trainer.assembly.data import build_data
 from trainer.assembly.experiment import train_loader
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import ModelError
 from trainer.export.artefact import export_run, largest_difference, metrics_of, milliseconds
 from trainer.export.formats import (
@@ -163,7 +163,7 @@ def _refuse_floats(path: Path, integer: str, method: str, other: str) -> None:
 def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
     """Return the ranges that a run has learnt, by the tensors that its layers are given."""
     path = find_checkpoint(run.path, checkpoint)
-    states = CheckpointStore(path.parent).load(path)["callbacks"].values()
+    states = read_checkpoint(path)["callbacks"].values()
     state = next((s[_RANGES] for s in states if isinstance(s, Mapping) and _RANGES in s), None)
     if state is None or not state["known"]:
         return {}

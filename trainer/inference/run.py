@@ -32,8 +32,7 @@ from trainer.assembly.data import build_pipeline, takes_statistics, with_statist
 from trainer.assembly.experiment import build_evaluator, build_split
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
-from trainer.checkpoints.reader import check_payload
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.reader import check_payload, read_checkpoint
 from trainer.errors import CheckpointError
 from trainer.inference.facts import InferenceFacts, read_facts
 from trainer.inference.predictor import Generation, Predictor, Row, Rows, Sampling
@@ -247,7 +246,7 @@ def load_trainer(
     """
     path = find_checkpoint(run_dir, checkpoint)
     try:
-        payload = CheckpointStore(path.parent).load(path)
+        payload = read_checkpoint(path)
     except DamagedCheckpointError as error:
         way_out = f"checkpoint=NAME takes another of {_names(path.parent)}"
         raise DamagedCheckpointError(f"{error}; {way_out}") from error
@@ -276,7 +275,7 @@ def as_trained(config: Config, checkpoint: Path | None) -> Config:
     """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
     if checkpoint is None or not takes_statistics(config):
         return config
-    return with_statistics(config, CheckpointStore(checkpoint.parent).load(checkpoint))
+    return with_statistics(config, read_checkpoint(checkpoint))
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:

@@ -20,7 +20,7 @@ from trainer import snapshot
 from trainer.assembly.parts import Assembly, Known
 from trainer.callback import Average, Callback
 from trainer.checkpoints.archive import read_safetensors
-from trainer.checkpoints.store import CheckpointStore
+from trainer.checkpoints.reader import read_checkpoint
 
 WEIGHTS = {"weights": {"kind": "matrix"}}
 FIRST = [[1.0, -8.0, 3.0], [-2.0, 5.0, 0.5]]
@@ -265,7 +265,7 @@ def test_averages_are_pruned_wherever_they_go(
     trainer.fit()
     assert callbacks["zeros"].validated == [33, 36]  # type: ignore[attr-defined]
     folder = tmp_path / "checkpoints"
-    payload = CheckpointStore(folder).load(folder / "last.pt")
+    payload = read_checkpoint(folder / "last.pt")
     kept = payload["ema"] or payload["callbacks"]["average"]
     assert int(sum((kept["model"][f"{i}.weight"] == 0).sum() for i in (0, 3))) == 36
     best = read_safetensors(folder / "best.safetensors")

@@ -13,7 +13,8 @@ import torch
 
 from conf.check import fill_defaults
 from scripts.runs.resume import ABSENT, Moment, changes, go_back, going_back_to
-from trainer.checkpoints.reader import Index
+from toy_runs import listed
+from trainer.checkpoints.reader import Index, read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError
 
@@ -91,9 +92,9 @@ def assert_at_5(run: Path, whole: dict[str, bytes]) -> None:
     index = Index.read(run / "checkpoints")
     assert sorted(index.files) == ["step-00000005.pt"]
     assert {name: entry.step for name, entry in index.names.items()} == {"last": 5, "best": 5}
-    away = CheckpointStore(folder / "checkpoints")
-    assert [entry.step for entry in away.entries()] == [10, 15, 20]
-    assert away.load(away.folder / "best.pt")["state"]["step"] == 15
+    away = folder / "checkpoints"
+    assert list(listed(away)) == [10, 15, 20]
+    assert read_checkpoint(away / "best.pt")["state"]["step"] == 15
 
 
 def test_what_lies_beyond_is_moved(run: Path) -> None:

@@ -13,10 +13,11 @@ import threading
 import pytest
 import torch
 
-from toy_runs import files, in_a_child, payload, value
+from callbacks.checkpoint import Staging, Write
+from toy_runs import files, in_a_child, listed, payload, value
 from trainer.checkpoints import store as store_module
 from trainer.checkpoints.archive import DamagedCheckpointError
-from trainer.checkpoints.background import Staging, Writer
+from trainer.checkpoints.reader import read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import CheckpointError, ResourceError, StorageError
 
@@ -41,7 +42,7 @@ def test_names_are_links_and_the_index_describes(store):
     assert first["facts"].keys() >= {"torch", "threads", "device", "world_size", "saved"}
     assert index["layout"] == {"weight": "float32[1000]"}
     assert index["names"]["best"]["step"] == 20
-    assert [entry.step for entry in store.entries()] == [10, 20, 30]
+    assert list(listed(store.folder)) == [10, 20, 30]
     store.name({"best": 10, "other": 7})
     assert value(store.folder / "best.pt") == 1.0
     assert not (store.folder / "other.pt").exists()
@@ -127,7 +128,7 @@ def test_a_kill_at_any_point_leaves_whole_ones(tmp_path, call, occurrence, when,
     assert in_a_child(save_and_die, folder, call, occurrence, when == "before") == -signal.SIGKILL
     store = CheckpointStore(folder)
     for path in folder.glob("*.pt"):
-        store.load(path)
+        read_checkpoint(path)
     found = store.newest()
     assert found is not None
     path, loaded, passed = found
@@ -138,15 +139,15 @@ def test_a_kill_at_any_point_leaves_whole_ones(tmp_path, call, occurrence, when,
     store.save(payload(5.0), step=5)  # the first save of a process cleans up
     assert not list(folder.glob(".tmp*"))
     assert value(folder / "last.pt") == 5.0
-    assert {entry.step for entry in store.entries()} >= {1, 3, survivor, 5}
+    assert set(listed(store.folder)) >= {1, 3, survivor, 5}
 
 
 def test_a_save_of_the_same_step_replaces_it(store):
     store.save(payload(1.0), step=1, names=("last", "best"))
     store.save(payload(2.0), step=1)
-    assert store.load(store.path_of(1))["model"]["weight"][0] == 2.0
-    assert store.load(store.folder / "last.pt")["model"]["weight"][0] == 2.0
-    assert store.load(store.folder / "best.pt")["model"]["weight"][0] == 1.0
+    assert read_checkpoint(store.path_of(1))["model"]["weight"][0] == 2.0
+    assert read_checkpoint(store.folder / "last.pt")["model"]["weight"][0] == 2.0
+    assert read_checkpoint(store.folder / "best.pt")["model"]["weight"][0] == 1.0
 
 
 def test_a_kill_while_the_same_step_is_replaced_leaves_it_readable(store, monkeypatch):
@@ -169,7 +170,7 @@ def test_where_there_are_no_links_names_are_copies(store, monkeypatch):
     assert not os.path.samefile(store.folder / "last.pt", store.path_of(2))
     assert [value(store.folder / f"{name}.pt") for name in ("last", "best")] == [2.0, 1.0]
     for name in ("last", "best"):
-        store.load(store.folder / f"{name}.pt")
+        read_checkpoint(store.folder / f"{name}.pt")
     store.path_of(2).write_bytes(b"broken")
     store.path_of(1).write_bytes(b"broken")
     found = store.newest()
@@ -193,7 +194,7 @@ def test_a_reader_beside_a_living_run_sees_whole_ones(store):
     try:
         for _ in range(100):
             for name in ("last", "best"):
-                seen.add(float(store.load(store.folder / f"{name}.pt")["model"]["weight"][0]))
+                seen.add(float(read_checkpoint(store.folder / f"{name}.pt")["model"]["weight"][0]))
     finally:
         writer.kill()
         writer.join()
@@ -222,12 +223,12 @@ def test_an_unlisted_checkpoint_is_entered(store):
         store.save(payload(step), step=step)
     (store.folder / "index.json").unlink()
     store.clean()
-    assert [entry.step for entry in store.entries()] == [1, 2]
+    assert list(listed(store.folder)) == [1, 2]
     content = bytearray(store.path_of(2).read_bytes())
     content[700] ^= 1
     store.path_of(2).write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
-        store.load(store.path_of(2))
+        read_checkpoint(store.path_of(2))
 
 
 def test_a_removed_folder_is_said_to_be_gone(tmp_path, store, monkeypatch):
@@ -257,11 +258,9 @@ def test_a_size_limit_costs_nothing_but_the_save(tmp_path):
 def test_pruning_keeps_what_may_be_needed(store, monkeypatch, caplog):
     for step in range(1, 9):
         store.save(payload(step), step=step, names=("last", "best") if step == 2 else ("last",))
-    resuming = CheckpointStore(store.folder)
-    resuming.load(resuming.path_of(3))
-    removed = resuming.prune({5})
+    removed = store.prune({3, 5})
     assert [path.name for path in removed] == [f"step-0000000{n}.pt" for n in (6, 4, 1)]
-    assert [entry.step for entry in store.entries()] == [2, 3, 5, 7, 8]
+    assert list(listed(store.folder)) == [2, 3, 5, 7, 8]
     assert value(store.folder / "best.pt") == 2.0
 
     def refuse(path, **_):
@@ -324,7 +323,7 @@ def test_an_index_of_garbage_is_set_up_anew(store, caplog):
     os.mkfifo(index)  # which is not waited for
     assert store.newest() is not None
     store.save(payload(2), step=2)
-    assert [entry.step for entry in store.entries()] == [2]
+    assert list(listed(store.folder)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -421,30 +420,20 @@ def test_memory_is_used_again():
     assert pointers(staging.copy({"new": original["model"]["half"]})) < at
 
 
-def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited():
-    writer, gate, done = Writer(), threading.Event(), []
-    assert not writer.busy
-    writer.finish()
-    writer.start(lambda: (gate.wait(20), done.append(1)))
-    assert writer.busy
+def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited(monkeypatch):
+    gate, done = threading.Event(), []
+    write = Write(lambda: (gate.wait(20), done.append(1)))
+    assert write.is_alive()
     assert not done
     gate.set()
-    writer.finish()
+    write.finish()
     assert done == [1]
-    assert not writer.busy
-
-    writer.start(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        writer.finish()
-    writer.finish()
+        Write(lambda: 1 / 0).finish()
 
-
-def test_without_a_thread_the_work_is_done_at_once(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    writer, done = Writer(), []
-    writer.start(lambda: done.append(1))
-    assert done == [1]
-    writer.finish()
+    Write(lambda: done.append(2)).finish()
+    assert done == [1, 2]

@@ -16,6 +16,7 @@ from scripts.composition.compose import compose
 from toys import Log, batches, differences, in_group, loader, normed, points
 from trainer import snapshot
 from trainer.callback import Callback
+from trainer.checkpoints.reader import read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import DivergedError
 from trainer.optimizers.optimizers import build_optimizers
@@ -109,7 +110,7 @@ def changed_by_updates(trainer: Trainer) -> dict[str, Any]:
 def saved(folder: Path) -> dict[str, Any]:
     store = CheckpointStore(folder / "checkpoints")
     paths = sorted(store.folder.glob("step-*.pt"))
-    return {p.name: {**store.load(p), "config": ""} for p in paths}
+    return {p.name: {**read_checkpoint(p), "config": ""} for p in paths}
 
 
 @EACH
