@@ -1,6 +1,6 @@
 """Averages of the weights: what they share, and the exponential moving average."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -38,8 +38,9 @@ class RunningAverage(Average):
             return
         parameters = {id(parameter) for parameter in model.parameters()}
         averages: dict[int, Tensor] = {}  # tied weights have several names and one average
-        state = model.state_dict(keep_vars=True).items()
-        for name, tensor in ((n, value) for n, value in state if isinstance(value, Tensor)):
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                continue
             if id(tensor) not in averages:
                 average = _placed(self._loaded.get(name, tensor.detach()), tensor)
                 averages[id(tensor)] = average
@@ -52,13 +53,15 @@ class RunningAverage(Average):
     @torch.no_grad()
     def update(self, rule: Rule, count: int = 0) -> None:
         """Move the average towards the model's weights by one of torch's rules."""
-        averages, weights = zip(*self._averaged, strict=True)
-        rule([_own_part(t) for t in averages], [_own_part(t.detach()) for t in weights], count)
+        averages, weights = (
+            [_own_part(t) for t in side] for side in zip(*self._averaged, strict=True)
+        )
+        rule(averages, weights, count)
         self.take_buffers()
 
     def take_buffers(self) -> None:
         """Copy the model's buffers that are not averaged."""
-        _copy([(model, average) for average, model in self._copied])
+        _copy((model, average) for average, model in self._copied)
 
     @contextmanager
     def exchanged(self, model: nn.Module) -> Iterator[None]:
@@ -70,12 +73,12 @@ class RunningAverage(Average):
         if self._loaded:
             self.begin(model)
         pairs = self._averaged + self._copied
-        kept = [model.detach().clone() for _, model in pairs]
+        kept = [(model.detach().clone(), model) for _, model in pairs]
         _copy(pairs)
         try:
             yield
         finally:
-            _copy([(value, model) for value, (_, model) in zip(kept, pairs, strict=True)])
+            _copy(kept)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Start from the model's weights, or continue a loaded average."""
@@ -121,9 +124,7 @@ class EMA(RunningAverage):
         if not 0 <= decay < 1:
             raise CallbackError(f"decay={decay}: choose at least 0 and less than 1")
         check_least(update_every=update_every)
-        self._decay = decay
-        self._warmup = warmup
-        self._update_every = update_every
+        self._decay, self._warmup, self._update_every = decay, warmup, update_every
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Update the average, unless the update was skipped.
@@ -149,8 +150,8 @@ class EMA(RunningAverage):
 
 
 def _own_part(tensor: Any) -> Tensor:
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    part: Tensor = tensor.detach()
+    return part.to_local() if hasattr(part, "to_local") else part
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:
@@ -163,6 +164,6 @@ def _placed(value: Tensor, like: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for source, target in pairs:
         target.copy_(source)

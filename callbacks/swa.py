@@ -39,9 +39,7 @@ class SWA(RunningAverage):
                 f"start_epoch={start_epoch}: choose a whole number of epochs, or a fraction of "
                 "trainer.max_epochs between 0 and 1"
             )
-        self._start_epoch = start_epoch
-        self._update_bn = update_bn
-        self._bn_batches = bn_batches
+        self._start_epoch, self._update_bn, self._bn_batches = start_epoch, update_bn, bn_batches
         self.averaged = 0  # epochs
 
     @property
@@ -92,26 +90,26 @@ def _measure(trainer: Trainer, batches: int | None) -> None:
 
     As torch's `update_bn`, but without dropout, and over all processes.
     """
-    modes = [(module, module.training) for module in trainer.model.modules()]
+    model, group = trainer.model, trainer.group
+    modes = [(module, module.training) for module in model.modules()]
     norms: list[Any] = [m for m, on in modes if on and getattr(m, "track_running_stats", False)]
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
-    trainer.model.eval()
+    model.eval()
     for norm in norms:
-        norm.reset_running_stats()
+        norm.train().reset_running_stats()
         norm.momentum = None  # a mean over the batches instead of a moving one
-        norm.train()
     limits = [n for n in (batches, trainer.steps_per_epoch) if n is not None]
     try:
         trainer.train_loader.close()  # ends the workers of the last epoch
         for micro_batches in islice(trainer.draw(trainer.state.epoch), min(limits, default=None)):
             for micro_batch in micro_batches:
                 with trainer.precision.autocast():
-                    trainer.task.prediction_step(trainer.model, micro_batch.batch)
+                    trainer.task.prediction_step(model, micro_batch.batch)
         trainer.train_loader.close()
         for statistic in (s for norm in norms for s in (norm.running_mean, norm.running_var)):
-            statistic.copy_(trainer.group.reduce(statistic) / trainer.group.world_size)
+            statistic.copy_(group.reduce(statistic) / group.world_size)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from callbacks.support import CallbackError
+from callbacks.support import CallbackError, check_least
 from conf.errors import Problem, did_you_mean, problems_at, raise_problems
 from trainer.callback import Average, Callback
 from trainer.optimizers.param_groups import (
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-_CHOICES = {"method": ("l1", "random", "ln_structured"), "scope": ("global", "layer")}
 
 
 def step_of(key: str, value: float, total: int | None) -> int:
@@ -71,27 +70,29 @@ class PruningSettings:
         """Return the share to prune at a `progress` from 0 to 1 (Zhu and Gupta 2017)."""
         return self.sparsity + (self.initial_sparsity - self.sparsity) * (1 - progress) ** 3
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield what is out of range."""
-        first, last, norm, dim = self.initial_sparsity, self.sparsity, self.norm, self.dim
-        if not all(isinstance(value, int | float) for value in (first, last, norm)):
-            yield Problem("sparsity", f"{first!r}, {last!r} and norm {norm!r} must be numbers")
-        elif not 0 <= last < 1:
-            yield Problem("sparsity", f"must be at least 0 and less than 1, not {last}")
-        elif not 0 <= first <= last:
-            message = f"{first} is not between 0 and sparsity={last}"
-            yield Problem("initial_sparsity", message, "a pruned weight stays pruned")
-        elif norm <= 0:
-            yield Problem("norm", f"must be more than 0, not {norm}")
-        if not isinstance(dim, int):
-            yield Problem("dim", f"must be a whole number, not {dim!r}")
-        for key, known in _CHOICES.items():
-            if (value := getattr(self, key)) not in known:
-                yield Problem(key, f"{value!r} is none of {', '.join(known)}")
+
+_VALID: Mapping[str, tuple[str, Callable[[PruningSettings], bool]]] = {
+    "sparsity": ("at least 0 and less than 1", lambda s: 0 <= s.sparsity < 1),
+    "initial_sparsity": (
+        "between 0 and sparsity: a pruned weight stays pruned",
+        lambda s: 0 <= s.initial_sparsity <= s.sparsity,
+    ),
+    "method": ("l1, random, ln_structured", lambda s: s.method in _VALID["method"][0].split(", ")),
+    "scope": ("global, layer", lambda s: s.scope in _VALID["scope"][0].split(", ")),
+    "norm": ("more than 0", lambda s: s.norm > 0),
+    "dim": ("a whole number", lambda s: isinstance(s.dim, int)),
+}
 
 
-_OPTIONS = tuple(field.name for field in fields(PruningSettings))
-Rules = Sequence[tuple[GroupRule, PruningSettings]]
+def _misfits(settings: PruningSettings, prefix: str = "") -> Iterator[Problem]:
+    """Yield the options that are out of range, or no numbers."""
+    for key, (wanted, holds) in _VALID.items():
+        try:
+            fits = holds(settings)
+        except TypeError:
+            fits = False
+        if not fits:
+            yield Problem(prefix + key, f"{getattr(settings, key)!r} is not {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,52 +104,45 @@ class Pool:
     members: Mapping[str, nn.Parameter]
 
 
-def rules_of(node: Any, settings: PruningSettings) -> Rules:
+def _parsed(node: Any, settings: PruningSettings) -> list[tuple[GroupRule, PruningSettings]]:
     """Parse rules in the form of parameter groups; each may replace some of `settings`.
 
     Raises ConfigError.
     """
-    problems = list(settings.problems())
-    parsed = parse_rules(node, "rules", problems)
-    if not parsed and not problems:
-        problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
+    problems = list(_misfits(settings))
     rules = []
-    for rule in parsed:
-        known = {key: value for key, value in rule.overrides.items() if key in _OPTIONS}
-        unknown = [key for key in rule.overrides if key not in _OPTIONS]
-        unknown += [k for k in ("frozen", "layer_decay", "layers") if getattr(rule, k)]
-        for key in unknown:
-            hint = did_you_mean(key, (*SELECTORS, *_OPTIONS))
+    for rule in parse_rules(node, "rules", problems):
+        known = {key: value for key, value in rule.overrides.items() if key in _VALID}
+        others = [k for k in ("frozen", "layer_decay", "layers") if getattr(rule, k)]
+        for key in [*(rule.overrides.keys() - known.keys()), *others]:
+            hint = did_you_mean(key, (*SELECTORS, *_VALID))
             problems.append(Problem(f"{rule.key}.{key}", "unknown key", hint))
-        own = replace(settings, **known)
-        problems += [replace(p, key=f"{rule.key}.{p.key}") for p in own.problems() if known]
-        rules.append((rule, own))
+        rules.append((rule, replace(settings, **known)))
+        problems += _misfits(rules[-1][1], f"{rule.key}.") if known else ()
+    if not rules and not problems:
+        problems.append(Problem("rules", "there is none", "such as {convs: {module: conv}}"))
     _refuse(problems)
     return rules
 
 
-def pools_of(rules: Rules, model: nn.Module) -> list[Pool]:
+def _pools(rules: Sequence[tuple[GroupRule, PruningSettings]], model: nn.Module) -> list[Pool]:
     """Divide the parameters of a model: the first rule that accepts one takes it.
 
     Raises ConfigError where a rule takes none, or one that its method cannot prune.
     """
     every, found = [rule for rule, _ in rules], candidates(model)
-    members: dict[str, dict[str, nn.Parameter]] = {rule.key: {} for rule in every}
-    for candidate in found:
-        if (rule := first_rule(every, candidate)) is not None:
-            members[rule.key][candidate.name] = candidate.tensor
-    problems = list(unused(every, {key for key, taken in members.items() if taken}, found))
+    owners = {c.name: first_rule(every, c) for c in found}
+    problems = list(unused(every, {rule.key for rule in owners.values() if rule}, found))
     pools = []
     for rule, settings in rules:
-        taken, dim = members[rule.key], settings.dim
+        taken = {c.name: c.tensor for c in found if owners[c.name] is rule}
         for name, weight in taken.items() if settings.method == "ln_structured" else ():
-            if weight.ndim < 2 or not -weight.ndim <= dim < weight.ndim:
+            if weight.ndim < 2 or not -weight.ndim <= settings.dim < weight.ndim:
                 hint = "ln_structured takes matrices and kernels: add kind: [matrix, kernel]"
-                message = f"{name} {list(weight.shape)} has no slices along {dim}"
+                message = f"{name} {list(weight.shape)} has no slices along {settings.dim}"
                 problems.append(Problem(rule.key, message, hint))
-        if settings.sparsity:
-            parts = [taken] if settings.scope == "global" else [{n: p} for n, p in taken.items()]
-            pools += [Pool(rule.key, settings, part) for part in parts]
+        parts = [taken] if settings.scope == "global" else [{n: p} for n, p in taken.items()]
+        pools += [Pool(rule.key, settings, part) for part in parts if settings.sparsity]
     _refuse(problems)
     return pools
 
@@ -165,33 +159,28 @@ def extend(pool: Pool, pruned: Mapping[str, Tensor], level: float, seed: int) ->
     the lowest scores, of equal ones the first: the same on every process. torch.nn.utils.prune
     would rename the parameters, draw from the global generator and break ties by device.
     """
-    settings = pool.settings
-    scores, shapes = [], []
+    settings, scores = pool.settings, []
     for name, weight in pool.members.items():
-        structured = settings.method == "ln_structured"
-        dim = settings.dim % weight.ndim if weight.ndim else 0
-        rows, gone = (
-            t.movedim(dim, 0).flatten(1) if structured else t.reshape(-1, 1)
-            for t in (weight, pruned[name])
-        )
+        score, gone = weight.abs(), pruned[name]
         if settings.method == "random":
             # The same at every step: a higher sparsity prunes all that a lower one does.
             generator = torch.Generator().manual_seed(derived(seed, "pruning", name))
-            score = torch.rand(len(rows), generator=generator, dtype=torch.float64).to(rows.device)
-        elif structured:  # the mean over a slice, so that slices of different sizes compare
-            size = rows.shape[1] ** (1 / settings.norm)
-            score = torch.linalg.vector_norm(rows, settings.norm, dim=1) / size
-        else:
-            score = rows[:, 0].abs()
-        scores.append(score.masked_fill(gone.all(1), -1))
-        shape = [len(rows) if d == dim else 1 for d in range(weight.ndim)]
-        shapes.append(shape if structured else list(weight.shape))
-    units = torch.cat(scores)
+            drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
+            score = drawn.to(weight.device)
+        elif settings.method == "ln_structured":
+            dim = settings.dim % weight.ndim
+            others = [d for d in range(weight.ndim) if d != dim]
+            # The mean over a slice, so that slices of different sizes compare.
+            size = (weight.numel() / weight.shape[dim]) ** (1 / settings.norm)
+            score = torch.linalg.vector_norm(weight, settings.norm, others, keepdim=True) / size
+            gone = gone.all(others, keepdim=True)
+        scores.append(score.masked_fill(gone, -1))
+    units = torch.cat([score.flatten() for score in scores])
     lowest = units.argsort(stable=True)[: round(level * len(units))]
     chosen = torch.zeros_like(units, dtype=torch.bool).index_fill_(0, lowest, True)
-    parts = chosen.split([len(s) for s in scores])  # type: ignore[no-untyped-call]
-    for name, part, shape in zip(pool.members, parts, shapes, strict=True):
-        pruned[name].logical_or_(part.reshape(shape))
+    parts = torch.split(chosen, [score.numel() for score in scores])
+    for name, score, part in zip(pool.members, scores, parts, strict=True):
+        pruned[name].logical_or_(part.view(score.shape))
 
 
 class Pruning(Callback):
@@ -227,9 +216,8 @@ class Pruning(Callback):
         every_n_steps: int = 1,
     ) -> None:
         settings = PruningSettings(sparsity, initial_sparsity, method, scope, norm, dim)
-        self._rules = rules_of(rules, settings)
-        if every_n_steps < 1:
-            raise CallbackError(f"every_n_steps={every_n_steps}: choose at least 1")
+        self._rules = _parsed(rules, settings)
+        check_least(every_n_steps=every_n_steps)
         self._steps = (start_step, start_step if end_step is None else end_step, every_n_steps)
         alike = isinstance(start_step, float) == isinstance(end_step, float)
         if alike and self._steps[1] < start_step:
@@ -237,8 +225,6 @@ class Pruning(Callback):
         self.schedule(1)
         self.pools: list[Pool] = []
         self._pruned: dict[str, Tensor] = {}  # by name of the parameter, True where it is zero
-        self._weights: dict[str, nn.Parameter] = {}
-        self._averages: list[Average] = []
         self._handles: list[Any] = []
 
     def schedule(self, total: int | None) -> range:
@@ -249,34 +235,31 @@ class Pruning(Callback):
 
     def check(self, model: nn.Module) -> None:
         """Divide the parameters of the model by the rules."""
-        self.pools = pools_of(self._rules, model)
+        self.pools = _pools(self._rules, model)
 
     def setup(self, trainer: Trainer) -> None:
         """Find the weights, their averages, and the steps."""
+        names = list(trainer.callbacks)
+        averages = {n: c for n, c in trainer.callbacks.items() if isinstance(c, Average)}
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._schedule = self.schedule(trainer.total_steps)
-            self._averages = list(self._averages_of(trainer))
+            for name, average in averages.items():
+                if type(average).tensors is Average.tensors:
+                    raise CallbackError(
+                        f"the average of callbacks.{name} cannot be pruned: give "
+                        f"{type(average).__name__} a method tensors"
+                    )
+                if names.index(name) < names.index(self.name):
+                    message = f"must come before callbacks.{name}, which reads the weights"
+                    raise CallbackError(message)
+        self._averages = list(averages.values())
         self._weights = {n: p for pool in self.pools for n, p in pool.members.items()}
         for name, weight in self._weights.items():
             self._pruned[name] = torch.zeros_like(weight, dtype=torch.bool, requires_grad=False)
             if weight.requires_grad:
                 hook = _masked_by(self._pruned[name])
                 self._handles.append(weight.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _averages_of(self, trainer: Trainer) -> Iterator[Average]:
-        names = list(trainer.callbacks)
-        for name, callback in trainer.callbacks.items():
-            if not isinstance(callback, Average):
-                continue
-            if type(callback).tensors is Average.tensors:
-                raise CallbackError(
-                    f"the average of callbacks.{name} cannot be pruned: give "
-                    f"{type(callback).__name__} a method tensors"
-                )
-            if names.index(name) < names.index(self.name):
-                raise CallbackError(f"must come before callbacks.{name}, which reads the weights")
-            yield callback
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Prune what is due: at the first step, or after a resume from a run without masks."""
@@ -285,10 +268,9 @@ class Pruning(Callback):
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Prune if it is due, and mask what the update has changed."""
-        state = trainer.state
-        if state.skipped_in_a_row:
+        if trainer.state.skipped_in_a_row:
             return
-        if state.global_step in self._schedule:
+        if trainer.state.global_step in self._schedule:
             trainer.updater.confirm()
             self._prune(trainer)
         else:
@@ -298,10 +280,9 @@ class Pruning(Callback):
         share = progress(self._schedule, trainer.state.global_step)
         for pool in self.pools:
             extend(pool, self._pruned, pool.settings.level(share), trainer.options.seed)
-        self._apply(self._weights)
         # An average of zero weights stays zero: only new masks apply to it.
-        for average in self._averages:
-            self._apply(average.tensors())
+        for tensors in (self._weights, *(average.tensors() for average in self._averages)):
+            self._apply(tensors)
 
     @torch.no_grad()
     def _apply(self, tensors: Mapping[str, Tensor]) -> None:
@@ -312,9 +293,8 @@ class Pruning(Callback):
     def scalars(self, trainer: Trainer) -> Mapping[str, float]:
         """Log the share of pruned weights among those that the rules take."""
         masks = self._pruned.values()
-        return {
-            "pruning/sparsity": sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)
-        }
+        count = sum(mask.numel() for mask in masks)
+        return {"pruning/sparsity": sum(int(mask.sum()) for mask in masks) / count}
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Log the sparsity of each layer."""
@@ -337,7 +317,7 @@ class Pruning(Callback):
         when = f"from step {plan[0]} to {plan[-1]}, every {plan.step}"
         when = when if len(plan) > 1 else f"at step {plan[0]}"
         yield f"callbacks.{self.name} prunes {when}:"
-        for pool in pools_of(self._rules, trainer.model):
+        for pool in _pools(self._rules, trainer.model):
             how = f"{pool.settings.sparsity:.1%} ({pool.rule}, {pool.settings.method}"
             for name, weight in pool.members.items():
                 yield f"  {name}: {weight.numel():,} weights, {how}, {pool.settings.scope})"

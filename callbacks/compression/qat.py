@@ -62,81 +62,13 @@ _ROUNDED: Mapping[type[nn.Module], type[nn.Module]] = {
 }
 
 
-class Ranges:
-    """The range of the inputs of each layer, to which they are rounded.
-
-    Values are `low` to `high`, [layers], and always include zero.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device | str) -> None:
-        self.layers = [name for name, part in model.named_modules() if type(part) in _ROUNDED]
-        count = len(self.layers)
-        self.low, self.high = (torch.zeros(count, device=device) for _ in range(2))
-        self.seen = torch.zeros(2, count, device=device)  # smallest and largest of this update
-        self.known = False
-        self.rounds = True  # where the ranges are known
-
-    def attach(self, model: nn.Module) -> Callable[[], None]:
-        """Make a network round its layers' weights and inputs; return the undo function.
-
-        Names and values of its parameters stay: only the classes of the layers change.
-        """
-        changed = []
-        for number, name in enumerate(self.layers):
-            layer = model.get_submodule(name)
-            hook = layer.register_forward_pre_hook(self._rounds_input(number))
-            changed.append((layer, type(layer), hook))
-            layer.__class__ = _ROUNDED[type(layer)]
-
-        def detach() -> None:
-            for layer, kind, hook in changed:
-                layer.__class__ = kind
-                hook.remove()
-
-        return detach
-
-    def _rounds_input(self, number: int) -> Callable[[nn.Module, Any], Any]:
-        return lambda _, given: (self._rounded(given[0], number), *given[1:])
-
-    def _rounded(self, x: Tensor, number: int) -> Tensor:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                low, high = x.detach().aminmax()
-                self.seen[0, number] = torch.minimum(self.seen[0, number], low)
-                self.seen[1, number] = torch.maximum(self.seen[1, number], high)
-        if not (self.known and self.rounds):
-            return x
-        scale = ((self.high[number] - self.low[number]) / _LEVELS).clamp_min(_SMALLEST)
-        zero = (-self.low[number] / scale).round().clamp(0, _LEVELS).to(torch.int32)
-        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
-        return rounded.to(x.dtype)
-
-    def follow(self, seen: Tensor, momentum: float) -> None:
-        """Move the ranges towards `seen` by `1 - momentum`; the first call sets them."""
-        weight = 1 - momentum if self.known else 1.0
-        self.low.lerp_(seen[0], weight)
-        self.high.lerp_(seen[1], weight)
-        self.known = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ranges by the names of their layers."""
-        return {"layers": self.layers, "low": self.low, "high": self.high, "known": self.known}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load ranges. Raises ValueError for those of another network."""
-        if list(state["layers"]) != self.layers:
-            raise ValueError("the ranges are of a network with other layers")
-        self.low.copy_(state["low"])
-        self.high.copy_(state["high"])
-        self.known = bool(state["known"])
-
-
 class QuantizationAwareTraining(Callback):
     """Round the weights and inputs of layers to 8 bits in every forward pass; gradients pass.
 
     The weights themselves stay plain, and so do checkpoints. The ranges of the inputs follow
     the smallest and the largest value of each update's whole batch, on all processes, as running
-    averages with `momentum`; `regimen quantize` writes an integer network with these ranges.
+    averages with `momentum`, and always include zero; `regimen quantize` writes an integer network
+    with these ranges.
 
     Rounding begins at `start_step`, a number of updates or a share of the run (floats up to 1).
     Validations during training are of the rounded network.
@@ -152,16 +84,20 @@ class QuantizationAwareTraining(Callback):
             raise CallbackError(f"momentum={momentum}: choose at least 0 and less than 1")
         self._start_step = start_step
         self._momentum = momentum
-        self._detach: Callable[[], None] = lambda: None
+        self._layers: list[str] = []
+        self._changed: list[tuple[nn.Module, Any]] = []  # a layer, and the hook on its inputs
+        self._known = False  # whether there are ranges
+        self.rounds = True  # where they are known
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError for a model without a layer that is quantized."""
-        if not any(type(module) in _ROUNDED for module in model.modules()):
+        """Find the layers that are rounded. Raises ConfigError for a model without any."""
+        self._layers = [name for name, part in model.named_modules() if type(part) in _ROUNDED]
+        if not self._layers:
             kinds = ", ".join(kind.__name__ for kind in _ROUNDED)
             raise_problems([Problem("", f"the model has no layer to quantize: {kinds}")])
 
     def setup(self, trainer: Trainer) -> None:
-        """Find the layers that are rounded."""
+        """Set the ranges of all layers to zero."""
         with problems_at(f"callbacks.{self.name}"):
             self.check(trainer.model)
             self._start = step_of("start_step", self._start_step, trainer.total_steps)
@@ -170,46 +106,91 @@ class QuantizationAwareTraining(Callback):
                 f"callbacks.{self.name} needs one whole model on each process, which "
                 f"strategy={trainer.strategy.name} does not have: use strategy=ddp"
             )
-        self._ranges = Ranges(trainer.model, trainer.strategy.device)
+        self.prepare(trainer.strategy.device)
+
+    def prepare(self, device: torch.device | str) -> None:
+        """Make room for the ranges of all layers: the smallest and largest values, [2, layers]."""
+        self._range = torch.zeros(2, len(self._layers), device=device)
+        self._seen = torch.zeros_like(self._range)  # of this update
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Begin to round."""
-        self._detach = self._ranges.attach(trainer.model)
-        self._ranges.rounds = trainer.state.global_step >= self._start
+        self.attach(trainer.model)
+        self.rounds = trainer.state.global_step >= self._start
+
+    def attach(self, model: nn.Module) -> None:
+        """Make a network round its layers' weights and inputs.
+
+        Names and values of its parameters stay: only the classes of the layers change.
+        """
+        for number, name in enumerate(self._layers):
+            layer = model.get_submodule(name)
+            self._changed.append((layer, layer.register_forward_pre_hook(self._rounding(number))))
+            layer.__class__ = _ROUNDED[type(layer)]
+
+    def _rounding(self, number: int) -> Callable[[nn.Module, Any], Any]:
+        return lambda _, given: (self._rounded(given[0], number), *given[1:])
+
+    def _rounded(self, x: Tensor, number: int) -> Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                low, high = x.detach().aminmax()
+                self._seen[0, number] = torch.minimum(self._seen[0, number], low)
+                self._seen[1, number] = torch.maximum(self._seen[1, number], high)
+        if not (self._known and self.rounds):
+            return x
+        low, high = self._range[0, number], self._range[1, number]
+        scale = ((high - low) / _LEVELS).clamp_min(_SMALLEST)
+        zero = (-low / scale).round().clamp(0, _LEVELS).to(torch.int32)
+        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, 0, _LEVELS)
+        return rounded.to(x.dtype)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Drop the values that evaluations have shown."""
-        self._ranges.seen.zero_()
+        self._seen.zero_()
 
     def on_update_end(self, trainer: Trainer) -> None:
         """Let the ranges follow the batch of the update, over all processes."""
-        ranges, group = self._ranges, trainer.group
+        group, seen = trainer.group, self._seen
         if not trainer.state.skipped_in_a_row:
-            seen = ranges.seen
             if group.world_size > 1:  # the group only sums: each process has its own row
                 own = torch.zeros(group.world_size, *seen.shape, device=seen.device)
                 own[group.rank] = seen
                 every = group.reduce(own)
                 seen = torch.stack([every[:, 0].amin(0), every[:, 1].amax(0)])
-            ranges.follow(seen, self._momentum)
-            ranges.rounds = trainer.state.global_step >= self._start
-        ranges.seen.zero_()
+            self.follow(seen)
+            self.rounds = trainer.state.global_step >= self._start
+        self._seen.zero_()
+
+    def follow(self, seen: Tensor) -> None:
+        """Move the ranges towards `seen` by `1 - momentum`; the first call sets them."""
+        self._range.lerp_(seen, 1 - self._momentum if self._known else 1.0)
+        self._known = True
 
     def teardown(self, trainer: Trainer) -> None:
         """Remove the rounding from the model."""
-        self._detach()
-        self._detach = lambda: None
+        for layer, hook in self._changed:
+            layer.__class__ = type(layer).__bases__[-1]  # torch's own
+            hook.remove()
+        self._changed = []
 
     def explain(self, trainer: Trainer) -> Iterator[str]:
         """Describe what will be rounded, and from which step."""
+        self.check(trainer.model)
         start = step_of("start_step", self._start_step, trainer.total_steps)
-        count = len(Ranges(trainer.model, "meta").layers)
+        count = len(self._layers)
         yield f"callbacks.{self.name} rounds {count} layers to 8 bits from step {start} on"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranges, which `regimen quantize` reads by this key, too."""
-        return {"fake_quantization": self._ranges.state_dict()}
+        """Return the ranges by the names of layers; `regimen quantize` reads them by this key."""
+        low, high = self._range
+        ranges = {"layers": self._layers, "low": low, "high": high, "known": self._known}
+        return {"fake_quantization": ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the ranges."""
-        self._ranges.load_state_dict(state["fake_quantization"])
+        """Take over the ranges. Raises ValueError for those of another network."""
+        ranges = state["fake_quantization"]
+        if list(ranges["layers"]) != self._layers:
+            raise ValueError("the ranges are of a network with other layers")
+        self._range.copy_(torch.stack([ranges["low"], ranges["high"]]))
+        self._known = bool(ranges["known"])

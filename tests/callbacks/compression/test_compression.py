@@ -12,7 +12,7 @@ from torch import nn
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.compression.pruning import Pruning, PruningSettings, extend, progress
-from callbacks.compression.qat import Ranges, rounded_weight
+from callbacks.compression.qat import QuantizationAwareTraining, rounded_weight
 from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
@@ -326,26 +326,29 @@ def test_inputs_are_rounded_to_a_running_range_of_whole_updates() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 4)
     plain = copy.deepcopy(layer)
-    ranges = Ranges(nn.Sequential(layer), "cpu")
-    detach = ranges.attach(nn.Sequential(layer))
+    qat, model = QuantizationAwareTraining(), nn.Sequential(layer)
+    qat.check(model)
+    qat.prepare("cpu")
+    qat.attach(model)
     low = high = torch.zeros(())
     for number in range(3):
         x = torch.randn(10, 3) * (number + 1)
-        ranges.rounds = False
+        qat.rounds = False
         layer(x[:6]), layer(x[6:])
         with torch.no_grad():
             layer(100 * x)  # an evaluation is not seen
         share = 0.1 if number else 1.0
         low, high = low + share * (x.min() - low), high + share * (x.max() - high)
-        ranges.follow(ranges.seen, 0.9)
-        ranges.seen.zero_()
-    torch.testing.assert_close((ranges.low[0], ranges.high[0]), (low, high))
-    ranges.rounds = True
+        qat.follow(qat._seen)
+        qat._seen.zero_()
+    ranges = qat.state_dict()["fake_quantization"]
+    torch.testing.assert_close((ranges["low"][0], ranges["high"][0]), (low, high))
+    qat.rounds = True
     scale = (high - low) / 255
     zero = (-low / scale).round()
     rounded = (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
     expected = nn.functional.linear(rounded, rounded_weight(plain.weight), plain.bias)
     torch.testing.assert_close(layer(x), expected)
-    detach()
+    qat.teardown(None)  # type: ignore[arg-type]
     assert type(layer) is nn.Linear
     assert torch.equal(layer(x), plain(x))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils import cpp_extension
 
-from callbacks.compression.qat import Ranges
+from callbacks.compression.qat import QuantizationAwareTraining
 from conf.check import parse
 from data.errors import DataError
 from data.transforms import Pipeline, Standardize, ToFloat
@@ -385,12 +385,14 @@ def test_a_network_trained_for_8_bits_answers_as_it_did_in_training(run, tmp_pat
     payload = torch.load(qat.path / "checkpoints" / "best.pt", weights_only=True)
     state = payload["callbacks"]["qat"]["fake_quantization"]
     model = qat.model()
-    ranges = Ranges(model, "cpu")
-    ranges.load_state_dict(state)
-    detach = ranges.attach(model)
+    rounding = QuantizationAwareTraining()
+    rounding.check(model)
+    rounding.prepare("cpu")
+    rounding.load_state_dict({"fake_quantization": state})
+    rounding.attach(model)
     with torch.inference_mode():
         expected = model(samples)
-    detach()
+    rounding.teardown(None)
     found = onnx_outputs(path, samples)[1]["output"]
     assert torch.equal(found.argmax(1), expected.argmax(1))
     assert (found - expected).square().mean().sqrt() < 0.02 * expected.abs().max()
