@@ -22,14 +22,13 @@ from benchmarks.report import OURS, Report
 from conf.check import parse
 from data.loading.loader import Loader
 from scripts.cli.arguments import parse_arguments
+from scripts.cli.keys import Prediction
 from scripts.composition.compose import compose
-from scripts.prediction.options import Options
-from scripts.prediction.work import Findings
+from scripts.runs.answers import Findings
 from trainer.assembly.data import build_data
 from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.assembly.parts import build_strategy
-from trainer.inference.facts import InferenceFacts, facts_of
-from trainer.inference.predictor import Predictor
+from trainer.inference.predictor import InferenceFacts, Predictor, facts_of
 from trainer.inference.run import pictures_for
 from trainer.trainer import Trainer
 
@@ -49,7 +48,7 @@ def bare(trainer: Trainer, loader: Loader) -> None:
 
 def ours(trainer: Trainer, loader: Loader, facts: InferenceFacts, folder: Path) -> None:
     """Answer as `predict` does."""
-    options = Options(run="", source="", out=str(folder / "predictions.csv"))
+    options = Prediction(run="", source="", out=str(folder / "predictions.csv"))
     found = Findings(options, facts, loader.dataset)
     for answers in Predictor(trainer)(loader):
         found.add(answers)

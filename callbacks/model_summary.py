@@ -4,9 +4,9 @@ import logging
 import sys
 
 from data.batch import map_tensors
+from trainer.assembly.summary import render, summarize
 from trainer.callback import Callback
 from trainer.files.layout import WIDTH, columns_of
-from trainer.summary.model import render, summarize
 from trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)

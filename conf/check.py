@@ -6,33 +6,38 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from conf import fields
-from conf.errors import ConfigError, Problem, did_you_mean, nearest
+from conf.errors import Problem, did_you_mean, nearest, raise_problems
 from conf.fields import REQUIRED, Rule, declared, members, rule_of
 from conf.interpolation import children, join
 from conf.other_words import VALUES, our_key
 from conf.schema import Config
 
 MISSING = "???"
+T = TypeVar("T")
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _ANY = Rule("")
 _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-parameters
 
 
-def check(raw: dict[str, Any]) -> list[Problem]:
+def check(raw: dict[str, Any], schema: type = Config) -> list[Problem]:
     """List what is wrong with a resolved configuration; an empty list means nothing."""
-    found = list(_section(raw, Config, ""))
+    found = list(_section(raw, schema, ""))
     return found + [p for p in _everywhere(raw, "") if p.key not in {f.key for f in found}]
 
 
 def parse(raw: dict[str, Any]) -> Config:
     """Turn a resolved configuration into the dataclasses; raises ConfigError with all mistakes."""
-    if problems := check(raw):
-        raise ConfigError(problems)
-    config: Config = _built(Config, raw)
-    return config
+    return parsed(raw, Config)
+
+
+def parsed(raw: dict[str, Any], schema: type[T]) -> T:
+    """Turn the values of a schema's keys into its object; raises ConfigError with all mistakes."""
+    raise_problems(check(raw, schema))
+    found: T = _built(schema, raw)
+    return found
 
 
 def _section(raw: Any, schema: type, key: str) -> Iterator[Problem]:

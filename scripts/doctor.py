@@ -1,6 +1,7 @@
 """`regimen doctor`: whether this machine can train, a line for each part and its cure."""
 
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from scripts.cli.arguments import command_parser, parse_command
@@ -43,14 +45,11 @@ def doctor(argv: Sequence[str]) -> int:
             cure = "report it with this line, and train without it"
         found.append({"name": name, "text": text, "cure": cure, "good": cure is None})
         if not arguments.json:
-            end = "" if cure is None else f"; cure: {cure}"
-            mark = "good" if cure is None else "WARN"
+            mark, end = ("good", "") if cure is None else ("WARN", f"; cure: {cure}")
             print(on_one_line(f"{mark}  {name:<20} {text}{end}"), flush=True)
     bad = sum(not one["good"] for one in found)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        print("all is well" if not bad else f"to look at: {bad} of {len(found)}")
+    told = "all is well" if not bad else f"to look at: {bad} of {len(found)}"
+    print(json.dumps(found) if arguments.json else told)
     return 8 if bad else 0
 
 
@@ -58,8 +57,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "versions", lambda: of_versions(versions())
     yield "threads", _threads
     yield "open files", _open_files
-    yield "disk space", _space
-    yield "disk speed", _speed
+    yield "disk", _disk
     with importing():
         import torch
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -68,14 +66,9 @@ def _checks() -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "torch", lambda: (f"{torch.__version__}, built for {kind}", None)
     yield "driver", lambda: of_driver(cuda, gpus > 0)
     yield "devices", lambda: _devices(gpus)
-    yield "CPU formats", _cpu_formats
-    capabilities = [torch.cuda.get_device_capability(number) for number in range(gpus)]
-    named = [f"cuda:{n} {of_capability(found)}" for n, found in enumerate(capabilities)]
-    yield "GPU formats", lambda: ("; ".join(named) or "no GPU", None)
     yield "derivatives", lambda: derivatives(["cpu", *(f"cuda:{n}" for n in range(gpus))])
-    yield "two processes (gloo)", lambda: pair("gloo")
-    if gpus > 1:
-        yield "two processes (nccl)", lambda: pair("nccl")
+    for backend in ("gloo", "nccl") if gpus > 1 else ("gloo",):
+        yield f"two processes ({backend})", partial(pair, backend)
 
 
 def of_versions(found: dict[str, str]) -> Finding:
@@ -91,40 +84,33 @@ def of_versions(found: dict[str, str]) -> Finding:
 
 def _threads() -> Finding:
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS")
-    text, first = f"{cpus} CPUs for this process, OMP_NUM_THREADS", (wanted or "").split(",")[0]
-    if wanted is None:
-        return f"{text} not set", None
-    if not first.isdigit():
-        return f"{text} {wanted}", "set OMP_NUM_THREADS to a number, or unset it"
-    cure = f"unset OMP_NUM_THREADS, or set it to at most {cpus}"
-    return f"{text} {wanted}", cure if int(first) > cpus else None
+    wanted = os.environ.get("OMP_NUM_THREADS", "not set")
+    text, first = f"{cpus} CPUs for this process, OMP_NUM_THREADS {wanted}", wanted.split(",")[0]
+    good = wanted == "not set" or (first.isdigit() and int(first) <= cpus)
+    return text, None if good else f"unset OMP_NUM_THREADS, or set it to a number up to {cpus}"
 
 
 def _open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return "limit none", None
-    return f"limit {limit}", None if limit >= _OPEN_FILES else "ulimit -n 4096"
+    unlimited = limit == resource.RLIM_INFINITY
+    good = unlimited or limit >= _OPEN_FILES
+    return f"limit {'none' if unlimited else limit}", None if good else "ulimit -n 4096"
 
 
-def _space() -> Finding:
-    folder = Path.cwd()
-    free = shutil.disk_usage(folder).free
-    cure = None if free >= _SPACE else "free some space, or set run_dir on another disk"
-    return f"{free / _GIB:.1f} GiB free in {folder}", cure
-
-
-def _speed() -> Finding:
+def _disk() -> Finding:
+    """Measure the space below the working folder, and how fast it is written and synced."""
     content, folder = os.urandom(_WRITTEN * 2**20), Path.cwd()
+    free = shutil.disk_usage(folder).free
     with tempfile.TemporaryFile(dir=folder) as file:
         start = time.perf_counter()
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
         speed = _WRITTEN / max(time.perf_counter() - start, 1e-6)
+    text = f"{free / _GIB:.1f} GiB free and {speed:.0f} MiB/s written and synced in {folder}"
+    if free < _SPACE:
+        return text, "free some space, or set run_dir on another disk"
     cure = "set run_dir on a faster disk, or save less often: callbacks.checkpoint.every_n_epochs"
-    text = f"{speed:.0f} MiB/s written and synced in {folder}"
     return text, None if speed >= _SPEED else cure
 
 
@@ -143,22 +129,20 @@ def of_driver(cuda: str | None, works: bool) -> Finding:
 
 
 def _devices(gpus: int) -> Finding:
-    import torch
-
-    facts = [torch.cuda.get_device_properties(number) for number in range(gpus)]
-    named = [f"cuda:{n} {f.name} {f.total_memory / _GIB:.0f} GiB" for n, f in enumerate(facts)]
-    return ", ".join(named) or ("cpu, mps" if torch.backends.mps.is_available() else "cpu"), None
-
-
-def _cpu_formats() -> Finding:
+    """Name the devices with the number formats in which they are fast."""
     import torch
 
     from trainer.update.precision import cpu_formats
 
-    fast = sorted(cpu_formats() or ())
+    fast = ", ".join(["fp32", *sorted(cpu_formats() or ())])
     emulated = "" if "bf16" in fast else "; trainer.precision=bf16 works, but slowly"
-    level = torch.backends.cpu.get_cpu_capability()
-    return f"{', '.join(['fp32', *fast])} ({level}){emulated}", None
+    named = [f"cpu ({fast}; {torch.backends.cpu.get_cpu_capability()}{emulated})"]
+    named += ["mps"] * torch.backends.mps.is_available()
+    for number in range(gpus):
+        facts = torch.cuda.get_device_properties(number)
+        formats = of_capability((facts.major, facts.minor))
+        named.append(f"cuda:{number} {facts.name} {facts.total_memory / _GIB:.0f} GiB ({formats})")
+    return ", ".join(named), None
 
 
 def of_capability(capability: tuple[int, int]) -> str:
@@ -189,33 +173,28 @@ def derivatives(places: Sequence[str]) -> Finding:
 
 
 def pair(backend: str) -> Finding:
-    """Let two processes of this machine meet."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", "scripts.doctor", backend, f"{folder}/store"]
-        failure = run_together([[*command, str(rank)] for rank in range(2)], _PAIR_SECONDS)
-    if failure is None:
-        return "found each other and added up their numbers", None
+    """Let two processes of this machine meet; none outlives it."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(2, _be_quiet) as pool:
+        ranks = [(backend, f"{folder}/store", rank) for rank in range(2)]
+        try:
+            pool.starmap_async(_meet, ranks).get(_PAIR_SECONDS)
+        except multiprocessing.TimeoutError:
+            failure = f"they did not find each other within {_PAIR_SECONDS} s"
+        except Exception as error:
+            failure = str(error).strip().partition("\n")[0] or type(error).__name__
+        else:
+            return "found each other and added up their numbers", None
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     cure = f"let this host's name resolve (/etc/hosts), or {variable}=lo; strategy=single works"
     return failure, cure
 
 
-def run_together(commands: Sequence[Sequence[str]], seconds: float) -> str | None:
-    """Run commands at the same time; return what failed, None if nothing did. None outlives it."""
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=seconds)[1] for process in processes]
-    except subprocess.TimeoutExpired:
-        return f"they did not find each other within {seconds:g} s"
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-    return (failed[0].strip().splitlines() or ["no reason given"])[-1] if failed else None
+def _be_quiet() -> None:
+    # Of a process that may print when it meets another.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 def _meet(backend: str, store: str, rank: int) -> None:
@@ -223,16 +202,10 @@ def _meet(backend: str, store: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    limit = timedelta(seconds=_PAIR_SECONDS / 4)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit
-    )
+    limit, place = timedelta(seconds=_PAIR_SECONDS / 4), f"file://{store}"
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=2, timeout=limit)
     number = torch.tensor([rank + 1.0], device=f"cuda:{rank}" if backend == "nccl" else "cpu")
     dist.all_reduce(number)
     dist.destroy_process_group()
     if number.item() != 3.0:
-        raise SystemExit(f"1 + 2 was {number.item()}")
-
-
-if __name__ == "__main__":
-    _meet(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        raise ValueError(f"1 + 2 was {number.item()}")

@@ -19,7 +19,7 @@ from conf.errors import ConfigError
 from conf.interpolation import join
 from conf.yaml_file import plain_values, word
 from scripts.cli.arguments import command_parser, parse_command
-from trainer.files.layout import aligned, columns_of, on_one_line
+from trainer.files.layout import aligned, columns_of, on_one_line, size
 from trainer.runs.directory import CONFIG, OVERRIDES
 from trainer.runs.status import (
     CHECKPOINTS,
@@ -32,7 +32,6 @@ from trainer.runs.status import (
     read_status,
 )
 from trainer.state import epoch_metric
-from trainer.summary.text import size
 
 _DIFF = "Show two runs side by side: where their configurations differ, and their metrics."
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last line

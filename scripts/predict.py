@@ -1,51 +1,68 @@
 """`predict run=RUN_DIR source=DIR`: a trained model's answers for files, as a table."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from scripts.cli.shadow import refuse_shadows
+from scripts import regimen
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    refuse_shadows()  # before anything of ours could be imported from where another package stands
-    from scripts.cli.console import Command
-
-    with Command() as command:
-        command.code = predict(sys.argv[1:])
+    regimen.main("predict")
 
 
 def predict(argv: Sequence[str]) -> int:
     """Do what a command line asks for; torch is imported once its keys are sound."""
-    from scripts.cli.arguments import Request, of_run, parse_or_help
-    from scripts.cli.console import asked_device, greet, importing, log_to_stderr
-    from scripts.prediction.options import HELP, place_of, take_apart
+    from conf.errors import Problem, raise_problems
+    from conf.schema_trainer import StrategyConfig
+    from scripts.cli.arguments import Request
+    from scripts.cli.console import importing
+    from scripts.cli.keys import Prediction, read_keys
 
-    if (arguments := parse_or_help(argv, HELP)) is None:
+    # data.on_error: as the error of a broken file calls it
+    words = [word.replace("data.on_error=", "on_error=") for word in argv]
+    if (asked := read_keys(Prediction, words)) is None:
         return 0
-    greet(asked_device(arguments.overrides, "device"))
+    keys, arguments = asked
+    problem = (
+        "predict needs the whole model on each device (single, ddp); the checkpoint of a run of "
+        "any strategy, sharded ones too, is put together for it"
+    )
+    given = [text.lstrip("+").partition("=") for text in arguments.overrides]
+    raise_problems(
+        Problem(key, f"{value!r}: {problem}", "leave it out, or strategy.name=ddp")
+        for key, _, value in given
+        if key in ("strategy", "strategy.name") and value not in ("single", "ddp")
+    )
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
 
-    log_to_stderr(os.environ.get("RANK", "0") == "0")
-    options, overrides = take_apart(arguments.overrides)
-    composed = compose(of_run(arguments, options.run, overrides))
-    strategy = {**composed.config["strategy"], **place_of(options.device)}
+    # However a run was trained (in shards, on many devices), it is asked on one; who wants more
+    # says so. The kind of its device stays.
+    plain = {k: v for k, v in asdict(StrategyConfig()).items() if k != "accelerator"}
+    spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
+    own = (f"strategy.{key}={value}" for key, value in spelled.items())
+    composed = compose(replace(arguments, overrides=(*own, *arguments.overrides)))
+    strategy = dict(composed.config["strategy"])
+    if keys.device is not None:
+        kind, _, place = keys.device.partition(":")
+        strategy |= {"accelerator": kind, "devices": [int(place)] if place else "auto"}
     request = Request(
         {**composed.config, "strategy": strategy},
         composed.overrides,
         {},
         list(argv),
         list(arguments.allow_targets),
-        prediction=asdict(options),
-        files=[line.rstrip("\n") for line in sys.stdin] if options.source == "-" else [],
+        prediction=asdict(keys),
+        files=[line.rstrip("\n") for line in sys.stdin] if keys.source == "-" else [],
     )
     with importing():
         if strategy["name"] == "ddp" and "RANK" not in os.environ:
             from scripts.runs.launch import launch as work
         else:
-            from scripts.prediction.work import answer as work
+            from scripts.runs.answers import answer as work
     return work(request)
 
 

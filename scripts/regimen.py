@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from scripts.cli.shadow import refuse_shadows
 
@@ -22,17 +22,17 @@ COMMANDS = {
     "doctor": ("doctor:doctor", "whether this machine can train, and what would cure it"),
     "schema": ("schema:schema", "the JSON schema by which editors complete and check a config"),
     "completion": ("help:completion", "what TAB completes, for bash, zsh and fish"),
-    "convert": ("convert:command", "put a sharded checkpoint together into one file"),
+    "convert": ("convert:convert", "put a sharded checkpoint together into one file"),
 }
 
 
-def main() -> None:
-    """Run the command that the first word names and leave with its exit code."""
+def main(*words: str) -> None:
+    """Run the command line, whose first words may be given, and leave with its exit code."""
     refuse_shadows()  # before anything of ours could be imported from where another package stands
     from scripts.cli.console import Command
 
     with Command() as command:
-        command.code = regimen(sys.argv[1:])
+        command.code = regimen([*words, *sys.argv[1:]])
 
 
 def regimen(argv: Sequence[str]) -> int:
@@ -42,9 +42,7 @@ def regimen(argv: Sequence[str]) -> int:
         print("Train PyTorch models from YAML.\n")
         for name, (_, what) in COMMANDS.items():
             print(f"  regimen {name:<{max(map(len, COMMANDS))}}  {what}")
-        print(
-            "\nEach takes --help. `train`, `evaluate` and `predict` are commands of their own, too."
-        )
+        print("\nEach takes --help. `train`, `evaluate` and `predict` are commands of their own.")
         return 0
     if word not in COMMANDS:
         from conf.errors import ConfigError, Problem, did_you_mean
@@ -52,10 +50,8 @@ def regimen(argv: Sequence[str]) -> int:
         hint = did_you_mean(word, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(Problem("", f"regimen has no command {word!r}", hint))
     module, _, function = COMMANDS[word][0].partition(":")
-    run: Callable[[Sequence[str]], int] = getattr(
-        importlib.import_module(f"scripts.{module}"), function
-    )
-    return run(argv[1:])
+    run = getattr(importlib.import_module(f"scripts.{module}"), function)
+    return int(run(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The command line: the options of Hydra and ours, the keys of a command, the request of a run."""
+"""The command line: the options of Hydra and ours, and the request of a run."""
 
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from conf.errors import ConfigError, Problem, did_you_mean, nearest
+from conf.errors import ConfigError, Problem, raise_problems
 from conf.fields import declared
 from conf.other_words import our_key
 from conf.schema import Config
@@ -20,24 +20,49 @@ MAX_BRACKETS = 20  # open at once
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
+def option(*names: str, default: Any = None, **how: Any) -> Any:
+    """Declare a field by the words that are typed for it, and what else argparse is told."""
+    return field(default=default, metadata={"names": names, **how})
+
+
+def flag(*names: str, help: str) -> Any:
+    """Declare a field that an option without a value sets."""
+    return option(*names, default=False, action="store_true", help=help)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """A parsed command line."""
 
-    overrides: tuple[str, ...] = ()
-    multirun: bool = False
-    config_name: str = PRIMARY
-    config_path: str | None = None
-    config_dirs: tuple[str, ...] = ()
-    allow_targets: tuple[str, ...] = ()
-    help: bool = False
-    hydra_help: bool = False
-    version: bool = False
-    shell_completion: bool = False
-    cfg: str | None = None
-    resolve: bool = False
-    package: str | None = None
-    info: str | None = None
+    overrides: tuple[str, ...] = option(
+        default=(), nargs="*", help="key=value, group=choice, +key=value, ~key"
+    )
+    help: bool = flag("--help", "-h", help="groups, experiments and options")
+    version: bool = flag("--version", help="versions of Regimen and Hydra")
+    multirun: bool = flag("--multirun", "-m", help="one job for each combination of values")
+    run: bool = flag("--run", "-r", help="one job; the default")
+    cfg: str | None = option(
+        "--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing"
+    )
+    resolve: bool = flag("--resolve", help="with --cfg: interpolations replaced")
+    package: str | None = option("--package", "-p", help="with --cfg: only this part: optimizer")
+    config_dirs: tuple[str, ...] = option(
+        *("--config-dir", "-cd"), default=(), action="append", help="a further folder, found first"
+    )
+    config_name: str = option(
+        *("--config-name", "-cn"), default=PRIMARY, help=f"the primary config (default: {PRIMARY})"
+    )
+    config_path: str | None = option(
+        "--config-path", "-cp", help="the folder of configs instead of Regimen's"
+    )
+    allow_targets: tuple[str, ...] = option(
+        "--allow-target", default=(), action="append", help="a package that _target_ may name"
+    )
+    info: str | None = option(
+        "--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes"
+    )
+    hydra_help: bool = flag("--hydra-help", help="Hydra's own help")
+    shell_completion: bool = flag("--shell-completion", "-sc", help="install=bash, uninstall=bash")
 
     @property
     def asks_for_text(self) -> bool:
@@ -62,28 +87,14 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command that takes overrides."""
-    it = _Parser(prog="train", add_help=False, allow_abbrev=False)
-
-    def flag(*names: str, help: str) -> None:
-        it.add_argument(*names, action="store_true", help=help)
-
-    text = it.add_argument
-    several: dict[str, Any] = {"action": "append", "default": []}
-    text("overrides", nargs="*", help="key=value, group=choice, +key=value, ~key")
-    flag("--help", "-h", help="groups, experiments and options")
-    flag("--version", help="versions of Regimen and Hydra")
-    flag("--multirun", "-m", help="one job for each combination of values")
-    flag("--run", "-r", help="one job; the default")
-    text("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config, run nothing")
-    flag("--resolve", help="with --cfg: interpolations replaced")
-    text("--package", "-p", help="with --cfg: only this part, such as optimizer")
-    text("--config-dir", "-cd", **several, help="a further folder of configs, found first")
-    text("--config-name", "-cn", help=f"the primary config (default: {PRIMARY})")
-    text("--config-path", "-cp", help="the folder of configs instead of Regimen's")
-    text("--allow-target", **several, help="a further package that _target_ may name")
-    text("--info", "-i", nargs="?", const="all", choices=INFO, help="how it composes")
-    flag("--hydra-help", help="Hydra's own help")
-    flag("--shell-completion", "-sc", help="install=bash, uninstall=bash")
+    absent = argparse.SUPPRESS  # then a field has its default
+    it = _Parser(prog=PRIMARY, add_help=False, allow_abbrev=False, argument_default=absent)
+    for one in fields(Arguments):
+        how = dict(one.metadata)
+        if names := how.pop("names"):
+            it.add_argument(*names, dest=one.name, **how)
+        else:
+            it.add_argument(one.name, **how)
     return it
 
 
@@ -106,26 +117,12 @@ def parse_command(
     return parser.parse_intermixed_args(list(argv))
 
 
-def parse_or_help(argv: Sequence[str], text: str) -> Arguments | None:
-    """Parse a command line; None where its help `text` was asked for, and printed."""
-    arguments = parse_arguments(argv)
-    if arguments.help:
-        print(text, end="")
-    return None if arguments.help else arguments
-
-
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parse a command line. Raises ConfigError."""
-    problems = [p for text in argv if (p := _oversized(text)) is not None]
-    if problems:
-        raise ConfigError(problems)
-    got: dict[str, Any] = vars(parser().parse_intermixed_args(list(argv)))
-    del got["run"]
-    got |= {"config_dirs": got.pop("config_dir"), "allow_targets": got.pop("allow_target")}
-    got["config_name"] = got["config_name"] or PRIMARY
-    for name in ("overrides", "config_dirs", "allow_targets"):
-        got[name] = tuple(got[name])
-    return Arguments(**got)
+    raise_problems(p for text in argv if (p := _oversized(text)) is not None)
+    got = vars(parser().parse_intermixed_args(list(argv)))
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in got.items()}
+    return Arguments(**plain)
 
 
 def _oversized(text: str) -> Problem | None:
@@ -138,95 +135,6 @@ def _oversized(text: str) -> Problem | None:
     if max(deepest, text.partition("=")[0].count(".")) > MAX_BRACKETS:
         return Problem(text[:40] + "...", f"nested deeper than {MAX_BRACKETS} levels")
     return None
-
-
-def of_run(arguments: Arguments, run_dir: str, overrides: Sequence[str]) -> Arguments:
-    """Return the command line that composes a run's own configuration, with overrides."""
-    return Arguments(
-        overrides=tuple(overrides),
-        config_name="config",
-        config_dirs=(run_dir,),
-        allow_targets=arguments.allow_targets,
-    )
-
-
-Take = Callable[[str], Any]  # from the text to the value; ValueError says what the text is not
-
-
-def matching(pattern: str, words: str) -> Take:
-    """Take text that matches a whole pattern, which `words` describe."""
-
-    def take(text: str) -> str:
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise ValueError(words)
-        return text
-
-    return take
-
-
-def one_of(*words: str) -> Take:
-    """Take one of some words."""
-    return matching("|".join(words), f"one of {', '.join(words)}")
-
-
-def true_or_false(text: str) -> bool:
-    """Take a flag."""
-    return bool(one_of("true", "false")(text) == "true")
-
-
-def whole(low: int = 1, high: int | None = None) -> Take:
-    """Take an integer of at most six digits."""
-    span = f"a number from {low} on" if high is None else f"a number from {low} to {high}"
-
-    def take(text: str) -> int:
-        number = int(matching(r"\d{1,6}", span)(text))
-        if not low <= number <= (high or 999_999):
-            raise ValueError(span)
-        return number
-
-    return take
-
-
-def or_null(take: Take) -> Take:
-    """Take what `take` does, and `null` as None."""
-    return lambda text: None if text == "null" else take(text)
-
-
-def take_keys(
-    overrides: Sequence[str],
-    keys: Mapping[str, Take],
-    required: Mapping[str, str],
-    command: str | None = None,
-) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """Return the values of a command's own keys, the other overrides, and all problems.
-
-    required: the keys that may not be missing, each with what it wants. `run` must hold a run.
-    command: its name, of one that takes no other keys.
-    """
-    own: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    others, problems, roots = [], [], declared(Config)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if equals and key in keys:
-            own[key] = text
-            continue
-        others.append(override)
-        near = nearest(key, [*keys, *roots])
-        if command is not None:
-            hint = did_you_mean(key, keys) or f"known are {', '.join(keys)}"
-            problems.append(Problem(key, f"is no key of {command}", hint))
-        elif key not in roots and near in keys:
-            problems.append(Problem(key, "unknown key", f"did you mean {near}?"))
-    for key, text in own.items():
-        try:
-            values[key] = keys[key](text)
-        except ValueError as error:
-            problems.append(Problem(key, f"is {text!r}, not {error}"))
-    problems += [Problem(k, f"missing: {what}") for k, what in required.items() if not own.get(k)]
-    if (run := own.get("run")) and not (Path(run) / "config.yaml").is_file():
-        problems.append(Problem("run", f"{run} holds no run: it has no config.yaml"))
-    return values, others, problems
 
 
 @dataclass(frozen=True, slots=True)

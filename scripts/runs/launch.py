@@ -238,7 +238,7 @@ def _work(notes: Notes, rank: int) -> int:
     sys.path[:] = asked["path"]
     request = Request(**asked["request"])
     with importing():
-        from scripts.prediction.work import answer
+        from scripts.runs.answers import answer
         from scripts.runs.run import run
 
     predicts = request.prediction is not None

@@ -27,7 +27,7 @@ from scripts.cli.console import (
     log_file,
 )
 from scripts.cli.signals import stop_signals
-from scripts.plan import make_plan
+from scripts.runs.plan import make_plan
 from scripts.runs.report import best_of, final_block, result_line, results_of
 from scripts.runs.resume import Resume, changes, find_resume
 from trainer import snapshot
@@ -42,7 +42,7 @@ from trainer.errors import EXIT_CODES, Interrupted, StorageError
 from trainer.evaluation import EvaluationAbandoned
 from trainer.files.atomic import LogFileHandler
 from trainer.files.layout import columns_of
-from trainer.inference.facts import facts_of
+from trainer.inference.predictor import facts_of
 from trainer.inference.run import best_or_last
 from trainer.rng import tf32_remark
 from trainer.runs.directory import CONFIG, RunDirectory, name_folder, reserve, timestamp

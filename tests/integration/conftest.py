@@ -26,7 +26,7 @@ PRELOADED = [
     "scripts.evaluate",
     "trainer.inference.run",
     "scripts.runs.run",
-    "scripts.prediction.work",
+    "scripts.runs.answers",
     "torchvision.transforms.v2",
     "sklearn.datasets",
     "torch._dynamo",

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
@@ -82,9 +82,6 @@ class Browser:
         for domain in ("Runtime", "Page", "Log", "DOM"):
             self.ask(f"{domain}.enable")
         self.ask("Page.navigate", url=url)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._session = None

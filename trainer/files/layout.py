@@ -20,11 +20,6 @@ def is_dumb() -> bool:
     return os.environ.get("TERM") in ("dumb", "unknown")
 
 
-def takes_colour(stream: Any) -> bool:
-    """Return whether a stream is a terminal whose user wants colours (https://no-color.org)."""
-    return bool(stream.isatty() and not is_dumb() and not os.environ.get("NO_COLOR"))
-
-
 def size_of(stream: Any) -> os.terminal_size:
     """Return columns and lines of a terminal now; 80 and 24 where they are unknown."""
     try:
@@ -90,18 +85,23 @@ def folded_command(command: str, width: int | None, indent: str = "    ") -> str
     return f" \\\n{indent}".join(packed(words, width - len(indent) - len(" \\"), " "))
 
 
-def aligned(rows: Sequence[Sequence[str]], width: int, last: int = 0) -> list[str]:
+def aligned(
+    rows: Sequence[Sequence[str]], width: int, last: int = 0, right: Sequence[str] = ()
+) -> list[str]:
     """Return rows, whose first names the columns, as aligned lines of at most `width` characters.
 
     Columns that have no room stand below their row by name; the `last` ones are the last to go.
+    Those called as in `right` are aligned there.
     """
+    rows = [list(map(on_one_line, row)) for row in rows]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     shown = list(range(len(sizes)))
     while sum(sizes[i] + len(_GAP) for i in shown) - len(_GAP) > width and len(shown) > 1:
         shown.pop(-1 - last if len(shown) > 1 + last else -1)
     lines = []
     for row in rows:
-        lines.append(_GAP.join(row[i].ljust(sizes[i]) for i in shown).rstrip())
+        cells = (f"{row[i]:{'>' if rows[0][i] in right else '<'}{sizes[i]}}" for i in shown)
+        lines.append(_GAP.join(cells).rstrip())
         below = [f"{rows[0][i]} {row[i]}" for i in range(len(row)) if i not in shown and row[i]]
         if below and row is not rows[0]:
             words = ", ".join(below).split(" ")
@@ -138,3 +138,24 @@ class VisibleFormatter(logging.Formatter):
                 on_one_line(a) if isinstance(a, Path) else a for a in record.args or ()
             )
         return visible(super().format(record))
+
+
+def count(value: float | None) -> str:
+    """Format a number with three digits and a unit prefix: 11.2 M; `?` for None."""
+    if value is None:
+        return "?"
+    for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= unit:
+            return f"{value / unit:.3g} {letter}"
+    return f"{value:.3g}"
+
+
+def size(value: float | None) -> str:
+    """Format a number of bytes: 42.6 MiB; `?` for None."""
+    if value is None or value < 1024:
+        return "?" if value is None else f"{value:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            break
+    return f"{value:.1f} {unit}"

@@ -1,27 +1,118 @@
-"""The outputs of a trained model: for the samples of a loader, in order, as rows of a table."""
+"""What a trained model takes and answers: the facts about its data, its outputs, their rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from conf.schema import Config
+from data.batch import inputs_of
+from data.keys import preserved_rng
 from data.loading.loader import Loader
+from data.transforms import Pipeline
 from trainer import rng
+from trainer.assembly.data import Data
+from trainer.assembly.parts import with_classes
 from trainer.errors import MISFITS, ModelError, misfit
-from trainer.inference.facts import InferenceFacts
+from trainer.files.atomic import write_json
 from trainer.rng import derived
+from trainer.runs.status import INFERENCE, RunDirectoryError, read_json
+from trainer.task import Task
 from trainer.trainer import Trainer
 
 Row = dict[str, Any]
 Sampling = Literal["greedy", "random"]
 OUTPUT = "output"  # the name of an output that is one tensor
 _COLUMNS = 16  # numbers of a sample that have columns of a table; more are an array
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceFacts:
+    """The inputs and outputs of a model, as plain values."""
+
+    classes: list[str] | None  # names, by class number
+    num_classes: int | None
+    inputs: dict[str, Any]  # of the transforms: kind "picture" (channels, size), "table", "array"
+    outputs: dict[str, Any]  # `Task.output_kind`, the threshold of labels, the scale of values
+    transforms: dict[str, Any]  # those of evaluation, as in the configuration
+    model: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Write `inference.json` into a run's folder, whole or not at all."""
+        write_json(folder / INFERENCE, asdict(self))
+
+
+def facts_of(config: Config, data: Data, task: Task) -> InferenceFacts:
+    """Return the facts of a run whose data are open."""
+    known = [data.sets[s] for s in ("val", "test", "train") if data.sets.get(s) is not None]
+    classes = next((c for s in known if (c := getattr(s, "classes", None))), None)
+    outputs: dict[str, Any] = {"kind": task.output_kind}
+    if (threshold := getattr(task, "threshold", None)) is not None:
+        outputs["threshold"] = threshold
+    if (scale := getattr(known[0], "target_scale", None)) is not None:
+        outputs["scale"] = list(scale)  # mean and deviation of the training targets
+    return InferenceFacts(
+        classes=[str(name) for name in classes] if classes else None,
+        num_classes=data.num_classes,
+        inputs=_input_form(known[0]),
+        outputs=outputs,
+        transforms=dict(config.transforms.eval),
+        model=with_classes(config.model, data.num_classes),
+    )
+
+
+def read_facts(folder: Path) -> InferenceFacts:
+    """Read a run's `inference.json`. Raises RunDirectoryError."""
+    path = folder / INFERENCE
+    found = read_json(path)
+    if not found:
+        raise RunDirectoryError(
+            f"{path} is missing, which training writes when it begins: resume=auto writes it again"
+        )
+    if lacking := [one.name for one in fields(InferenceFacts) if one.name not in found]:
+        raise RunDirectoryError(
+            f"{path} is damaged, or of another version: it has no {', '.join(lacking)}"
+        )
+    return InferenceFacts(**{one.name: found[one.name] for one in fields(InferenceFacts)})
+
+
+def _input_form(dataset: Any) -> dict[str, Any]:
+    """Return the form of samples before the transforms: as declared, or as the samples show."""
+    if callable(told := getattr(dataset, "input_form", None)):
+        return dict(told())
+    if not isinstance(pipeline := getattr(dataset, "transform", None), Pipeline):
+        return {"kind": "array"}
+    kept = pipeline.steps, pipeline.deferred
+    pipeline.steps, pipeline.deferred = {}, {}
+    try:
+        with preserved_rng():
+            forms = [_picture_form(inputs_of(dataset[n])) for n in {0, len(dataset) - 1}]
+    except Exception:  # the user's own data set, which may do anything with what it transforms
+        forms = [None]
+    finally:
+        pipeline.steps, pipeline.deferred = kept
+    known = [form for form in forms if form is not None]
+    if len(known) < len(forms):
+        return {"kind": "array"}
+    size = list(known[0][1:]) if len({form[1:] for form in known}) == 1 else None
+    return {"kind": "picture", "channels": max(form[0] for form in known), "size": size}
+
+
+def _picture_form(value: Any) -> tuple[int, int, int] | None:
+    """Return channels, height and width of a Pillow image or a uint8 tensor [C, H, W]."""
+    if hasattr(value, "convert"):
+        return (1 if value.mode in ("1", "L") else 3, value.height, value.width)
+    if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
+        return (len(value), *value.shape[1:]) if len(value) in (1, 3) else None
+    return None
 
 
 def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
@@ -31,13 +122,11 @@ def named_tensors(value: Any, name: str = OUTPUT) -> dict[str, Tensor]:
     """
     if isinstance(value, Tensor):
         return {name: value}
+    parts: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", [f"output{n}" for n in range(1, len(value) + 1)])
+        parts = dict(zip(names, value, strict=True))
     above = "" if name == OUTPUT else f"{name}_"
-    parts: Mapping[str, Any] = {}
-    if isinstance(value, Mapping):
-        parts = value
-    elif isinstance(value, list | tuple):
-        fields = getattr(value, "_fields", [f"output{n}" for n in range(1, len(value) + 1)])
-        parts = dict(zip(fields, value, strict=True))
     found: dict[str, Tensor] = {}
     for key, part in parts.items():
         found |= named_tensors(part, f"{above}{key}")
@@ -65,7 +154,11 @@ class Generation:
         on its own and earlier positions only. batch: what `data.text.Prompts` returns, collated.
         """
         window, lengths, numbers = batch
-        draws = self._draws(numbers.tolist())
+        draws = torch.zeros(len(window), self.max_new_tokens, dtype=torch.float64)  # on the host
+        if self.sampling == "random":
+            for row, number in zip(draws, numbers.tolist(), strict=True):
+                generator = torch.Generator().manual_seed(derived(self.seed, "generate", number))
+                torch.rand(len(row), generator=generator, dtype=torch.float64, out=row)
         rows = torch.arange(len(window), device=window.device)
         longest, context = int(lengths.max()), window.shape[1]
         found = []
@@ -73,21 +166,11 @@ class Generation:
             logits = logits_of(window[:, :longest])[rows, :, lengths - 1]
             token = self._choose(logits, draws[:, step])
             found.append(token)
-            full = lengths == context
-            window = torch.where(full[:, None], window.roll(-1, 1), window)
+            window = torch.where((lengths == context)[:, None], window.roll(-1, 1), window)
             place = lengths.clamp(max=context - 1)
             window = window.scatter(1, place[:, None], token[:, None])
-            lengths = place + 1
-            longest = min(longest + 1, context)
+            lengths, longest = place + 1, min(longest + 1, context)
         return torch.stack(found, 1)
-
-    def _draws(self, numbers: Sequence[int]) -> Tensor:
-        """Return a number from 0 to 1 for each new token of each prompt, on the host."""
-        draws = torch.zeros(len(numbers), self.max_new_tokens, dtype=torch.float64)
-        for row, number in zip(draws, numbers, strict=True) if self.sampling == "random" else ():
-            generator = torch.Generator().manual_seed(derived(self.seed, "generate", number))
-            torch.rand(len(row), generator=generator, dtype=torch.float64, out=row)
-        return draws
 
     def _choose(self, logits: Tensor, draw: Tensor) -> Tensor:
         """Return a token for each row of logits [n, vocabulary]."""
@@ -124,17 +207,14 @@ class Predictor:
     def __init__(
         self, trainer: Trainer, keep: str | None = None, generation: Generation | None = None
     ) -> None:
-        self.trainer = trainer
-        self._generation = generation
-        self._keep = keep
-        self._module: nn.Module | None = None
+        self.trainer, self._keep, self._generation = trainer, keep, generation
         self._embedding: Any = None
-        if keep is not None and keep.startswith("embeddings:"):
-            modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
-            self._module = modules.get(keep.partition(":")[2])
-            if self._module is None:
-                top = ", ".join(n for n in modules if n and "." not in n)
-                raise ModelError(f"save={keep}: the model has no such module; it has {top}")
+        modules: dict[str, nn.Module] = dict(trainer.model.named_modules())
+        kind, _, name = (keep or "").partition(":")
+        self._module = modules.get(name) if kind == "embeddings" else None
+        if kind == "embeddings" and self._module is None:
+            top = ", ".join(n for n in modules if n and "." not in n)
+            raise ModelError(f"save={keep}: the model has no such module; it has {top}")
 
     @torch.inference_mode()
     def __call__(self, loader: Loader) -> Iterator[Answers]:
@@ -202,76 +282,56 @@ def _on_host(value: Any, count: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Turn outputs into rows, by the kind of the task's outputs.
+    """Turn outputs into rows of a table, by the kind of the task's outputs.
 
-    name_of: a sample's file, or its number in the data set, by index.
-    mask_of: writes a mask and returns its path, by index and mask; None: masks as lists.
-    prompts: the prompt of each sample; None: the outputs are not text.
+    mask_of: writes a mask and returns its path, by index and mask. prompts: of all samples, by
+    index; None: the outputs are not text.
     """
 
     facts: InferenceFacts
     top_k: int = 1
-    name_of: Callable[[int], str] = str
-    mask_of: Callable[[int, Tensor], str] | None = None
+    mask_of: Callable[[int, Tensor], Any] = lambda index, mask: mask.tolist()
     prompts: Sequence[str] | None = None
 
-    def __call__(self, answers: Answers) -> Iterator[Row]:
-        """Yield the rows of a batch in the order of its samples, including broken ones."""
-        rows: dict[int, Row] = {index: {"error": why} for index, why in answers.broken.items()}
-        if answers.indices:
-            made = self._made(answers.indices, answers.values)
-            rows |= dict(zip(answers.indices, made, strict=True))
-        for index in sorted(rows):
-            yield {"file": self.name_of(index)} | rows[index]
-
-    def _made(self, indices: Sequence[int], values: Mapping[str, Tensor]) -> list[Row]:
-        kind = self.facts.outputs["kind"] if OUTPUT in values else None
+    def __call__(self, answers: Answers) -> list[Row]:
+        """Return a row for each sample that was read."""
+        kind, values = self.facts.outputs["kind"], answers.values
+        output = values.get(OUTPUT)
+        if not answers.indices:
+            return []
+        if output is None:
+            return _columns(values, len(answers.indices))
         if kind == "classes":
-            return self._likeliest(values[OUTPUT])
+            best = output.topk(min(self.top_k, output.shape[1]), dim=1)
+            both = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            return [self._likeliest(numbers, shares) for numbers, shares in both]
         if kind == "labels":
-            return self._labels(values[OUTPUT])
+            least, rows = float(self.facts.outputs.get("threshold", 0.5)), []
+            for shares in output.tolist():
+                found = {self._name(i): share for i, share in enumerate(shares) if share > least}
+                rows.append({"prediction": list(found), "probability": list(found.values())})
+            return rows
         if kind == "values":
-            return self._values(values[OUTPUT])
+            mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
+            scaled = output * std + mean  # in the units of the file, as training standardised them
+            return _columns({OUTPUT: scaled}, len(output), math.inf)
+        both = zip(answers.indices, output, strict=True)
         if kind == "mask":
-            masks = zip(indices, values[OUTPUT], strict=True)
-            path_of: Callable[[int, Tensor], Any] = self.mask_of or (lambda _, mask: mask.tolist())
-            return [{"prediction": path_of(index, mask)} for index, mask in masks]
+            return [{"prediction": self.mask_of(index, mask)} for index, mask in both]
         if kind == "text" and self.prompts is not None:
-            texts = zip(indices, values[OUTPUT].tolist(), strict=True)
-            return [{"prompt": self.prompts[i], "prediction": self._text(t)} for i, t in texts]
-        return _columns(values, len(indices))
+            texts = ((self.prompts[index], self._text(tokens.tolist())) for index, tokens in both)
+            return [{"prompt": prompt, "prediction": text} for prompt, text in texts]
+        return _columns(values, len(answers.indices))
 
     def _name(self, number: int) -> str:
         return self.facts.classes[number] if self.facts.classes else str(number)
 
-    def _likeliest(self, values: Tensor) -> list[Row]:
-        best = values.topk(min(self.top_k, values.shape[1]), dim=1)
-        rows = []
-        for shares, numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            row: Row = {}
-            for place, (share, number) in enumerate(zip(shares, numbers, strict=True), start=1):
-                row["prediction" if place == 1 else f"top{place}"] = self._name(number)
-                row["probability" if place == 1 else f"probability{place}"] = share
-            rows.append(row)
-        return rows
-
-    def _labels(self, values: Tensor) -> list[Row]:
-        threshold = float(self.facts.outputs.get("threshold", 0.5))
-        rows = []
-        for shares in values.tolist():
-            found = {self._name(i): share for i, share in enumerate(shares) if share > threshold}
-            rows.append({"prediction": list(found), "probability": list(found.values())})
-        return rows
-
-    def _values(self, values: Tensor) -> list[Row]:
-        mean, std = self.facts.outputs.get("scale", (0.0, 1.0))
-        values = values * std + mean  # in the units of the file, as training standardised them
-        if values.ndim == 1:
-            return [{"prediction": value} for value in values.tolist()]
-        return [
-            {f"prediction{place}": value for place, value in enumerate(row, start=1)}
-            for row in values.flatten(1).tolist()
-        ]
+    def _likeliest(self, numbers: Sequence[int], shares: Sequence[float]) -> Row:
+        row: Row = {}
+        for place, (number, share) in enumerate(zip(numbers, shares, strict=True), start=1):
+            row["prediction" if place == 1 else f"top{place}"] = self._name(number)
+            row["probability" if place == 1 else f"probability{place}"] = share
+        return row
 
     def _text(self, tokens: Sequence[int]) -> str:
         if self.facts.inputs.get("encoding") == "bytes":
@@ -279,15 +339,14 @@ class Rows:
         return "".join(map(self._name, tokens))
 
 
-def _columns(values: Mapping[str, Tensor], count: int) -> list[Row]:
-    """Return the numbers of outputs without a known meaning; of large ones the shape."""
+def _columns(values: Mapping[str, Tensor], count: int, most: float = _COLUMNS) -> list[Row]:
+    """Return the numbers of outputs by name; of larger ones the shape."""
     rows: list[Row] = [{} for _ in range(count)]
     for name, tensor in values.items():
-        column = "prediction" if name == OUTPUT else name
-        shape = {"shape" if name == OUTPUT else f"{name}_shape": list(tensor.shape[1:])}
+        column, shape = ("prediction", "shape") if name == OUTPUT else (name, f"{name}_shape")
         for row, numbers in zip(rows, tensor.reshape(count, -1).tolist(), strict=True):
-            if len(numbers) > _COLUMNS:
-                row |= shape
+            if len(numbers) > most:
+                row[shape] = list(tensor.shape[1:])
             elif tensor.ndim == 1:
                 row[column] = numbers[0]
             else:

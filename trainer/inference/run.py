@@ -34,8 +34,15 @@ from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
 from trainer.checkpoints.reader import check_payload, read_checkpoint
 from trainer.errors import CheckpointError
-from trainer.inference.facts import InferenceFacts, read_facts
-from trainer.inference.predictor import Generation, Predictor, Row, Rows, Sampling
+from trainer.inference.predictor import (
+    Generation,
+    InferenceFacts,
+    Predictor,
+    Row,
+    Rows,
+    Sampling,
+    read_facts,
+)
 from trainer.runs.directory import versions
 from trainer.runs.status import RunDirectoryError, read_metrics
 from trainer.strategies.strategy import Strategy
@@ -131,9 +138,9 @@ class Run:
         `loader.eval_batch_size`, or `loader.batch_size`.
         Raises DataError for anything else.
         """
+        samples = iter(images if self.facts.inputs["kind"] != "picture" else self._pictures(images))
         predictor = Predictor(self.trainer(checkpoint))
-        rows = Rows(self.facts, top_k)
-        return list(self._rows(predictor, self._samples(images), rows, batch_size))
+        return self._rows(predictor, samples, Rows(self.facts, top_k), batch_size)
 
     def generate(
         self,
@@ -160,8 +167,8 @@ class Run:
         generation = Generation(max_new_tokens, sampling, temperature, top_k, seed)
         predictor = Predictor(self.trainer(checkpoint), generation=generation)
         samples = map(dataset.__getitem__, range(len(texts)))
-        rows = Rows(self.facts, prompts=texts)
-        return [row["prediction"] for row in self._rows(predictor, samples, rows, batch_size)]
+        rows = self._rows(predictor, samples, Rows(self.facts, prompts=texts), batch_size)
+        return [row["prediction"] for row in rows]
 
     def loader(self, split: str = "val") -> Iterator[Any]:
         """Yield the batches of the run's own val or test data, transformed, on its device."""
@@ -173,25 +180,39 @@ class Run:
 
     def _rows(
         self, predictor: Predictor, samples: Iterator[Any], rows: Rows, batch_size: int | None
-    ) -> Iterator[Row]:
-        """Yield the row of each sample, computed batch by batch."""
+    ) -> list[Row]:
+        """Return the row of each sample, computed batch by batch."""
         size = batch_size or self.config.loader.eval_batch_size or self.config.loader.batch_size
-        first = 0
+        found: list[Row] = []
         with torch.inference_mode(), predictor.ready():
             while some := list(islice(samples, size)):
-                batch = predictor.trainer.to_device(collate(some))
-                for row in rows(predictor.ask(batch, range(first, first + len(some)))):
-                    yield {name: value for name, value in row.items() if name != "file"}
-                first += len(some)
+                numbers = range(len(found), len(found) + len(some))
+                found += rows(predictor.ask(predictor.trainer.to_device(collate(some)), numbers))
+        return found
 
-    def _samples(self, images: Any) -> Iterator[Any]:
-        if self.facts.inputs["kind"] != "picture":
-            yield from images
-            return
+    def _pictures(self, images: Any) -> Iterator[Tensor]:
+        """Yield pictures, given in any usual form, as the samples of the run's data."""
         form = pictures_for(self.facts, self.config, [])
-        singles = [images] if isinstance(images, (str, bytes, os.PathLike)) else images
-        for image in singles:
-            yield form.brought_to_form(_as_picture(image, form.channels))
+        channels = form.channels
+        for image in [images] if isinstance(images, (str, bytes, os.PathLike)) else images:
+            if isinstance(image, (str, os.PathLike)):
+                tensor = read_image(Path(image), channels)
+            elif isinstance(image, bytes):
+                tensor = decode_image(image, "the picture", channels)
+            else:
+                if hasattr(image, "convert"):  # Pillow's
+                    image = image.convert("L" if channels == 1 else "RGB")
+                tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+            if tensor.ndim == 2:
+                tensor = tensor[None]
+            elif tensor.ndim == 3 and tensor.shape[0] != channels == tensor.shape[2]:
+                tensor = tensor.permute(2, 0, 1)
+            if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] != channels:
+                raise DataError(
+                    f"a picture of type {tensor.dtype} and shape {list(tensor.shape)}: the run "
+                    f"takes uint8 [{channels}, height, width]"
+                )
+            yield form.brought_to_form(tensor)
 
 
 def pictures_for(facts: InferenceFacts, config: Config, paths: Sequence[str]) -> Pictures:
@@ -209,32 +230,13 @@ def prompts_for(
     """Return prompts as the samples of a run that continues text. Raises ConfigError."""
     form = facts.inputs
     if form["kind"] != "text" or facts.outputs["kind"] != "text" or not facts.classes:
-        hint = "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
-        hint += "token files of numbers do not hold the tokenizer that made them"
+        hint = (
+            "task=language_model does on data=docstrings and on the .txt files of data=tokens; "
+            "token files of numbers do not hold the tokenizer that made them"
+        )
         raise ConfigError(Problem("run", "its task and data do not continue text", hint))
     transform = build_pipeline(config, "eval")
     return Prompts(names, texts, facts.classes, form["context"], transform, form["encoding"])
-
-
-def _as_picture(image: Any, channels: int) -> Tensor:
-    """Return a picture, given in any usual form, as uint8 [channels, H, W]. Raises DataError."""
-    if isinstance(image, (str, os.PathLike)):
-        return read_image(Path(image), channels)
-    if isinstance(image, bytes):
-        return decode_image(image, "the picture", channels)
-    if hasattr(image, "convert"):  # Pillow's
-        image = image.convert("L" if channels == 1 else "RGB")
-    tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-    if tensor.ndim == 2:
-        tensor = tensor[None]
-    elif tensor.ndim == 3 and tensor.shape[0] != channels == tensor.shape[2]:
-        tensor = tensor.permute(2, 0, 1)
-    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] != channels:
-        raise DataError(
-            f"a picture of type {tensor.dtype} and shape {list(tensor.shape)}: the run takes "
-            f"uint8 [{channels}, height, width]"
-        )
-    return tensor
 
 
 def load_trainer(

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from conf.errors import ConfigError
+from conf.fields import declared
 from data.errors import UnreadableError
 from scripts.cli import console as module
-from scripts.cli.arguments import one_of, parse_arguments, take_keys, true_or_false, whole
+from scripts.cli.arguments import parse_arguments
 from scripts.cli.console import (
     AS_JOB,
     asked_device,
@@ -32,11 +33,19 @@ from scripts.cli.console import (
     report,
     threads,
 )
+from scripts.cli.keys import (
+    Demo,
+    Evaluation,
+    Export,
+    OfRun,
+    Prediction,
+    Quantization,
+    read_keys,
+)
 from scripts.cli.shadow import ROOT
 from scripts.train import train
 from trainer.errors import CheckpointError, StorageError
-from trainer.files.layout import indented_lines, visible
-from trainer.summary.text import table, to_text
+from trainer.files.layout import aligned, indented_lines, visible
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
 TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
@@ -96,9 +105,7 @@ def test_an_unexpected_exception_is_one_line() -> None:
 def test_text_keeps_its_lines_and_shows_its_codes() -> None:
     assert visible("é\t1\n\x1b[0m\u202e") == "é\t1\n\\x1b[0m\\u202e"
     assert indented_lines("first\n  second\nnone") == ["first", "  second\\nnone"]
-    tables = to_text(table(["name"], [[EVIL]]), f"below {EVIL}", width=200)
-    assert "\x1b" not in tables
-    assert r"a\nerror: b\x1b[2J" in tables
+    assert aligned([["name"], [EVIL]], 200)[1].startswith(r"a\nerror: b\x1b[2J")
 
 
 @pytest.mark.parametrize(
@@ -170,38 +177,58 @@ def test_pages_are_not_taken_from_the_system_for_every_update(
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"),
+    ("override", "own"),
     [
-        pytest.param("chekpoint=best", ["did you mean checkpoint?"], id="near"),
-        pytest.param("loader.batch_size=4", [], id="of-the-configuration"),
-        pytest.param("transforms=none", [], id="a-group"),
-        pytest.param("models=mlp", [], id="nearer-to-another"),
-        pytest.param("+extra=1", [], id="far"),
+        pytest.param("loader.batch_size=4", False, id="of-the-configuration"),
+        pytest.param("transforms=none", False, id="a-group"),
+        pytest.param("models=mlp", False, id="nearer-to-another"),
+        pytest.param("+extra=1", False, id="far"),
+        pytest.param("checkpoint=last", True, id="its-own"),
     ],
 )
-def test_a_key_that_is_nearly_one_of_a_command_is_told(override: str, meant: list[str]) -> None:
-    keys = dict.fromkeys(("run", "checkpoint", "split"), str)
-    _, others, problems = take_keys([override], keys, {})
-    assert (others, [p.hint for p in problems]) == ([override], meant)
+def test_a_key_is_a_command_s_or_the_configuration_s(
+    override: str, own: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    asked = read_keys(Evaluation, [f"run={tmp_path}", override])
+    assert asked is not None
+    assert asked[0].checkpoint == ("last" if own else "best")
+    assert asked[1].overrides == (() if own else (override,))
+    assert asked[1].config_dirs == (str(tmp_path),)
+    with pytest.raises(ConfigError, match=r"chekpoint: unknown key; did you mean checkpoint\?"):
+        read_keys(Evaluation, [f"run={tmp_path}", override, "chekpoint=last"])
 
 
 def test_all_mistakes_of_a_command_without_other_keys_are_told_at_once(tmp_path: Path) -> None:
-    keys = {"run": str, "format": one_of("a", "b"), "n": whole(2, 5), "yes": true_or_false}
     (tmp_path / "config.yaml").write_text("")
-    good = [f"run={tmp_path}", "format=a", "n=6", "n=5", "yes=true"]
-    values, _, problems = take_keys(good, keys, {"run": "x"}, "export")
-    assert values == {"run": str(tmp_path), "format": "a", "n": 5, "yes": True}
-    assert problems == []
-    bad = ["run=nowhere", "format=c", "n=6", "yes=1", "fromat=a"]
-    _, _, problems = take_keys(bad, keys, {"run": "x", "out": "a folder"}, "export")
-    assert str(ConfigError(problems)).splitlines()[1:] == [
-        "  fromat: is no key of export; did you mean format?",
-        "  format: is 'c', not one of a, b",
-        "  n: is '6', not a number from 2 to 5",
-        "  yes: is '1', not one of true, false",
-        "  out: missing: a folder",
-        "  run: nowhere holds no run: it has no config.yaml",
+    good = [f"run={tmp_path}", "samples=0", "samples=7", "max_drop=1e-3", "overwrite=true"]
+    keys, _ = read_keys(Quantization, [*good, "split=null", "out=2024"]) or (None, None)
+    assert keys is not None
+    assert (keys.run, keys.samples, keys.max_drop) == (str(tmp_path), 7, 0.001)
+    assert (keys.overwrite, keys.split, keys.out, keys.method) == (True, None, "2024", "auto")
+    bad = ["run=nowhere", "method=c", "samples=1.5", "overwrite=1", "metod=a", "max_drop=-1"]
+    with pytest.raises(ConfigError) as caught:
+        read_keys(Quantization, bad)
+    assert str(caught.value).splitlines()[1:] == [
+        "  metod: unknown key; did you mean method?",
+        "  run: expected the directory of a run, which holds a config.yaml, got 'nowhere' (text)",
+        "  overwrite: expected true or false, got 1",
+        "  method: expected one of auto, static, dynamic, got 'c' (text)",
+        "  samples: expected an integer (>= 1), got 1.5",
+        "  max_drop: expected a number >= 0, got -1",
     ]
+    with pytest.raises(ConfigError, match="format: missing a value"):
+        read_keys(Export, good[:1])
+
+
+@pytest.mark.parametrize("command", [Evaluation, Prediction, Export, Quantization, Demo])
+def test_help_names_every_key(command: type[OfRun], capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_keys(command, ["--help"]) is None
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert {f"{name}=" for name in declared(command)} <= {
+        w.partition("=")[0] + "=" for w in out.split()
+    }
 
 
 def test_the_first_line_names_versions_device_and_threads(

@@ -42,7 +42,7 @@ optimizer.load_state_dict(optimizer.state_dict())
 v2.RandomAffine(5)(torch.ones(1, 4, 4))
 
 from trainer.assembly.check import _Unfilled
-from trainer.summary.model import state_bytes
+from trainer.assembly.summary import state_bytes
 
 with torch.device("meta"), _Unfilled():  # as a model is checked
     torch.nn.Embedding(2, 2)

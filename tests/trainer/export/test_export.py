@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from data.errors import DataError
 from data.transforms import Pipeline, Standardize, ToFloat
 from models.small_cnn import SmallCNN
 from scripts.cli.arguments import Request, parse_arguments
+from scripts.cli.keys import Format
 from scripts.composition.compose import compose
-from scripts.export import FORMATS
 from scripts.runs.run import run as train
 from trainer.assembly.data import build_data
 from trainer.assembly.parts import Assembly, Known
@@ -39,7 +40,7 @@ from trainer.export.formats import (
     save_onnx,
 )
 from trainer.export.quantization import calibration, method_for, quantize_run, write_dynamic
-from trainer.inference.facts import facts_of
+from trainer.inference.predictor import facts_of
 from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
@@ -138,6 +139,7 @@ def test_preprocessing_inside_takes_bytes_and_gives_probabilities(run, tmp_path)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+FORMATS = get_args(Format)
 QUICK = [pytest.param(n, marks=[compiled, pytest.mark.slow]) if n == "aoti" else n for n in FORMATS]
 
 

@@ -161,9 +161,10 @@ def test_shards_are_read_by_any_number_of_processes(alone, ranks, tmp_path):
         for _, resumed in ranks(3, in_group(lambda s: go_on(s, tmp_path), **options)):
             assert_same(alone[1], resumed, 1e-10)
     assert_same(alone[1], go_on(Strategy("cpu"), tmp_path)[1], 1e-10)
-    convert(tmp_path / "checkpoints" / "last.pt", tmp_path / "whole.pt")
+    sharded, target = str(tmp_path / "checkpoints" / "last.pt"), str(tmp_path / "whole.pt")
+    convert([sharded, target])
     with pytest.raises(CheckpointError, match="exists"):
-        convert(tmp_path / "whole.pt", tmp_path / "checkpoints" / "last.pt")
+        convert([target, sharded])
     whole = (tmp_path / "whole.pt").read_bytes()
     assert_same(alone[1], train(Strategy("cpu"), content=whole)[1], 1e-10)
 

@@ -3,24 +3,22 @@
 import math
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from data.errors import DataError
+from data.orders import Sequential
 from data.updates import UpdateSampler
 from scripts.composition.compose import compose
-from scripts.plan import (
+from scripts.runs.plan import (
     batch_split,
     curve_lines,
     groups_table,
     make_plan,
     plot,
-    split_in_words,
 )
 from trainer.assembly import build
+from trainer.files.layout import count, size
 from trainer.optimizers.optimizers import GroupRow
-from trainer.summary.text import count, size, to_text
 
 COSINE = [0.1 * (1 + math.cos(math.pi * t / 40)) / 2 for t in range(40)]
 CURVES = {"default": COSINE, "head": [10 * lr for lr in COSINE], "stem": [0.01] * 40}
@@ -75,7 +73,9 @@ def test_data_that_cannot_be_read_end_the_plan(
 
 def test_a_wide_table_of_groups_becomes_lines() -> None:
     row = GroupRow("a_rather_long_name_of_a_group", "muon (Muon)", 4, 46, 0.1, None)
-    assert max(map(len, to_text(groups_table([row], 60), width=60).splitlines())) <= 60
+    lines = groups_table([row], 60)
+    assert max(map(len, lines)) <= 60
+    assert "weight decay" in " ".join(lines)
 
 
 def test_groups_whose_rates_differ_by_a_factor_share_a_drawing() -> None:
@@ -100,45 +100,13 @@ def test_a_long_curve_keeps_its_ends() -> None:
     assert len(lines[4].split("│")[1]) == 19  # the last column is empty, and cut
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        pytest.param((128, 2, 4), "128 = 2 devices x 4 micro-batches x 16", id="even"),
-        pytest.param((128, 1, 1), "128 = 1 device x 1 micro-batch x 128", id="whole"),
-        pytest.param(
-            (9, 2, 2), "9 = 2 devices x 2 micro-batches: 1 of 3 and 3 of 2 samples", id="uneven"
-        ),
-        pytest.param(
-            (3, 2, 4),
-            "3 = 2 devices x 2 micro-batches: 3 with 1 sample, 1 with none (weight 0)",
-            id="idle",
-        ),
-    ],
-)
-def test_a_split_in_words(numbers: tuple[int, int, int], text: str) -> None:
-    assert split_in_words(*numbers) == text
-
-
-class InOrder:
-    """The order 0, 1, 2, ..."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __call__(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.arange(self.length)
-
-
 def counts(n: int, devices: int, micro_batches: int) -> list[int]:
     """Return the samples of each piece that the sampler gives."""
     return [
         piece.count
         for rank in range(devices)
         for piece in UpdateSampler(
-            InOrder(n),
+            Sequential(n),
             batch_size=n,
             gradient_accumulation_steps=micro_batches,
             rank=rank,
@@ -163,6 +131,7 @@ def test_the_words_are_what_the_sampler_does(devices: int, micro_batches: int) -
         found = counts(n, devices, micro_batches)
         largest, lines = batch_split(n, devices, micro_batches, None, drop_last=False)
         assert max(found) == largest
+        assert lines[0].startswith(f"{n} = {devices} device")
         assert lines[0].endswith(expected_words(found))
 
 

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callbacks.checkpoint import Checkpoint
 from data.errors import DataError
 from trainer.assembly.data import kept_bytes
+from trainer.assembly.summary import estimate, render, summarize
 from trainer.evaluation import Evaluator
 from trainer.files.atomic import write_text
-from trainer.files.layout import aligned, takes_colour
+from trainer.files.layout import aligned, folded, packed, size, visible
 from trainer.lr_schedulers.schedule import curve
 from trainer.optimizers.optimizers import GroupRow
 from trainer.runs.directory import make_folder
-from trainer.summary.model import (
-    MemoryEstimate,
-    estimate,
-    fitting_table,
-    summarize,
-    totals,
-)
-from trainer.summary.text import natural_width, size, table, to_text
 from trainer.task import as_output, coupling_remark
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from data.batch import MicroBatch
     from scripts.cli.arguments import Request
     from trainer.assembly.experiment import Experiment
-
-    Sections = Iterator[tuple[str, list[RenderableType]]]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEIGHT = 5  # lines of a learning-rate curve
@@ -49,7 +37,7 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     Raises DataError, after the plan, where the first samples of a split cannot be read, and what
     training would raise.
     """
-    trainer = experiment.trainer
+    trainer, config, sets = experiment.trainer, experiment.config, experiment.data.sets
     unread: list[DataError] = []
     first, notes = _tried(experiment, unread)
     summary = summarize(
@@ -60,46 +48,50 @@ def make_plan(request: Request, experiment: Experiment, folder: Path) -> None:
     )
     largest, updates = _updates(experiment)
     optimizers = [optimizer for _, optimizer in trainer.optimizers.items()]
-    memory = replace(
-        estimate(summary, optimizers, largest),
-        data=kept_bytes(experiment.config, experiment.data.sets),
-    )
+    memory = estimate(trainer.model, summary, optimizers, largest)
+    memory["data"] = kept_bytes(config, sets)
     notes += _notes(experiment, memory)
+    total, strategy = trainer.total_steps, trainer.strategy
+    points = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
+    rates = {name: [lr for _, lr in found] for name, found in points.items()}
+    settings = {
+        "seed": config.seed,
+        "device": strategy.device,
+        "strategy": f"{strategy.name} ({strategy.devices} devices)",
+        "precision": trainer.precision.name,
+        "task": config.task["_target_"],
+    }
+    picked = {group: choice for group, choice in request.choices.items() if choice is not None}
+    given = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
 
-    def sections(width: int) -> Sections:
-        yield from _choices(request, experiment)
-        yield "Data", [_data_table(experiment.data.sets)]
-        yield "Model", [fitting_table(summary, width), totals(summary)]
-        yield "Optimizer", [groups_table(trainer.optimizers.table(), width)]
-        total = trainer.total_steps
-        points = curve(trainer.lr_schedule, trainer.optimizers, total) if total else {}
-        rates = {name: [lr for _, lr in found] for name, found in points.items()}
-        yield "Learning rate", list(curve_lines(rates, total or 0, min(64, width - 16)))
-        yield "Updates", [*updates]
-        yield "Memory on one device", list(_memory(memory, largest))
-        callbacks = trainer.callbacks.items()
-        yield "Callbacks", [f"{name}: {type(callback).__name__}" for name, callback in callbacks]
-        yield "Files", [f"a run would write to {folder}"]
-        yield "Notes", [*notes]
+    def text(width: int) -> str:
+        chosen = (
+            packed([f"{k}={v}" for k, v in d.items()], width, "  ") for d in (picked, settings)
+        )
+        sections = {
+            f"Plan of {config.name}": [*(line for lines in chosen for line in lines), *given],
+            "Data": _data_table(sets, width),
+            "Model": [render(summary, width)],
+            "Optimizer": groups_table(trainer.optimizers.table(), width),
+            "Learning rate": list(curve_lines(rates, total or 0, min(64, width - 16))),
+            "Updates": updates,
+            "Memory on one device": list(_memory(memory, largest)),
+            "Callbacks": [f"{n}: {type(c).__name__}" for n, c in trainer.callbacks.items()],
+            "Files": [f"a run would write to {folder}"],
+            "Notes": notes,
+        }
+        lines: list[str] = []
+        for title, body in sections.items():
+            if body:
+                lines += [f"{title} {'─' * (width - len(title) - 1)}"]
+                lines += [*(folded(visible(line), width, "") for line in body), ""]
+        return "\n".join(lines)
 
-    columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print(_rendered(sections(columns), columns, takes_colour(sys.stdout)))
+    print(text(min(shutil.get_terminal_size((100, 24)).columns, 120)))
     make_folder(folder)
-    write_text(folder / "plan.txt", _rendered(sections(100), 100))
+    write_text(folder / "plan.txt", text(100))
     if unread:
         raise unread[0]
-
-
-def _rendered(sections: Sections, width: int, colour: bool = False) -> str:
-    from rich.rule import Rule  # imported here because the import of rich takes 0.1 s
-    from rich.text import Text
-
-    drawn: list[RenderableType] = []
-    for title, body in sections:
-        if body:
-            rule = Rule(Text(title, style="bold cyan"), align="left", style="dim")
-            drawn += [rule, *body, ""]
-    return to_text(*drawn, width=width, colour=colour)
 
 
 def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch | None, list[str]]:
@@ -142,87 +134,58 @@ def _loss(task: Any, model: Any, batch: Any) -> Any:
     return as_output(task.training_step(model, batch), task, "training_step").loss
 
 
-def _choices(request: Request, experiment: Experiment) -> Sections:
-    trainer, config = experiment.trainer, experiment.config
-    strategy = trainer.strategy
-    picks = {group: pick for group, pick in request.choices.items() if pick is not None}
-    settings = {
-        "seed": config.seed,
-        "device": strategy.device,
-        "strategy": f"{strategy.name} ({strategy.devices} devices)",
-        "precision": trainer.precision.name,
-        "task": config.task["_target_"],
-    }
-    lines = ["  ".join(f"{k}={v}" for k, v in found.items()) for found in (picks, settings)]
-    overrides = [f"overrides: {' '.join(request.overrides)}"] if request.overrides else []
-    yield f"Plan of {config.name}", [*lines, *overrides]
-
-
-def _data_table(sets: Mapping[str, Any]) -> RenderableType:
-    rows = []
+def _data_table(sets: Mapping[str, Any], width: int) -> list[str]:
+    rows = [["split", "data set", "samples", "classes"]]
     for split, dataset in sets.items():
         if dataset is not None:
             names = [*map(str, getattr(dataset, "classes", None) or ())]
             more = ", ..." if len(names) > _CLASSES else ""
             classes = f"{len(names)}: {', '.join(names[:_CLASSES])}{more}" if names else "-"
             count = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
-            rows.append((split, type(dataset).__name__, count, classes))
-    return table(("split", "data set", "samples", "classes"), rows, right=("samples",))
+            rows.append([split, type(dataset).__name__, count, classes])
+    return aligned(rows, width, right=("samples",))
 
 
-def groups_table(rows: Sequence[GroupRow], width: int) -> RenderableType:
-    """Return the parameter groups as a table; too wide a one as lines."""
-    columns = ["group", "optimizer", "tensors", "parameters", "lr", "weight decay"]
-    cells = []
+def groups_table(rows: Sequence[GroupRow], width: int) -> list[str]:
+    """Return the parameter groups as a table."""
+    cells = [["group", "optimizer", "tensors", "parameters", "lr", "weight decay"]]
     for row in rows:
         numbers = ("-" if v is None else f"{v:.4g}" for v in (row.lr, row.weight_decay))
-        cells.append(
-            [row.group, row.optimizer, f"{row.tensors:,}", f"{row.parameters:,}", *numbers]
-        )
-    whole = table(columns, cells, right=columns[2:])
-    if natural_width(whole) <= width:
-        return whole
-    return "\n".join(aligned([columns, *cells], width, last=2))
+        sizes = f"{row.tensors:,}", f"{row.parameters:,}"
+        cells.append([row.group, row.optimizer, *sizes, *numbers])
+    return aligned(cells, width, last=2, right=cells[0][2:])
 
 
-def _memory(memory: MemoryEstimate, samples: int) -> Iterator[RenderableType]:
-    parts = {
-        "parameters": memory.parameters,
-        "buffers": memory.buffers,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "activations": memory.activations,
-        **({} if memory.data == 0 else {"data": memory.data}),
-    }
-    total = size(memory.total) if memory.complete else f"more than {size(memory.total)}"
-    rows = [*((name, size(value)) for name, value in parts.items()), ("estimate", total)]
-    yield table(("part", "size"), rows, right=("size",))
-    others = ", its workspace and the data" if memory.data == 0 else " and its workspace"
-    yield (
-        f"activations of {samples} samples at a time; the framework{others} need additional memory"
-    )
-    if memory.data is None:
+def _memory(memory: Mapping[str, int | None], samples: int) -> Iterator[str]:
+    parts = {name: count for name, count in memory.items() if (name, count) != ("data", 0)}
+    total = size(sum(count or 0 for count in parts.values()))
+    rows = [["part", "size"], *([name, size(count)] for name, count in parts.items())]
+    rows.append(["estimate", f"more than {total}" if None in parts.values() else total])
+    yield from aligned(rows, 80, right=("size",))
+    others = " and its workspace" if "data" in parts else ", its workspace and the data"
+    more = f"the framework{others} need additional memory"
+    yield f"activations of {samples} samples at a time; {more}"
+    if memory["data"] is None:
         yield "data.cache=device: how much the decoded images take shows when they are decoded"
 
 
-def _notes(experiment: Experiment, memory: MemoryEstimate) -> Iterator[str]:
-    trainer = experiment.trainer
-    strategy: Any = trainer.strategy
-    if hasattr(strategy, "explain") and (explained := strategy.explain()):
+def _notes(experiment: Experiment, memory: Mapping[str, int | None]) -> Iterator[str]:
+    trainer, sets = experiment.trainer, experiment.data.sets
+    if explained := trainer.strategy.explain():
         yield explained
-    if experiment.data.sets.get("val") is None:
+    if sets.get("val") is None:
         yield "no validation split: no metric is monitored, use the last checkpoint"
-    if experiment.data.sets.get("test") is None:
+    if sets.get("test") is None:
         yield "no test split: the run ends with its validation metrics"
     accumulation = experiment.config.trainer.gradient_accumulation_steps
-    if remark := coupling_remark(trainer.task, accumulation, strategy.devices):
+    if remark := coupling_remark(trainer.task, accumulation, trainer.strategy.devices):
         yield remark
     if experiment.checkpointed:
         yield f"activation checkpointing: {', '.join(experiment.checkpointed)}"
     for name, callback in trainer.callbacks.items():
         yield from callback.explain(trainer)
         if isinstance(callback, Checkpoint) and callback.background:
-            state = memory.parameters + memory.buffers + (memory.optimizer or 0)
+            state = sum(memory[part] or 0 for part in ("parameters", "buffers", "optimizer state"))
             yield (
                 f"checkpoints are written from a copy of {size(state)} in host memory, in addition "
                 f"to averages of weights (callbacks.{name}.background=false: without one)"
@@ -239,10 +202,9 @@ def _updates(experiment: Experiment) -> tuple[int, list[str]]:
     total = trainer.total_steps
     ends.append("no limit but its time" if total is None else f"{total:,} in all")
     grid = trainer.strategy.devices, config.trainer.gradient_accumulation_steps
-    loader = config.loader
     dataset = experiment.data.sets["train"]
     samples = len(dataset) if hasattr(dataset, "__len__") else None
-    largest, lines = batch_split(loader.batch_size, *grid, samples, loader.drop_last)
+    largest, lines = batch_split(config.loader.batch_size, *grid, samples, config.loader.drop_last)
     return largest, [", ".join(ends), *lines]
 
 
@@ -254,10 +216,7 @@ def batch_split(
     samples: of the training set, None for a stream. Returns the size of the largest micro-batch on
     one device, and the lines.
     """
-
-    def words(count: int) -> str:
-        return split_in_words(count, devices, micro_batches)
-
+    words = partial(split_in_words, devices=devices, micro_batches=micro_batches)
     largest = -(-min(batch_size, samples or batch_size) // (devices * micro_batches))
     if samples is not None and samples < batch_size:
         return largest, [f"{words(samples)} (loader.batch_size={batch_size} exceeds the samples)"]

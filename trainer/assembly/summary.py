@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from data.batch import map_tensors
+from trainer.files.layout import aligned, count, folded, size
 from trainer.optimizers.state import take_step
 from trainer.rng import preserved
-from trainer.summary.text import count, natural_width, size, table, to_text
 from trainer.task import first_tensor, tensors_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Call = Callable[[nn.Module, Any], Any]
 Context = Callable[[], AbstractContextManager[Any]]
+Shapes = dict[str, list[tuple[int, ...]]]  # of all outputs of a module, by its name
 
 
 class ModuleRow(NamedTuple):
@@ -33,7 +31,6 @@ class ModuleRow(NamedTuple):
 
     name: str  # empty for the model itself
     kind: str
-    level: int  # 0 for the model itself
     output: str  # shape of its output, N is the batch; empty if it was not called
     parameters: int
     trainable: int
@@ -42,40 +39,12 @@ class ModuleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The rows, and the totals in elements, FLOPs and bytes."""
+    """The rows, of which the first is the model's, and what one sample takes."""
 
     rows: tuple[ModuleRow, ...]
-    parameters: int
-    trainable: int
-    parameter_bytes: int
-    gradient_bytes: int
-    buffer_bytes: int
-    flops: int | None  # of the forward pass of one sample
-    activation_bytes: int | None  # kept for the backward pass, for one sample
+    flops: int | None  # of the forward pass
+    activation_bytes: int | None  # kept for the backward pass
     problem: str | None = None  # why the forward pass failed
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes on one device; None where they are unknown."""
-
-    parameters: int
-    buffers: int
-    gradients: int
-    optimizer: int | None
-    activations: int | None  # of one micro-batch
-    data: int | None = 0  # kept on the device (data.cache=device)
-
-    @property
-    def total(self) -> int:
-        """The sum of all known parts in bytes."""
-        known = (self.parameters, self.buffers, self.gradients, self.optimizer, self.activations)
-        return sum(part or 0 for part in (*known, self.data))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every part is known."""
-        return None not in (self.optimizer, self.activations, self.data)
 
 
 def summarize(
@@ -96,41 +65,30 @@ def summarize(
     """
     first = first_tensor(example)
     samples = len(first) if first is not None and first.ndim else 1
-    found, problem = _observed(model, example, call, autocast, compute)
-    counted = found.flops.get_flop_counts() if found else {}
+    shapes, counter, saved, problem = _observed(model, example, call, autocast, compute)
+    counted = counter.get_flop_counts()
     rows = []
     for name, module in model.named_modules():
-        level = name.count(".") + 1 if name else 0
-        if level > depth:
+        if name.count(".") + bool(name) > depth:
             continue
-        own, shapes = list(module.parameters()), found.shapes.get(name) if found else None
-        flops = sum(counted.get(f"_Step.model.{name}".rstrip("."), {}).values())
+        own, outputs = list(module.parameters()), shapes.get(name)
         sizes = [
             " x ".join("N" if i == 0 and n == samples else str(n) for i, n in enumerate(shape))
-            for shape in shapes or ()
+            for shape in outputs or ()
         ]
+        flops = sum(counted.get(f"_Step.model.{name}".rstrip("."), {}).values())
         row = ModuleRow(
             name,
             type(module).__name__,
-            level,
             ", ".join(size or "scalar" for size in sizes),
             sum(p.numel() for p in own),
             sum(p.numel() for p in own if p.requires_grad),
-            None if shapes is None else flops // samples,
+            None if outputs is None else flops // samples,
         )
         rows.append(row)
-    parameters = list(model.parameters())
-    return Summary(
-        rows=tuple(rows),
-        parameters=rows[0].parameters,
-        trainable=rows[0].trainable,
-        parameter_bytes=sum(p.nbytes for p in parameters),
-        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-        buffer_bytes=sum(b.nbytes for b in model.buffers()),
-        flops=found.flops.get_total_flops() // samples if found else None,
-        activation_bytes=found.saved // samples if found else None,
-        problem=problem,
-    )
+    if problem is not None:
+        return Summary(tuple(rows), None, None, problem)
+    return Summary(tuple(rows), counter.get_total_flops() // samples, saved // samples)
 
 
 class _Step(nn.Module):
@@ -144,16 +102,36 @@ class _Step(nn.Module):
         return self.model(example) if self._call is None else self._call(self.model, example)
 
 
-class _Observation(NamedTuple):
-    """One forward pass: output shapes by module, FLOPs, bytes that autograd saves."""
+def _observed(
+    model: nn.Module, example: Any, call: Call | None, autocast: Context, compute: bool
+) -> tuple[Shapes, FlopCounterMode, int, str | None]:
+    """Return shapes, FLOPs and saved bytes of a pass, and why it failed: the rest is useful."""
+    problem: str | None = "its parameters are sharded"  # their modules do not accept replacements
+    own = next((p.device for p in model.parameters()), torch.device("cpu"))
+    # torch has kernels on CPUs that it counts no FLOPs of: of recurrent modules, and up to 2.11 of
+    # attention.
+    counted = any("flash_attention_for_cpu" in str(operator) for operator in flop_registry)
+    counted = counted and not any(isinstance(module, nn.RNNBase) for module in model.modules())
+    meta = torch.device("meta")
+    places = (own, meta) if compute and own.type == "cpu" and counted else (meta, own)
+    sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+    for device in () if sharded else places:
+        try:
+            return *_observe(_Step(model, call), example, device, autocast), None
+        except Exception as error:
+            # A tensor created on the CPU, an operator without a meta kernel, ...: the own device's
+            # error is the one to tell.
+            if device == own:
+                reason = str(error).strip().partition("\n")[0]
+                problem = f"{type(error).__name__}: {reason}"
+    return {}, FlopCounterMode(display=False), 0, problem
 
-    shapes: dict[str, list[tuple[int, ...]]]  # of all its outputs
-    flops: FlopCounterMode
-    saved: int
 
-
-def _observe(step: _Step, example: Any, device: torch.device, autocast: Context) -> _Observation:
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+def _observe(
+    step: _Step, example: Any, device: torch.device, autocast: Context
+) -> tuple[Shapes, FlopCounterMode, int]:
+    """Return the shapes of outputs, FLOPs, and the bytes that autograd saves, of one pass."""
+    shapes: Shapes = {}
     saved: dict[int, int] = {}  # the bytes of a storage
     alive: list[Tensor] = []  # the address of a freed storage would be reused
 
@@ -187,31 +165,7 @@ def _observe(step: _Step, example: Any, device: torch.device, autocast: Context)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-    return _Observation(shapes, flops, sum(saved.values()))
-
-
-def _observed(
-    model: nn.Module, example: Any, call: Call | None, autocast: Context, compute: bool
-) -> tuple[_Observation | None, str | None]:
-    """Return the pass, or why it failed: a summary without this part is still useful."""
-    if any(hasattr(p, "full_tensor") for p in model.parameters()):
-        return None, "its parameters are sharded"  # their modules do not accept replacements
-    own = next((p.device for p in model.parameters()), torch.device("cpu"))
-    # torch has kernels on CPUs that it counts no FLOPs of: of recurrent modules, and up to 2.11 of
-    # attention.
-    counted = any("flash_attention_for_cpu" in str(operator) for operator in flop_registry)
-    counted = counted and not any(isinstance(module, nn.RNNBase) for module in model.modules())
-    meta, problem = torch.device("meta"), None
-    for device in (own, meta) if compute and own.type == "cpu" and counted else (meta, own):
-        try:
-            return _observe(_Step(model, call), example, device, autocast), None
-        except Exception as error:
-            # A tensor created on the CPU, an operator without a meta kernel, ...: the own device's
-            # error is the one to tell.
-            if device == own:
-                reason = str(error).strip().partition("\n")[0]
-                problem = f"{type(error).__name__}: {reason}"
-    return None, problem
+    return shapes, flops, sum(saved.values())
 
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
@@ -224,56 +178,42 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # all meta tensors have the data pointer 0
 
 
-def render(summary: Summary, width: int = 100, colour: bool = False) -> str:
+def render(summary: Summary, width: int = 100) -> str:
     """Return the summary as text: the table of modules and a line of totals."""
-    return to_text(fitting_table(summary, width), totals(summary), width=width, colour=colour)
-
-
-def fitting_table(summary: Summary, width: int) -> Table:
-    """Return the modules as a table, without `output` and then `type` where it is too wide."""
-    columns, cells = ["module", "type", "output", "parameters", "FLOPs"], []
+    cells = [["module", "type", "output", "parameters", "FLOPs"]]
     for row in summary.rows:
+        level, last = row.name.count(".") + bool(row.name), row.name.rpartition(".")[2]
         frozen = " frozen" if row.parameters and not row.trainable else ""
-        values = (
-            "  " * row.level + (row.name.rpartition(".")[2] or "(model)"),
-            row.kind,
-            row.output or "-",
-            f"{row.parameters:,}{frozen}" if row.parameters else "-",
-            count(row.flops) if row.flops else "-",
-        )
-        cells.append(dict(zip(columns, values, strict=True)))
-    for unwanted in ("", "output", "type"):
-        columns = [name for name in columns if name != unwanted]
-        shown = [[row[name] for name in columns] for row in cells]
-        drawn = table(columns, shown, right=("parameters", "FLOPs"))
-        if natural_width(drawn) <= width:
-            break
-    return drawn
-
-
-def totals(summary: Summary) -> str:
-    """Return one line of totals."""
-    frozen = summary.parameters - summary.trainable
-    text = f"{summary.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
-    if summary.problem:
-        return f"{text}; the forward pass failed: {summary.problem}"
-    return (
-        f"{text}; a sample takes {count(summary.flops)}FLOPs forward "
+        parameters = f"{row.parameters:,}{frozen}" if row.parameters else "-"
+        flops = count(row.flops) if row.flops else "-"
+        name = "  " * level + (last or "(model)")
+        cells.append([name, row.kind, row.output or "-", parameters, flops])
+    whole = summary.rows[0]
+    frozen = f", {n:,} of them frozen" if (n := whole.parameters - whole.trainable) else ""
+    taken = (
+        f"a sample takes {count(summary.flops)}FLOPs forward "
         f"and {size(summary.activation_bytes)} of activations"
     )
+    if summary.problem:
+        taken = f"the forward pass failed: {summary.problem}"
+    totals = folded(f"{whole.parameters:,} parameters{frozen}; {taken}", width, "")
+    table = aligned(cells, width, last=2, right=("parameters", "FLOPs"))
+    return "\n".join([*table, "", totals])
 
 
-def estimate(summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int) -> MemoryEstimate:
-    """Add up a model, its gradients, its optimizers' state and a micro-batch's activations."""
-    states = [state_bytes(optimizer) for optimizer in optimizers]
-    activations = summary.activation_bytes
-    return MemoryEstimate(
-        parameters=summary.parameter_bytes,
-        buffers=summary.buffer_bytes,
-        gradients=summary.gradient_bytes,
-        optimizer=None if None in states else sum(state or 0 for state in states),
-        activations=None if activations is None else activations * micro_batch,
-    )
+def estimate(
+    model: nn.Module, summary: Summary, optimizers: Iterable[Optimizer], micro_batch: int
+) -> dict[str, int | None]:
+    """Return the bytes on one device by what takes them; None where they are unknown."""
+    parameters, states = list(model.parameters()), [state_bytes(one) for one in optimizers]
+    one = summary.activation_bytes
+    return {
+        "parameters": sum(p.nbytes for p in parameters),
+        "buffers": sum(b.nbytes for b in model.buffers()),
+        "gradients": sum(p.nbytes for p in parameters if p.requires_grad),
+        "optimizer state": None if None in states else sum(state or 0 for state in states),
+        "activations": None if one is None else one * micro_batch,
+    }
 
 
 def state_bytes(optimizer: Optimizer) -> int | None:

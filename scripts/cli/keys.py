@@ -1,0 +1,280 @@
+# ruff: noqa: RUF009 -- `option` returns a dataclasses.field, which is what belongs there
+"""The keys of the commands over a finished run.
+
+A class is a command: its docstring and the meanings of its keys are the help, their types and
+limits are checked as those of a configuration, and its object is what the command works with.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import getdoc
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from conf.check import parsed, spelled
+from conf.errors import Problem, nearest
+from conf.fields import REQUIRED, Check, declared, default_of, members, option, rule_of
+from conf.schema import Config
+from conf.yaml_file import word
+from scripts.cli.arguments import Arguments, parse_arguments
+from scripts.cli.console import asked_device, greet, log_to_stderr
+
+Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
+Split = Literal["test", "val"]
+_SPLIT = "test, or val where the data have no test split"
+
+
+def _matching(pattern: str, words: str) -> Check:
+    return lambda text: None if re.fullmatch(pattern, text) else words
+
+
+def _is_run(folder: str) -> str | None:
+    held = (Path(folder) / "config.yaml").is_file()
+    return None if held else "the directory of a run, which holds a config.yaml"
+
+
+@dataclass(kw_only=True, slots=True)
+class OfRun:
+    """What every such command takes."""
+
+    overrides: ClassVar[bool] = False  # whether further ones change the run's configuration
+    run: str = option(REQUIRED, "RUN_DIR, the directory of a finished run", check=_is_run)
+    checkpoint: str = option("best", "best, last, or a path")
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation(OfRun):
+    """Test a run's checkpoint again, on one device, and write evaluation.json into its directory.
+
+      evaluate run=RUN_DIR [checkpoint=best|last|PATH] [split=test|val] [key=value ...]
+      evaluate run=RUN_DIR artefact=FILE [split=test|val] [allow_code=true]
+
+    Further overrides change the run's configuration, e.g. loader.num_workers=2 or data.root=DIR.
+    """
+
+    overrides = True
+    split: Split | None = option(None, _SPLIT)
+    artefact: str | None = option(None, "a file of regimen export or quantize, tested instead")
+    allow_code: bool = option(False, "load formats that run code: torch_export, torchscript, aoti")
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Refuse two things to test."""
+        if self.artefact and self.checkpoint != "best":
+            yield Problem("artefact", "a file is tested, or a checkpoint: leave one of both out")
+
+
+@dataclass(kw_only=True, slots=True)
+class Prediction(OfRun):
+    """Answer for pictures, or for other samples, with a trained run.
+
+      predict run=RUN_DIR source=DIR|FILE|GLOB|-|val|test|predict [key=value ...]
+
+    Further overrides change the run's configuration, e.g. loader.num_workers=2 loader.batch_size=64
+    or strategy.name=ddp strategy.devices=2. Answers are the same for the same batch size.
+    """
+
+    overrides = True
+    source: str = option(
+        REQUIRED,
+        "a folder (all pictures below it), a file, a glob, - (file names on standard input), or a "
+        "split of the run's configuration: val, test, predict (data.predict). Of a language model: "
+        "a file with one prompt a line, or -",
+    )
+    out: str = option("predictions.csv", "the suffix says which: .csv, .jsonl, .parquet")
+    top_k: int | None = option(None, "the likeliest classes that are written, 1", at_least=1)
+    device: str | None = option(
+        None,
+        "cpu, cuda, cuda:1, mps; null: what the machine has",
+        check=_matching(r"(cpu|mps|cuda)(:\d+)?", "cpu, cuda, cuda:NUMBER or mps"),
+    )
+    save: str | None = option(
+        None,
+        "logits, probabilities or embeddings:MODULE, in one array of all samples",
+        check=_matching(
+            r"logits|probabilities|embeddings:\S+", "logits, probabilities or embeddings:MODULE"
+        ),
+    )
+    save_to: str | None = option(None, "its file, .npy or .safetensors; null: beside the table")
+    on_error: Literal["raise", "skip"] = option(
+        "raise", "a broken file ends it with exit 3, or its row has the reason"
+    )
+    overwrite: bool = option(False, "replace a table that exists")
+    max_new_tokens: int | None = option(
+        None, "of a language model, after a prompt: 200", at_least=1
+    )
+    sampling: Literal["greedy", "random"] | None = option(
+        None, "greedy: the likeliest token; random: of the top_k likeliest, by seed and prompt"
+    )
+    temperature: float | None = option(None, "1.0, for sampling=random", above=0)
+
+    @property
+    def saved(self) -> str:
+        """What is saved, without the name of a module."""
+        return (self.save or "").partition(":")[0]
+
+    @property
+    def array(self) -> Path | None:
+        """The file of what is saved of each sample; None if nothing is."""
+        beside = Path(self.out).with_suffix(f".{self.saved}.npy")
+        return None if self.save is None else Path(self.save_to or beside)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Yield what is wrong with keys that need another, and with files to write."""
+        if self.temperature is not None and self.sampling != "random":
+            message = "has no effect on the likeliest token"
+            yield Problem("temperature", message, "add sampling=random")
+        if self.save_to is not None and self.save is None:
+            hint = "add save=logits, probabilities or embeddings:MODULE"
+            yield Problem("save_to", "there is nothing to save", hint)
+        for key, path, suffixes in (
+            ("out", Path(self.out), (".csv", ".jsonl", ".parquet")),
+            ("save_to", self.array, (".npy", ".safetensors")),
+        ):
+            if path is None:
+                continue
+            if path.suffix not in suffixes:
+                yield Problem(key, f"{path} ends with none of {', '.join(suffixes)}")
+            elif not path.parent.is_dir():
+                yield Problem(key, f"{path}: there is no folder {path.parent}")
+            elif path.exists() and not self.overwrite:
+                yield Problem(key, f"{path} exists", "overwrite=true replaces it")
+        if self.out.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
+            hint = "install the extra: pip install -e '.[parquet]', or write .csv or .jsonl"
+            yield Problem("out", "a .parquet table needs pyarrow", hint)
+
+
+@dataclass(kw_only=True, slots=True)
+class Written(OfRun):
+    """What the commands take that write a model."""
+
+    out: str | None = option(
+        None,
+        "a folder; null: RUN_DIR/exports/FORMAT, or quantized. It holds the model, export.json "
+        "(classes, transforms, provenance, what was verified) and card.md",
+    )
+    preprocessing: Literal["outside", "inside"] = option(
+        "outside", "outside: floats in, logits out; inside: bytes in, probabilities out"
+    )
+    overwrite: bool = option(False, "replace a folder that exists")
+
+
+@dataclass(kw_only=True, slots=True)
+class Export(Written):
+    """Write a trained model as a file that other programs load, verified before it has its name.
+
+    regimen export run=RUN_DIR format=onnx|torch_export|torchscript|aoti|safetensors [key=value ...]
+    """
+
+    format: Format = option(REQUIRED, "what is written")
+
+
+@dataclass(kw_only=True, slots=True)
+class Quantization(Written):
+    """Write a trained model with 8-bit integers as ONNX: smaller, and faster on a CPU.
+
+    It is compared with the model before it has its name; what it gains and loses is printed.
+
+      regimen quantize run=RUN_DIR [method=auto|static|dynamic] [key=value ...]
+    """
+
+    method: Literal["auto", "static", "dynamic"] = option(
+        "auto",
+        "static: weights and activations, for convolutions. dynamic: weights of matrix products, "
+        "for transformers. auto: static where most weights are of convolutions",
+    )
+    samples: int = option(
+        512,
+        "training samples that the ranges of static are taken from; a run that was trained with "
+        "callbacks=[default,qat] has its own",
+        at_least=1,
+    )
+    max_drop: float = option(0.01, "more accuracy lost is an error, nothing written", at_least=0)
+    split: Split | None = option(None, f"where it is measured: {_SPLIT}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Demo(OfRun):
+    """Show a trained model on a page (of gradio), which names its own JSON address.
+
+    One drops a picture, or types a row of a table, a prompt or numbers, and it answers beside it.
+
+      regimen demo run=RUN_DIR [key=value ...]
+    """
+
+    port: int = option(8000, "0 takes one that is free", at_least=0, at_most=65535)
+    host: str = option(
+        "127.0.0.1",
+        "any other than this machine's own, such as 0.0.0.0, asks for the name and the password "
+        "that are printed with the address",
+    )
+    top_k: int = option(5, "how many of the likeliest classes are shown", at_least=1)
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where it is computed")
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Name the extra that is missing."""
+        if importlib.util.find_spec("gradio") is None:
+            yield Problem("", "demo needs gradio", "pip install -e '.[demo]'")
+
+
+T = TypeVar("T", bound=OfRun)
+
+
+def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments] | None:
+    """Return a command's keys, and what composes the run's configuration with other overrides.
+
+    Greets, once the line can be taken apart; None where it asks for help, which is printed.
+    Raises ConfigError with all mistakes.
+    """
+    arguments, known = parse_arguments(argv), declared(command)
+    if arguments.help:
+        print(help_of(command))
+        return None
+    place = "device" if "device" in known else "strategy.accelerator"
+    named = command.overrides or place in known
+    greet(asked_device(arguments.overrides, place) if named else "cpu")
+    log_to_stderr(os.environ.get("RANK", "0") == "0")
+    raw: dict[str, Any] = {}
+    others, roots, hints = [], declared(Config), typing.get_type_hints(command)
+    for override in arguments.overrides:
+        key, equals, text = override.partition("=")
+        if equals and key in known:
+            raw[key] = _value(text, hints[key])
+        elif command.overrides and (key in roots or nearest(key, [*known, *roots]) not in known):
+            others.append(override)
+        else:
+            raw[key] = text  # an unknown one
+    keys = parsed(raw, command)
+    composed_of = Arguments(
+        tuple(others),
+        config_name="config",
+        config_dirs=(keys.run,),
+        allow_targets=arguments.allow_targets,
+    )
+    return keys, composed_of
+
+
+def _value(text: str, annotation: Any) -> Any:
+    kinds = members(annotation)
+    if text == "null" and type(None) in kinds:
+        return None
+    try:
+        return json.loads(text) if {int, float, bool} & {*kinds} else text
+    except ValueError:
+        return text
+
+
+def help_of(command: type[OfRun]) -> str:
+    """Return a command's docstring and its keys: defaults, meanings, what they take."""
+    lines, hints = [str(getdoc(command)), ""], typing.get_type_hints(command)
+    for name, one in declared(command).items():
+        default, rule = default_of(one), rule_of(one)
+        value = "" if default is REQUIRED else word(default)
+        text = f"{f'{name}={value}':<24} {rule.doc} ({spelled(hints[name], rule)})"
+        lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent=" " * 27))
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""`predict`: from a run and a source of samples to a table of answers."""

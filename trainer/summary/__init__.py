@@ -1,1 +1,0 @@
-"""The modules of a model and its cost in FLOPs and memory, before it is trained."""
