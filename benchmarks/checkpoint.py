@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks import report
-from benchmarks.ours import Endless, classifier
+from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Report, Row
 from callbacks.checkpoint import Checkpoint
 from models.resnet import ResNet
@@ -77,25 +77,18 @@ class ByHand(Callback):
             for writer in _writers():
                 writer.join()
             started = time.perf_counter()
-            self._save(trainer)
+            ((_, optimizer),) = trainer.optimizers.items()
+            content = {"model": trainer.model.state_dict(), "optimizer": optimizer.state_dict()}
+            with (self.folder / "last.tmp").open("wb") as file:
+                torch.save({**content, "step": trainer.state.global_step}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            (self.folder / "last.tmp").replace(self.folder / "last.pt")
+            descriptor = os.open(self.folder, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
             self.blocked.append(1e3 * (time.perf_counter() - started))
         self.began = time.perf_counter()
-
-    def _save(self, trainer: Trainer) -> None:
-        content = {
-            "model": trainer.model.state_dict(),
-            "optimizer": next(iter(trainer.optimizers.items()))[1].state_dict(),
-            "step": trainer.state.global_step,
-        }
-        temporary = self.folder / "last.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "last.pt")
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def measure(rounds: int) -> Report:
@@ -125,18 +118,18 @@ def measure(rounds: int) -> Report:
 def run(optimizer: str, rounds: int) -> tuple[Ours, ByHand]:
     """Train with both; the first save of each is forgotten."""
     torch.manual_seed(0)
-    model = network().to(DEVICE)
+    model, updates = network().to(DEVICE), (rounds + 1) * INTERVAL
     with tempfile.TemporaryDirectory() as folder:
         ours, hand = Ours(), ByHand(Path(folder))
-        classifier(
+        train(
             model,
             OPTIMIZERS[optimizer](model.parameters()),
-            Endless((torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(10, (BATCH,)))),
-            {"by_hand": hand, "checkpoint": ours},
-            Path(folder),
-            options={"max_steps": (rounds + 1) * INTERVAL, "log_every_n_steps": INTERVAL},
+            [(torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(10, (BATCH,)))] * updates,
+            {"max_steps": updates, "log_every_n_steps": INTERVAL},
+            callbacks={"by_hand": hand, "checkpoint": ours},
+            run_dir=folder,
             strategy=Strategy(DEVICE),
-        ).fit()
+        )
     del ours.blocked[0], hand.blocked[0]
     return ours, hand
 

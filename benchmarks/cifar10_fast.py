@@ -39,8 +39,13 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
     root = root.absolute()
     others = [word for word in overrides if not word.startswith("data.root=")]
     ways = {BY_HAND: partial(_by_hand, root), OURS: partial(_ours, root, others)}
-    timed = {name: partial(_timed, way) for name, way in ways.items()}
-    runs = report.in_turn(timed, rounds, uncounted=0)
+
+    def timed(way: Callable[[], float]) -> Run:
+        since, used = time.perf_counter(), report.children_cpu()
+        share = way()
+        return time.perf_counter() - since, report.children_cpu() - used, 100 * share
+
+    runs = report.in_turn({name: partial(timed, way) for name, way in ways.items()}, rounds, 0)
     units = ("seconds", "CPU seconds", "% of the test images")
     values = {f"{n}, {u}": [run[i] for run in runs[n]] for i, u in enumerate(units) for n in runs}
     seconds, cpu, right = ((values[f"{OURS}, {u}"], values[f"{BY_HAND}, {u}"]) for u in units)
@@ -57,12 +62,6 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Report:
         },
         settings={"rounds": rounds, "overrides": others},
     )
-
-
-def _timed(way: Callable[[], float]) -> Run:
-    since, used = time.perf_counter(), report.children_cpu()
-    share = way()
-    return time.perf_counter() - since, report.children_cpu() - used, 100 * share
 
 
 def _by_hand(root: Path) -> float:

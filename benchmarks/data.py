@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from data.sources import ImageTensors
 from scripts.composition.compose import compose
 from trainer.assembly.data import Data, build_data, build_pipeline
 from trainer.assembly.experiment import train_loader
+from trainer.strategies.strategy import Strategy
 
 BATCH = 128
 IN_MEMORY, SMALL, LARGE, PHOTOGRAPHS = 4000, 2000, 300, 12  # images of a pass
@@ -69,18 +69,19 @@ class InMemory(Dataset[tuple[Tensor, int]]):
 
 def measure(rounds: int) -> Report:
     """Let every contender make a pass `rounds` times, in turn, and compare."""
-    with tempfile.TemporaryDirectory() as folder, report.one_thread():
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
         sections, made_up = _sections(Path(folder))
         passes = {f"{kind}: {n}": p for kind, each in sections.items() for n, p in each.items()}
         runs = {name: partial(_rate, each) for name, each in passes.items()}
         costs = report.in_turn(runs, rounds)
-    to = {name: f"{name.partition(':')[0]}: torchvision" for name in passes}
-    to = {name: reference for name, reference in to.items() if name != reference}
-    rows, clocked = (report.compared(of(costs), to) for of in (report.by_cpu, report.by_clock))
-    ratios, clock = ({row.name: row.ratio for row in each if row.ratio} for each in (rows, clocked))
+    own = [name for name in passes if not name.endswith(": torchvision")]
+    to = {name: f"{name.partition(':')[0]}: torchvision" for name in own}
+    clocked, rows = (report.compared(each, to) for each in report.split(costs))
+    clock, ratios = ({row.name: row.ratio for row in each if row.ratio} for each in (clocked, rows))
 
     def least(*starts: str) -> float:
-        return min(ratio for name, ratio in ratios.items() if ratio and name.startswith(starts))
+        return min(ratio for name, ratio in ratios.items() if name.startswith(starts))
 
     return Report(
         name="data",
@@ -105,7 +106,12 @@ def _sections(scratch: Path) -> tuple[dict[str, dict[str, Passes]], dict[str, bo
     """Return the contenders of each kind of images, the reference first, and which are made up."""
     small, made_small = picture_folder("cifar10/train", scratch / "small", 32, SMALL)
     large, made_large = picture_folder("imagenet", scratch / "large", 500, LARGE)
-    photographs = _enlarged(large, scratch / "photographs")
+    photographs = scratch / "photographs"
+    (place := photographs / "train" / "pictures").mkdir(parents=True)
+    for path in sorted((large / "train" / "pictures").iterdir())[:PHOTOGRAPHS]:
+        with Image.open(path) as image:
+            photograph = image.convert("RGB").resize(TELEPHONE, Image.Resampling.BICUBIC)
+        photograph.save(place / path.name, quality=92)
     small_words = ("data.image_size=32", f"loader.batch_size={BATCH}")
     words = (f"batch_size={LARGE_BATCH}", f"num_workers={WORKERS}", "persistent_workers=true")
     large_words = ("transforms=imagenet", *(f"loader.{word}" for word in words))
@@ -124,13 +130,10 @@ def _sections(scratch: Path) -> tuple[dict[str, dict[str, Passes]], dict[str, bo
         title = name if cache == "none" else f"cache={cache}, {name}"
         how = (f"transforms={name}", f"data.cache={cache}", *small_words)
         sections["small JPEG"][title] = _ours(small, *how)
-    for kind, folder, word in (
-        ("large JPEG", large, "decode=full"),
-        ("large JPEG", large, "cache=ram"),
-        ("photographs", photographs, "decode=full"),
-        ("photographs", photographs, "decode=scaled"),
-    ):
-        sections[kind][word] = _ours(folder, f"data.{word}", *large_words)
+    for word in ("decode=full", "cache=ram"):
+        sections["large JPEG"][word] = _ours(large, f"data.{word}", *large_words)
+    for word in ("decode=full", "decode=scaled"):
+        sections["photographs"][word] = _ours(photographs, f"data.{word}", *large_words)
     return sections, {"small": made_small, "large": made_large}
 
 
@@ -174,8 +177,9 @@ def _by_hand(folder: Path) -> Passes:
 
 
 def _ours(folder: Path, *overrides: str) -> Passes:
-    config = _config(f"data.root={folder}", "data=image_folder", "data.val_fraction=0", *overrides)
-    return _passes(train_loader(config, build_data(config, ("train",)), _alone()))
+    words = (f"data.root={folder}", "data=image_folder", "data.val_fraction=0", *overrides)
+    config = parse(compose(["experiment=resnet18", *words]).config)
+    return _passes(train_loader(config, build_data(config, ("train",)), Strategy("cpu")))
 
 
 def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = None) -> Loader:
@@ -183,21 +187,12 @@ def ours_in_memory(images: Tensor, *overrides: str, targets: Tensor | None = Non
     channels, side = images.shape[1], images.shape[-1]
     words = [f"data.{name}={list(v[:channels])}" for name, v in (("mean", MEAN), ("std", STD))]
     words += [f"data.image_size={side}", f"data.channels={channels}"]
-    config = _config("data=digits", *overrides, *words)
+    config = parse(compose(["experiment=resnet18", "data=digits", *overrides, *words]).config)
     pipeline = build_pipeline(config, "train")
     defer(pipeline, "train")
     targets = torch.zeros(len(images), dtype=torch.int64) if targets is None else targets
     dataset = ImageTensors(images, targets, ["picture"], pipeline)
-    return train_loader(config, Data({"train": dataset}, 1), _alone())
-
-
-def _config(*overrides: str) -> Any:
-    return parse(compose(["experiment=resnet18", *overrides]).config)
-
-
-def _alone() -> Any:
-    group = SimpleNamespace(rank=0, world_size=1)
-    return SimpleNamespace(group=group, device=torch.device("cpu"))
+    return train_loader(config, Data({"train": dataset}, 1), Strategy("cpu"))
 
 
 def _passes(loader: Loader) -> Passes:
@@ -240,16 +235,6 @@ def picture_folder(name: str, tree: Path, side: int, images: int) -> tuple[Path,
             image = Image.fromarray(picture[:, : side * 3 // 4].permute(1, 2, 0).numpy())
             image.save(place / f"{number:05d}.jpg", quality=90)
     return tree, not real
-
-
-def _enlarged(folder: Path, tree: Path) -> Path:
-    place = tree / "train" / "pictures"
-    place.mkdir(parents=True)
-    for path in sorted((folder / "train" / "pictures").iterdir())[:PHOTOGRAPHS]:
-        with Image.open(path) as image:
-            large = image.convert("RGB").resize(TELEPHONE, Image.Resampling.BICUBIC)
-        large.save(place / path.name, quality=92)
-    return tree
 
 
 def made_up(samples: int, side: int, channels: int) -> Tensor:

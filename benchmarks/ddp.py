@@ -9,20 +9,16 @@ all their processes.
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -30,7 +26,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks import report
-from benchmarks.ours import classifier
+from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Cost, Report
 from benchmarks.start import BARE, FIRST_UPDATE, TRAIN, to_mark
 from data.loading.loader import Loader
@@ -38,7 +34,6 @@ from data.orders import Shuffled
 from data.sources import ImageTensors
 from data.updates import UpdateSampler
 from models.small_cnn import SmallCNN
-from scripts.cli.signals import end_with_parent
 from trainer.callback import Callback
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import Strategy
@@ -49,26 +44,26 @@ SIZE = 16  # pixels a side
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSES = (1, 2) if DEVICE == "cpu" or torch.cuda.device_count() > 1 else (1,)
 STARTS = 3
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BARE, "{}")
 WRAPPED = "Regimen, wrapped"
+COMMANDS = {
+    OURS: (*TRAIN, *FIRST_UPDATE, "strategy=ddp", "strategy.devices=2", "loader.num_workers=0"),
+    BY_HAND: ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BARE, "{}"),
+}
 
 
 def measure(rounds: int) -> Report:
     """Run both contenders `rounds` times in turn with one and with two processes."""
-    speeds = {f"{n}, {k}": s for k in PROCESSES for n, s in _processes(k, rounds).items()}
-    starts = report.in_turn(
-        {
-            OURS: partial(to_mark, (*TRAIN, *FIRST_UPDATE, *_TWO), whole_cpu=True),
-            BY_HAND: partial(to_mark, TORCHRUN, whole_cpu=True),
-        },
-        STARTS,
-        uncounted=0,
-    )
-    wall, cpu = report.by_clock(speeds), report.by_cpu(speeds)
-    started, used = report.by_clock(starts), report.by_cpu(starts)
+    speeds: dict[str, list[Cost]] = {}
+    for count in PROCESSES:
+        launched = LaunchConfig(1, 1, count, run_id="ddp", rdzv_endpoint="localhost:0")
+        launched.rdzv_backend, launched.start_method = "c10d", "spawn"
+        found = elastic_launch(launched, _rank)(rounds)[0]
+        speeds |= {f"{name}, {count}": own for name, own in found.items()}
+    starts = {name: partial(to_mark, words, whole_cpu=True) for name, words in COMMANDS.items()}
+    started, used = report.split(report.in_turn(starts, STARTS, uncounted=0))
     references = {f"{OURS}, {count}": f"{BY_HAND}, {count}" for count in PROCESSES}
     references[f"{WRAPPED}, 1"] = f"{OURS}, 1"
-    rows, cpu_rows = report.compared(wall, references), report.compared(cpu, references)
+    rows, cpu_rows = (report.compared(each, references) for each in report.split(speeds))
     ratios, cpu_ratios = ({row.name: row.ratio or 0.0 for row in each} for each in (rows, cpu_rows))
     most = f"{OURS}, {max(PROCESSES)}"
     return Report(
@@ -89,41 +84,15 @@ def measure(rounds: int) -> Report:
     )
 
 
-_TWO = ("strategy=ddp", "strategy.devices=2", "loader.num_workers=0")
-
-
-def _processes(count: int, rounds: int) -> dict[str, list[Cost]]:
-    """Return the speeds of the contenders in so many processes."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = int(listener.getsockname()[1])
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=_rank, args=(rank, count, port, rounds, sender))
-        for rank in range(count)
-    ]
-    for rank in ranks:
-        rank.start()
-    sender.close()
-    speeds: dict[str, list[Cost]] = receiver.recv()  # EOFError if they fail
-    for rank in ranks:
-        rank.join()
-    return speeds
-
-
-def _rank(rank: int, count: int, port: int, rounds: int, results: Connection) -> None:
-    """Be one of the processes: run the contenders in turn."""
-    end_with_parent(signal.SIGKILL)  # or it would wait for the others
+def _rank(rounds: int) -> dict[str, list[Cost]]:
+    """Be one of the processes: run the contenders in turn, and return their speeds."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    os.environ["LOCAL_WORLD_SIZE"] = str(count)  # as launchers set it
     wrapping = DDP(Processes(accelerator=DEVICE))
     wrapping.setup()
-    strategy: Strategy = wrapping if count > 1 else Strategy(wrapping.device)
+    alone = wrapping.group.world_size == 1
+    strategy: Strategy = Strategy(wrapping.device) if alone else wrapping
     contenders = {BY_HAND: partial(by_hand, strategy), OURS: partial(ours, strategy)}
-    if count == 1:
+    if alone:
         contenders[WRAPPED] = partial(ours, wrapping)
 
     def together(contender: Callable[[], Cost]) -> Cost:
@@ -132,9 +101,8 @@ def _rank(rank: int, count: int, port: int, rounds: int, results: Connection) ->
 
     runs = {name: partial(together, contender) for name, contender in contenders.items()}
     speeds = report.in_turn(runs, rounds, uncounted=0)
-    if rank == 0:
-        results.send(speeds)
     wrapping.group.leave()
+    return speeds
 
 
 def _parts(device: torch.device) -> tuple[nn.Module, SGD, TensorDataset]:
@@ -195,8 +163,7 @@ def ours(strategy: Strategy) -> Cost:
     stamps, (images, labels) = Stamps(), samples.tensors
     data = Loader(ImageTensors(images, labels, list("0123456789")), sampler, seed=0)
     options = {"max_epochs": 1, "clip_grad_norm": 1.0}
-    callbacks = {"stamps": stamps}
-    classifier(model, optimizer, data, callbacks, options=options, strategy=strategy).fit()
+    train(model, optimizer, data, options, callbacks={"stamps": stamps}, strategy=strategy)
     return _speed(stamps.times)
 
 

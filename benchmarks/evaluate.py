@@ -6,7 +6,6 @@ loss and accuracy. Rates are by the CPU's time with one thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +16,7 @@ from torch.optim import SGD
 
 from benchmarks import report
 from benchmarks.data import ours_in_memory
-from benchmarks.report import Report
+from benchmarks.report import BARE, OURS, Report
 from data.loading.loader import Loader
 from models.resnet import ResNet
 from models.small_cnn import SmallCNN
@@ -55,14 +54,16 @@ def measure(rounds: int) -> Report:
     """Evaluate `rounds` times, at most 12, in each way, in turn, with each network, and compare."""
     rounds = min(rounds, MOST_ROUNDS)
     rates: dict[str, list[float]] = {}
+    torch.set_num_threads(1)
     for network, (make, batches) in NETWORKS.items():
-        trainer, loader = _parts(make(), batches)
-        ways = {f"bare loop, {network}": bare, f"Regimen, {network}": ours}
-        runs = {n: partial(_rate, way, trainer, loader, batches) for n, way in ways.items()}
-        with report.one_thread():
-            rates |= report.in_turn(runs, rounds)
-    references = {f"Regimen, {name}": f"bare loop, {name}" for name in NETWORKS}
-    ratios = {n: report.paired(rates[f"Regimen, {n}"], rates[f"bare loop, {n}"]) for n in NETWORKS}
+        parts = _parts(make(), batches)
+        ways = {f"{BARE}, {network}": bare, f"{OURS}, {network}": ours}
+        runs = {
+            n: partial(report.rate, batches * BATCH, partial(w, *parts)) for n, w in ways.items()
+        }
+        rates |= report.in_turn(runs, rounds)
+    references = {f"{OURS}, {name}": f"{BARE}, {name}" for name in NETWORKS}
+    ratios = {n: report.paired(rates[f"{OURS}, {n}"], rates[f"{BARE}, {n}"]) for n in NETWORKS}
     return Report(
         name="evaluate",
         title=f"Evaluating images of 32 x 32 in batches of {BATCH}, one thread",
@@ -82,12 +83,3 @@ def _parts(model: nn.Module, batches: int) -> tuple[Trainer, Loader]:
     loader = ours_in_memory(images, *words, targets=torch.arange(len(images)) % 10)
     optimizer = SGD(model.parameters(), lr=0.1)
     return Trainer(model, Classification(num_classes=10), optimizer, loader), loader
-
-
-def _rate(
-    way: Callable[[Trainer, Loader], object], trainer: Trainer, loader: Loader, batches: int
-) -> float:
-    trainer.model.train()
-    since = time.process_time()
-    way(trainer, loader)
-    return batches * BATCH / (time.process_time() - since)

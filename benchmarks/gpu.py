@@ -40,7 +40,7 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks import report
 from benchmarks.data import picture_folder
-from benchmarks.ours import classifier
+from benchmarks.ours import train
 from benchmarks.report import BY_HAND, OURS, Report, Row
 from conf.check import parse
 from conf.errors import ConfigError, did_you_mean
@@ -76,6 +76,10 @@ class Rig:
     mode: str | None = "default"  # of torch.compile; None: not compiled
     caches: dict[str, Any] = field(default_factory=dict)  # decoded images by split, read once
 
+    def batch(self, name: str) -> int:
+        """Return the images of an update."""
+        return 2 if self.small else NETWORKS[name][4]
+
     def wait(self) -> float:
         """Return the time when the device has done all that it was given."""
         if self.device.type == "cuda":
@@ -103,34 +107,28 @@ def measure(rounds: int, overrides: Sequence[str] = ()) -> Iterator[Report]:
 
 
 def _asked(given: dict[str, str]) -> tuple[Rig, list[str]]:
-    if unknown := given.keys() - set(KNOWN):
-        raise ConfigError(f"gpu does not know {', '.join(sorted(unknown))}: give data.root=DIR")
+    names = given["parts"].split(",") if "parts" in given else list(PARTS)
+    for kind, words, known in (("key", given, KNOWN), ("part", names, PARTS)):
+        for word in words:
+            hint = did_you_mean(word, known) or f"there are {', '.join(known)}"
+            if word not in known:
+                raise ConfigError(f"gpu has no {kind} {word!r}: {hint}")
     device = torch.device(given.get("device", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the benchmark gpu needs a GPU, and torch finds none here")
     root = Path(given["data.root"]).absolute() if "data.root" in given else None
-    names = given["parts"].split(",") if "parts" in given else list(PARTS)
-    for name in names:
-        if name not in PARTS:
-            hint = did_you_mean(name, PARTS) or f"there are {', '.join(PARTS)}"
-            raise ConfigError(f"gpu has no part {name!r}: {hint}")
-        if "parts" in given and name in OF_FILES and root is None:
-            raise ConfigError(f"parts={name} needs CIFAR-10 as image files: give data.root=DIR")
+    if "parts" in given and root is None and (of_files := set(names) & set(OF_FILES)):
+        raise ConfigError(f"{min(of_files)} needs CIFAR-10 as image files: give data.root=DIR")
     small, mode = given.get("widths") == "small", given.get("compile", "default")
     compiled = None if small or mode == "false" else mode
     rig = Rig(device, root, int(given.get("limit", 50)), small, compiled)
     return rig, [name for name in names if root is not None or name not in OF_FILES]
 
 
-def batch_size(rig: Rig, name: str) -> int:
-    """Return the images of an update."""
-    return 2 if rig.small else NETWORKS[name][4]
-
-
 def contenders(rig: Rig, name: str) -> dict[str, Contender]:
     """Return both loops over one batch on the device, each with a network of its own."""
     side = 32 if rig.small else NETWORKS[name][2]
-    images = torch.randn(batch_size(rig, name), 3, side, side, device=rig.device)
+    images = torch.randn(rig.batch(name), 3, side, side, device=rig.device)
     images = images.to(memory_format=torch.channels_last)
     batch = images, torch.randint(NETWORKS[name][3], (len(images),), device=rig.device)
 
@@ -177,12 +175,11 @@ def ours(rig: Rig, name: str, batches: Callable[[int], Any]) -> Contender:
     """Return the same by a Trainer."""
     model, optimizer, compiled = _network(rig, name)
     options = {"channels_last": True, "log_every_n_steps": 10**9, "clip_grad_norm": 1.0}
-    others: dict[str, Any] = {"classes": NETWORKS[name][3], "compiled": compiled}
+    others: dict[str, Any] = {"classes": NETWORKS[name][3], "compiled": compiled, "callbacks": {}}
     others |= {"strategy": Strategy(rig.device), "precision": "bf16"}
 
     def run(updates: int) -> None:
-        loader, limits = batches(updates), {**options, "max_steps": updates}
-        classifier(model, optimizer, loader, {}, options=limits, **others).fit()
+        train(model, optimizer, batches(updates), {**options, "max_steps": updates}, **others)
 
     return run
 
@@ -202,7 +199,7 @@ def _rates(
 
 def _speed(name: str, rig: Rig, rounds: int) -> Found:
     both = contenders(rig, name)
-    rates = _rates(rig, both, batch_size(rig, name), rounds)
+    rates = _rates(rig, both, rig.batch(name), rounds)
     headlines = {"ratio_to_reference": report.paired(rates[OURS], rates[BY_HAND])}
     if rig.device.type == "cuda":
         headlines["host_waits"] = (_waits(both[OURS], 6) - _waits(both[OURS], 2)) / 4
@@ -226,13 +223,9 @@ def _kernels(rig: Rig, rounds: int) -> Found:
     rows: list[Row] = []
     headlines: dict[str, float] = {}
     for name in NETWORKS:
-        both = contenders(rig, name)
-        for run in both.values():
-            run(2)  # compiles
-        counts = {who: [kernels(rig, run)] for who, run in both.items()}
+        counts = {who: [kernels(rig, run)] for who, run in contenders(rig, name).items()}
         rows += _rows(f"{name}, kernels an update", counts)
-        ratio = report.paired(counts[OURS], counts[BY_HAND])
-        headlines[f"{name}_ratio_to_handwritten"] = ratio
+        headlines[f"{name}_ratio_to_handwritten"] = counts[OURS][0] / counts[BY_HAND][0]
     return rows, headlines
 
 
@@ -245,6 +238,7 @@ def kernels(rig: Rig, run: Contender) -> float:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     wanted = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch") if on_gpu else ("aten::",)
     counts: list[int] = []
+    run(2)  # compiles
     for updates in (2, 6):
         with profile(activities=kinds) as trace:
             run(updates)
@@ -300,10 +294,8 @@ def _airbench94(rig: Rig, rounds: int) -> Found:
     turns = report.in_turn(ways, rounds)
     seconds = {name: [took for took, _ in own] for name, own in turns.items()}
     right = {name: [100 * share for _, share in own] for name, own in turns.items()}
-    rows = _rows("airbench94, seconds", seconds)
-    ratio = report.paired(seconds[OURS], seconds[BY_HAND])
-    rows += _rows("airbench94, % of the test images", right)
-    return rows, {"ratio_to_handwritten": ratio}
+    rows = _rows("airbench94, seconds", seconds) + _rows("airbench94, % of the test images", right)
+    return rows, {"ratio_to_handwritten": report.paired(seconds[OURS], seconds[BY_HAND])}
 
 
 def _resnet18_whole(rig: Rig, rounds: int) -> Found:
@@ -316,7 +308,7 @@ def _resnet18_whole(rig: Rig, rounds: int) -> Found:
 
 def _jpeg(rig: Rig, rounds: int) -> Found:
     """Feed both from JPEG files, the images one by one through the recipe for ImageNet."""
-    batch = batch_size(rig, "resnet50")
+    batch = rig.batch("resnet50")
     workers = 0 if rig.small else min(WORKERS, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         tree, _ = picture_folder("imagenet", Path(folder) / "jpeg", 500, 4 if rig.small else FILES)
@@ -344,10 +336,9 @@ def _jpeg(rig: Rig, rounds: int) -> Found:
             ALONE: contenders(rig, "resnet50")[OURS],
         }
         rates = _rates(rig, ways, batch, rounds)
-    ratio = report.paired(rates[OURS], rates[BY_HAND])
-    share = report.paired(rates[OURS], rates[ALONE])
-    rows = _rows("resnet50 from JPEG files, images/s", rates)
-    return rows, {"ratio_to_reference": ratio, "share_of_time": share}
+    to = {"ratio_to_reference": BY_HAND, "share_of_time": ALONE}
+    ratios = {name: report.paired(rates[OURS], rates[other]) for name, other in to.items()}
+    return _rows("resnet50 from JPEG files, images/s", rates), ratios
 
 
 def _rows(title: str, values: dict[str, list[float]]) -> list[Row]:

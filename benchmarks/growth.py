@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from benchmarks import report
-from benchmarks.ours import Endless
-from benchmarks.report import Report, Row
+from benchmarks.report import Report
 from callbacks.metrics_log import MetricsLog
 from callbacks.tensorboard import TensorBoard
 from data.orders import LowMemory, Shuffled
@@ -57,11 +56,9 @@ def measure(rounds: int) -> Report:
     rows = report.compared(report.in_turn(runs, rounds, uncounted=0), firsts)
     held = {name: order_bytes(*case) for name, case in cases.items()}
     costs, growth = run_costs()
-    first = f"a run at 10^{DECADES[0]}"
-    for power, cost in zip(DECADES, costs, strict=True):
-        rows.append(Row(f"a run at 10^{power}", cost, cost, cost, cost / costs[0], first))
-    in_memory = [(name, power) for name, (kind, power) in cases.items() if kind == "in memory"]
-    largest, power = in_memory[-1]
+    decades = {f"a run at 10^{n}": [cost] for n, cost in zip(DECADES, costs, strict=True)}
+    rows += report.compared(decades, dict.fromkeys(decades, next(iter(decades))))
+    power = ORDERS["in memory"][1][-1]
     return Report(
         name="growth",
         title=f"An update's samples, batches of {BATCH}, and a run's updates, as they grow",
@@ -69,7 +66,7 @@ def measure(rounds: int) -> Report:
         rows=rows,
         headlines={
             "ratio_to_smallest": max(row.ratio or 0.0 for row in rows[: len(cases)]),
-            "bytes_a_sample_in_memory": held[largest] / 10**power,
+            "bytes_a_sample_in_memory": held[f"in memory, 10^{power}"] / 10**power,
             "bytes_in_all_low_memory": held[next(reversed(cases))],
             "run_ratio_to_first_decade": costs[-1] / costs[0],
             "run_growth_mib": growth / 2**20,
@@ -120,18 +117,6 @@ class Marks(Callback):
             self.notes.append((step, time.process_time(), pages * os.sysconf("SC_PAGE_SIZE")))
 
 
-class Weight(nn.Module):
-    """A network with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Weigh the input."""
-        return self.weight * inputs
-
-
 class Output(Task):
     """The loss is what the network returns."""
 
@@ -143,13 +128,14 @@ class Output(Task):
 
 def run_costs() -> tuple[list[float], int]:
     """Return an update's cost at each decade of a run, and by how many bytes the last one grew."""
-    model, marks = Weight(), Marks()
-    with tempfile.TemporaryDirectory() as folder, report.one_thread():
+    model, marks = nn.Linear(1, 1, bias=False), Marks()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
         Trainer(
             model,
             Output(),
             SGD(model.parameters(), lr=0.01),
-            Endless(torch.zeros(())),
+            [torch.zeros(1)] * 10 ** DECADES[-1],
             callbacks={"board": TensorBoard(), "metrics": MetricsLog(), "marks": marks},
             options=TrainerOptions(max_steps=10 ** DECADES[-1], log_every_n_steps=50),
             run_dir=Path(folder),

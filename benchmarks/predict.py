@@ -9,8 +9,6 @@ are by the CPU's time, which other processes change least.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch
 from PIL import Image
 
 from benchmarks import report
-from benchmarks.report import OURS, Report
+from benchmarks.report import BARE, OURS, Report
 from conf.check import parse
 from data.loading.loader import Loader
 from scripts.cli.arguments import parse_arguments
@@ -35,7 +33,6 @@ from trainer.trainer import Trainer
 SAMPLES = 128
 SIDE = 8  # of a file, as the digits; they are brought to the 16 pixels of the run
 OVERRIDES = ("experiment=resnet18", "strategy.accelerator=cpu", "loader.num_workers=0")
-BARE = "bare loop"
 
 
 @torch.inference_mode()
@@ -58,13 +55,13 @@ def ours(trainer: Trainer, loader: Loader, facts: InferenceFacts, folder: Path) 
 
 def measure(rounds: int) -> Report:
     """Let both answer for all files `rounds` times, in turn, and compare."""
-    with tempfile.TemporaryDirectory() as scratch, report.one_thread():
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
         trainer, loader, facts = _parts(Path(scratch))
-        ways = {
-            BARE: partial(bare, trainer, loader),
-            OURS: partial(ours, trainer, loader, facts, Path(scratch)),
-        }
-        rates = report.in_turn({name: partial(_rate, way) for name, way in ways.items()}, rounds)
+        by_us = partial(ours, trainer, loader, facts, Path(scratch))
+        ways = {BARE: partial(bare, trainer, loader), OURS: by_us}
+        runs = {name: partial(report.rate, SAMPLES, way) for name, way in ways.items()}
+        rates = report.in_turn(runs, rounds)
     return Report(
         name="predict",
         title="Answers for picture files as a table, one thread",
@@ -73,12 +70,6 @@ def measure(rounds: int) -> Report:
         headlines={"ratio_to_reference": report.paired(rates[OURS], rates[BARE])},
         settings={"rounds": rounds, "samples": SAMPLES, "overrides": list(OVERRIDES)},
     )
-
-
-def _rate(way: Callable[[], None]) -> float:
-    since = time.process_time()
-    way()
-    return SAMPLES / (time.process_time() - since)
 
 
 def _parts(folder: Path) -> tuple[Trainer, Loader, InferenceFacts]:

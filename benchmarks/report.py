@@ -5,21 +5,21 @@ It imports torch and the standard library only, so that a script by hand may sta
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import platform
 import resource
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-BY_HAND, OURS = "by hand", "Regimen"
+BY_HAND, OURS, BARE = "by hand", "Regimen", "bare loop"
+Values = Mapping[str, Sequence[float]]  # of each contender, one for each turn
 T = TypeVar("T")
 
 
@@ -30,8 +30,7 @@ class Cost(NamedTuple):
     cpu: float
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One contender: its median, and that as a ratio to its reference."""
 
     name: str
@@ -64,16 +63,22 @@ class Report:
         return "\n".join([*lines, *(f"{k}: {v:.3f}" for k, v in self.headlines.items())])
 
     def write(self, folder: Path) -> Path:
-        """Write `folder/<name>.json` and return its path."""
+        """Write `folder/<name>.json`, with what a figure depends on beside the code."""
         folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "name": self.name,
-            **self.headlines,
-            "unit": self.unit,
-            "rows": [asdict(row) for row in self.rows],
-            "settings": dict(self.settings),
-            "machine": machine(),
+        facts = (
+            Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+        )
+        named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
+        machine = {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "processor": next(named, platform.processor()),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
+        content = {"name": self.name, **self.headlines, "unit": self.unit}
+        content |= {"rows": [row._asdict() for row in self.rows]}
+        content |= {"settings": dict(self.settings), "machine": machine}
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         return path
@@ -83,13 +88,14 @@ def in_turn(
     contenders: Mapping[str, Callable[[], T]], rounds: int, uncounted: int = 1
 ) -> dict[str, list[T]]:
     """Run the contenders A B A B; return what each turn of each gave, without the first turns."""
-    found: dict[str, list[T]] = {name: [] for name in contenders}
-    for turn in range(rounds + uncounted):
-        for name, run in contenders.items():
-            value = run()
-            if turn >= uncounted:
-                found[name].append(value)
-    return found
+    turns = [{name: run() for name, run in contenders.items()} for _ in range(rounds + uncounted)]
+    return {name: [turn[name] for turn in turns[uncounted:]] for name in contenders}
+
+
+def split(costs: Mapping[str, Sequence[Cost]]) -> tuple[Values, Values]:
+    """Return what the clock says, and the CPU's time, which other processes change less."""
+    wall, cpu = ({name: [c[i] for c in own] for name, own in costs.items()} for i in (0, 1))
+    return wall, cpu
 
 
 def paired(own: Sequence[float], others: Sequence[float]) -> float:
@@ -97,7 +103,7 @@ def paired(own: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
-def compared(values: Mapping[str, Sequence[float]], references: Mapping[str, str]) -> list[Row]:
+def compared(values: Values, references: Mapping[str, str]) -> list[Row]:
     """Return a row for each contender, with a ratio where it has a reference."""
     rows = []
     for name, own in values.items():
@@ -107,54 +113,14 @@ def compared(values: Mapping[str, Sequence[float]], references: Mapping[str, str
     return rows
 
 
-def by_clock(costs: Mapping[str, Sequence[Cost]]) -> dict[str, list[float]]:
-    """Return what the clock says."""
-    return {name: [cost.wall for cost in own] for name, own in costs.items()}
-
-
-def by_cpu(costs: Mapping[str, Sequence[Cost]]) -> dict[str, list[float]]:
-    """Return what the CPU's time says, which other processes change less."""
-    return {name: [cost.cpu for cost in own] for name, own in costs.items()}
+def rate(samples: int, work: Callable[[], object]) -> float:
+    """Return samples a second by the CPU's time of some work."""
+    since = time.process_time()
+    work()
+    return samples / (time.process_time() - since)
 
 
 def children_cpu() -> float:
     """Return the CPU seconds of all processes that have ended below this one."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as long as the context lasts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-class Terminal(io.StringIO):
-    """A terminal that no one looks at: bars draw themselves on it as on any."""
-
-    def isatty(self) -> bool:
-        """Return that it is one."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Forget the text."""
-        return len(text)
-
-
-def machine() -> dict[str, Any]:
-    """Return what a figure depends on beside the code."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }

@@ -36,8 +36,8 @@ TRAIN = ("-m", "scripts.train", "experiment=resnet18")
 FIRST_UPDATE = (
     *("model=mlp", "optimizer=sgd_nesterov", "trainer.max_steps=1", "trainer.limit_val_batches=0"),
     *("trainer.limit_test_batches=0", "callbacks.checkpoint=null"),
-    *("callbacks.early_stopping=null", "--allow-target", "benchmarks.mark"),
-    *("+callbacks.mark._target_=benchmarks.mark.Mark", "+callbacks.mark.path={}"),
+    *("callbacks.early_stopping=null", "--allow-target", "benchmarks.ours"),
+    *("+callbacks.mark._target_=benchmarks.ours.Mark", "+callbacks.mark.path={}"),
 )
 
 
@@ -82,8 +82,8 @@ def bare_ddp(mark: Path) -> None:
 def measure(rounds: int) -> Report:
     """Start every command `rounds` times, at most 10, in turn, and compare."""
     rounds = min(rounds, MOST_ROUNDS)
-    costs = report.in_turn(COMMANDS, rounds)  # the uncounted turn warms the file cache and compiles
-    wall, cpu = report.by_clock(costs), report.by_cpu(costs)
+    # The uncounted turn warms the file cache and compiles.
+    wall, cpu = report.split(report.in_turn(COMMANDS, rounds))
     first, bare_first = "train: first update", "bare script: first update"
     help_of_bare = "bare script: --help"
     references = {name: help_of_bare for name in COMMANDS if name.startswith("train")}
@@ -107,8 +107,7 @@ def to_mark(arguments: Sequence[str], whole_cpu: bool = False) -> Cost:
     """Return what a command took to its first update, or of CPU seconds the whole command's."""
     before = report.children_cpu()
     with tempfile.TemporaryDirectory() as folder:
-        mark = Path(folder) / "mark"
-        began = time.time()
+        mark, began = Path(folder) / "mark", time.time()
         run_command([word.replace("{}", str(mark)) for word in arguments], folder)
         ended, used = map(float, mark.read_text().split())
     return Cost(ended - began, report.children_cpu() - before if whole_cpu else used)
@@ -116,23 +115,16 @@ def to_mark(arguments: Sequence[str], whole_cpu: bool = False) -> Cost:
 
 def whole(arguments: Sequence[str], code: int) -> Cost:
     """Return what a whole command took."""
-    used = report.children_cpu()
+    used, began = report.children_cpu(), time.time()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
         run_command(arguments, folder, code)
-        return Cost(time.time() - began, report.children_cpu() - used)
+    return Cost(time.time() - began, report.children_cpu() - used)
 
 
 def run_command(arguments: Sequence[str], folder: str, code: int = 0) -> None:
     """Run Python with arguments in a folder. Raises RuntimeError: another code."""
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=command_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words, environment = [sys.executable, *arguments], command_environment()
+    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     if ended.returncode != code:
         raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr}")
 

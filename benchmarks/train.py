@@ -13,14 +13,14 @@ included, is added as that of one save for 45,000 images, an epoch of CIFAR-10. 
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from torch.optim import SGD
 
 from benchmarks import report
 from benchmarks.data import ours_in_memory
-from benchmarks.ours import classifier
-from benchmarks.report import Report, Terminal
+from benchmarks.ours import train
+from benchmarks.report import BARE, OURS, Report
 from callbacks.checkpoint import Checkpoint
 from callbacks.lr_monitor import LRMonitor
 from callbacks.metrics_log import MetricsLog
@@ -63,17 +63,17 @@ def measure(rounds: int) -> Report:
     saves = []
     for form in FORMS:
         pairs = [_pair(form, rounds) for _ in range(PAIRS)]
-        save = max(save for _, _, save in pairs)
-        share = save * TURN * BATCH / EPOCH
-        rates[f"bare loop, {form}"] = [TURN * BATCH / s for bare, _, _ in pairs for s in bare]
-        rates[f"Regimen, {form}"] = [TURN * BATCH / (s + share) for _, o, _ in pairs for s in o]
-        saves.append(save)
-    ratios = [report.paired(rates[f"Regimen, {f}"], rates[f"bare loop, {f}"]) for f in FORMS]
+        saves.append(max(save for _, _, save in pairs))
+        share = saves[-1] * TURN * BATCH / EPOCH
+        rates[f"{BARE}, {form}"] = [TURN * BATCH / s for bare, _, _ in pairs for s in bare]
+        rates[f"{OURS}, {form}"] = [TURN * BATCH / (s + share) for _, o, _ in pairs for s in o]
+    rows = report.compared(rates, {f"{OURS}, {form}": f"{BARE}, {form}" for form in FORMS})
+    ratios = [row.ratio for row in rows if row.ratio]
     return Report(
         name="train",
         title="ResNet-18 on images of 32 x 32, one thread",
         unit="images/s",
-        rows=report.compared(rates, {f"Regimen, {form}": f"bare loop, {form}" for form in FORMS}),
+        rows=rows,
         headlines={"ratio_to_reference": ratios[0], "least_ratio": min(ratios)},
         settings={
             "pairs_of_processes": PAIRS,
@@ -87,29 +87,29 @@ def measure(rounds: int) -> Report:
 
 def _pair(form: str, rounds: int) -> tuple[list[float], list[float], float]:
     """Return the CPU seconds of each turn of both, and of our save at the end."""
+
+    def turn(contender: Connection) -> Any:
+        contender.send(None)  # asks for it
+        return contender.recv()
+
     with _process(bare, form, rounds) as theirs, _process(ours, form, rounds) as own:
-        turns = [(_turn(theirs), _turn(own)) for _ in range(1 + rounds)][1:]
-        return [t for t, _ in turns], [o for _, o in turns], _turn(own)
+        turns = [(turn(theirs), turn(own)) for _ in range(1 + rounds)][1:]
+        return [t for t, _ in turns], [o for _, o in turns], turn(own)
 
 
 @contextlib.contextmanager
-def _process(train: Callable[[str, int, Connection], None], *args: object) -> Iterator[Connection]:
+def _process(
+    contender: Callable[[str, int, Connection], None], *args: object
+) -> Iterator[Connection]:
     """Start a contender in a new process, and end it."""
     context = multiprocessing.get_context(START)
     here, there = context.Pipe()
-    process = context.Process(target=train, args=(*args, there), daemon=True)
+    process = context.Process(target=contender, args=(*args, there), daemon=True)
     process.start()
     there.close()  # so that `recv` raises EOFError when the process fails
     with here:
         yield here
     process.join()
-
-
-def _turn(contender: Connection) -> float:
-    """Ask a contender for its next turn, and return the CPU seconds of it."""
-    contender.send(None)
-    seconds: float = contender.recv()
-    return seconds
 
 
 def _parts(rounds: int, channels_last: bool) -> tuple[nn.Module, SGD, Tensor, Tensor]:
@@ -165,11 +165,10 @@ def ours(form: str, rounds: int, asked: Connection) -> None:
     model, optimizer, images, labels = _parts(rounds, channels_last)
     words = ("transforms=crop_flip", f"loader.batch_size={BATCH}")
     loader = ours_in_memory(images, *words, targets=labels)
-    turns = Turns(asked)
-    options = {"max_steps": len(images) // BATCH, "log_every_n_steps": TURN}
-    options["channels_last"] = channels_last
+    turns, steps = Turns(asked), len(images) // BATCH
+    options = {"max_steps": steps, "log_every_n_steps": TURN, "channels_last": channels_last}
     callbacks: dict[str, Callback] = {
-        "progress": Progress(),
+        "progress": Progress(bar=True),
         "tensorboard": TensorBoard(),
         "lr_monitor": LRMonitor(),
         "metrics_log": MetricsLog(),
@@ -177,11 +176,8 @@ def ours(form: str, rounds: int, asked: Connection) -> None:
         "checkpoint": Checkpoint(every_n_epochs=None, monitor=None),
     }
     asked.recv()
-    with contextlib.redirect_stderr(Terminal()), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        trainer = classifier(
-            model, optimizer, loader, callbacks, path, options=options, precision=precision
-        )
-        trainer.fit()
+    with contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        others = {"callbacks": callbacks, "run_dir": folder, "precision": precision}
+        train(model, optimizer, loader, options, **others)
         asked.send(time.process_time() - turns.began)
         loader.close()

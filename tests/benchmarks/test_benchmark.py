@@ -1,6 +1,7 @@
 """Each benchmark with tiny sizes: contenders do the same, medians, the file says all."""
 
 import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ COMMANDS = (sweep, start, ddp)  # start processes
 def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     for name, value in TINY[request.param].items():
         monkeypatch.setattr(request.param, name, value)
-    return request.param
+    threads = torch.get_num_threads()
+    yield request.param
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_ours_trains_what_the_hand_written_loop_trains(tiny: Any, tmp_path: Path
         model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
         optimizer = SGD(model.parameters(), lr=step.MAX_LR, momentum=0.9, weight_decay=5e-4)
         loader = DataLoader(step.Batches(), batch_size=None)
-        with contextlib.redirect_stderr(report.Terminal()):
+        with contextlib.redirect_stderr(io.StringIO()):
             contender(model, optimizer, loader, tmp_path / contender.__name__)
         weights.append([p.detach() for p in model.parameters()])
     for theirs, own in zip(*weights, strict=True):

@@ -22,7 +22,6 @@ from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
 from toys import Log
-from trainer.callback import Callback
 from trainer.errors import DivergedError
 from trainer.media import histogram_of
 from trainer.state import TrainState
@@ -67,49 +66,32 @@ def test_summary_shows_all_heads_also_where_the_task_prepares_the_input(
 
 
 def test_profiler_writes_a_trace_and_a_table(make_trainer: Any, tmp_path: Path) -> None:
-    profiler = Profiler(wait=1, warmup=1, active=2)
-    make_trainer({"profiler": profiler}, tmp_path).fit()
+    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=50)}, tmp_path).fit()
+    assert not (tmp_path / "profile.txt").exists()  # it ends with a run that is too short
+    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
     (trace,) = (tmp_path / "tensorboard" / "profile").glob("*.pt.trace.json")
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "aten::addmm" in names
     assert "aten::addmm" in (tmp_path / "profile.txt").read_text()
 
 
-def test_profiler_ends_with_a_run_that_is_too_short(make_trainer: Any, tmp_path: Path) -> None:
-    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=50)}, tmp_path).fit()
-    assert not (tmp_path / "profile.txt").exists()
-    make_trainer({"profiler": Profiler(wait=1, warmup=1, active=2)}, tmp_path).fit()
-    assert (tmp_path / "profile.txt").exists()  # the first one is over
-
-
-class Rates(Callback):
-    """Note the rate that each update uses."""
-
-    def __init__(self) -> None:
-        self.used: list[float] = []
-
-    def on_fit_start(self, trainer: Any) -> None:
-        self._next = next(iter(trainer.learning_rates().values()))
-
-    def on_update_end(self, trainer: Any) -> None:
-        self.used.append(self._next)
-        self._next = next(iter(trainer.learning_rates().values()))
-
-
 def test_range_test(make_trainer: Any, tmp_path: Path) -> None:
-    finder, rates = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9), Rates()
-    constant = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
-    callbacks = {"finder": finder, "rates": rates}
-    trainer = make_trainer(
-        callbacks, tmp_path, max_epochs=50, log_every_n_steps=1, scheduler=constant
-    )
+    log, options = Log(), {"max_epochs": 50, "log_every_n_steps": 1}
+    finder = LRFinder(min_lr=1e-5, max_lr=1e-1, updates=9)
+    callbacks = {"finder": finder, "rates": LRMonitor(), "log": log}
+    constant = torch.optim.lr_scheduler.ConstantLR
+    trainer = make_trainer(callbacks, tmp_path, scheduler=constant, **options)
     trainer.fit()
     assert trainer.state.updates == 9
-    assert rates.used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
+    (name,) = trainer.learning_rates()
+    used = list(log.of(f"lr/{name}").values())
+    assert used == pytest.approx([10 ** (-5 + i / 2) for i in range(9)])
     found = json.loads((tmp_path / "lr_finder.json").read_text())
-    assert found["lr"] == pytest.approx(rates.used)
+    assert found["lr"] == pytest.approx(used)
     assert len(found["loss"]) == 9
     assert found["suggestion"] in found["lr"]
+    with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
+        make_trainer({"finder": LRFinder()}).fit()
 
 
 @pytest.mark.parametrize(("highest", "ends"), [(1e6, "explodes"), (1e300, "diverges")])
@@ -126,15 +108,12 @@ def test_range_test_ends_and_reports_when_the_loss_explodes(
     assert json.loads((tmp_path / "lr_finder.json").read_text())["loss"]
 
 
-def test_suggestion_is_the_steepest_descent() -> None:
+def test_suggestion_is_the_steepest_descent_and_a_curve_leaves_out_what_is_not_finite() -> None:
     finder = LRFinder(smoothing=0.0)
     finder.rates, finder.losses = [1, 2, 3, 4, 5], [5.0, 4.5, 2.0, 1.9, 9.0]
     assert finder.suggestion() == 2
     finder.losses = [1.0, 2.0, 3.0, 4.0, 5.0]
     assert finder.suggestion() is None
-
-
-def test_a_curve_leaves_out_what_is_not_finite() -> None:
     drawn = _curve([1e-3, 1e-2, 1e-1, 1.0], [2.0, math.nan, 1.0, math.inf], 1e-2)
     assert (drawn == [190, 0, 0]).all(2).any()  # the mark
     assert _curve([1e-3], [math.nan], None).min() == 255
@@ -142,7 +121,10 @@ def test_a_curve_leaves_out_what_is_not_finite() -> None:
 
 def test_the_loss_is_smoothed_with_a_correction_for_its_start() -> None:
     finder = LRFinder(stop_factor=1.9, smoothing=0.5, updates=9)
-    finder.on_fit_start(trainer := range_test_of(finder))
+    optimizers = SimpleNamespace(groups=lambda: [SimpleNamespace(options={})])
+    trainer: Any = SimpleNamespace(state=TrainState(), optimizers=optimizers)
+    trainer.learning_rates = lambda: {"all": 0.1}
+    finder.on_fit_start(trainer)
     for loss in (2.0, 2.0, 2.0, 5.0):  # smoothed: 2, 2, 2, 3.6
         trainer.state.updates += 1
         finder.on_log(trainer, {"train/loss": loss})
@@ -152,29 +134,14 @@ def test_the_loss_is_smoothed_with_a_correction_for_its_start() -> None:
     assert trainer.state.stop_request is not None
 
 
-def range_test_of(finder: LRFinder) -> Any:
-    optimizers = SimpleNamespace(groups=lambda: [SimpleNamespace(options={})])
-    return SimpleNamespace(
-        state=TrainState(), optimizers=optimizers, learning_rates=lambda: {"all": 0.1}
-    )
-
-
-def test_range_test_needs_every_loss(make_trainer: Any) -> None:
-    with pytest.raises(CallbackError, match=r"trainer\.log_every_n_steps=1"):
-        make_trainer({"finder": LRFinder()}).fit()
-
-
 def test_histograms(make_trainer: Any, tmp_path: Path) -> None:
     callbacks = {"histograms": Histograms(bins=8), "tensorboard": TensorBoard()}
     trainer = make_trainer(callbacks, tmp_path)
     trainer.fit()
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
-    board.Reload()
-    assert set(board.Tags()["histograms"]) == {
-        f"{kind}/{name}"
-        for kind in ("weights", "gradients")
-        for name, _ in trainer.model.named_parameters()
-    }
+    names = [name for name, _ in trainer.model.named_parameters()]
+    tags = [f"{kind}/{name}" for kind in ("gradients", "weights") for name in names]
+    assert sorted(board.Reload().Tags()["histograms"]) == sorted(tags)
     points = board.Histograms("weights/0.weight")
     assert [point.step for point in points] == [5, 10]
     weight = trainer.model[0].weight.detach()

@@ -33,18 +33,15 @@ def test_mode(name: str, mode: str, higher_is_better: bool) -> None:
     assert monitor.better(1.0, 2.0) != higher_is_better
 
 
-def test_unknown_direction_is_asked_for_where_values_are_compared() -> None:
+@pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
+def test_unknown_direction_is_asked_for_where_values_are_compared(
+    make_trainer: Any, tmp_path: Path, callback: Any
+) -> None:
     with pytest.raises(CallbackError, match="is a larger val/wobble better"):
         EarlyStopping("val/wobble", patience=1)
     with pytest.raises(CallbackError, match="choose min, max or auto"):
         Monitor("val/loss", "smallest")
     assert EarlyStopping("val/wobble").monitor == "val/wobble"
-
-
-@pytest.mark.parametrize("callback", [Checkpoint(), EarlyStopping(patience=1)])
-def test_a_direction_that_is_asked_for_later_names_the_callback(
-    make_trainer: Any, tmp_path: Path, callback: Any
-) -> None:
     trainer = make_trainer({"mine": callback}, tmp_path)
     trainer.task.monitor = lambda: "wobble"
     with pytest.raises(CallbackError, match=r"^callbacks.mine: mode=auto: is a larger val/wobble"):
@@ -155,16 +152,17 @@ def test_a_training_metric_is_looked_at_once_an_epoch(make_trainer: Any) -> None
     assert callback.waited == 2
 
 
-def test_no_validation_set(make_trainer: Any) -> None:
-    trainer = make_trainer({"stop": EarlyStopping(patience=2)}, validated=False)
-    with pytest.raises(
-        CallbackError, match=r"callbacks\.stop\.monitor=val/accuracy: there is no val"
-    ):
+@pytest.mark.parametrize(
+    ("monitor", "validated", "message"),
+    [
+        ("auto", False, r"callbacks\.stop\.monitor=val/accuracy: there is no val"),
+        ("val/f1", True, r"no such metric; there are: .*val/accuracy, val/loss"),
+    ],
+)
+def test_a_metric_that_is_not_there(
+    make_trainer: Any, monitor: str, validated: bool, message: str
+) -> None:
+    trainer = make_trainer({"stop": EarlyStopping(monitor, patience=2)}, validated=validated)
+    with pytest.raises(CallbackError, match=message):
         trainer.fit()
     make_trainer({"stop": EarlyStopping()}, validated=False).fit()  # off by default
-
-
-def test_wrong_metric_lists_those_that_exist(make_trainer: Any) -> None:
-    trainer = make_trainer({"stop": EarlyStopping("val/f1", patience=2)})
-    with pytest.raises(CallbackError, match=r"no such metric; there are: .*val/accuracy, val/loss"):
-        trainer.fit()

@@ -29,15 +29,11 @@ class Terminal:
     def __init__(self, columns: int = 120) -> None:
         self.columns = columns
         self._master, self.slave = os.openpty()
-        self.resize(columns)
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream = os.fdopen(self.slave, "w", encoding="utf-8")
         self._read: list[bytes] = []
         self._reader = threading.Thread(target=self._collect)
         self._reader.start()
-
-    def resize(self, columns: int) -> None:
-        """Change the width."""
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def text(self) -> str:
         """Close the terminal and return all that was written."""
@@ -139,7 +135,8 @@ ITEM = re.compile(
 def test_a_terminal_sees_the_run_above_its_epoch(make_trainer: Any, tmp_path: Any) -> None:
     terminal = Terminal()
     callbacks = {"progress": Progress(), "warns": Warns(), "judge": Judge()}
-    with console(terminal.stream), logged(tmp_path / "log"):
+    with console(terminal.stream):
+        logging.getLogger().addHandler(logging.FileHandler(tmp_path / "log"))
         make_trainer(callbacks, tmp_path / "run", log_every_n_steps=1).fit()
     frames = terminal.frames()
     bars = [frame for frame in frames if "|" in frame]
@@ -162,18 +159,6 @@ def test_a_terminal_sees_the_run_above_its_epoch(make_trainer: Any, tmp_path: An
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def logged(path: Any) -> Iterator[None]:
-    """Keep log lines in a file as well."""
-    handler = logging.FileHandler(path)
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-
-
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_nothing_is_cut_inside_a_word(make_trainer: Any, tmp_path: Any, columns: int) -> None:
     terminal = Terminal(columns)
@@ -190,21 +175,6 @@ def test_nothing_is_cut_inside_a_word(make_trainer: Any, tmp_path: Any, columns:
     names = {"epoch", "step", "best", "train/epoch_loss", "val/accuracy", "val/loss", "time"}
     numbers = {word for word in words if re.fullmatch(r"[\d.e-]+|\d/2|s|\*", word)}
     assert words - numbers == names
-
-
-def test_bars_follow_a_terminal_that_is_resized(make_trainer: Any) -> None:
-    terminal = Terminal(120)
-
-    class Resize(Callback):
-        def on_update_end(self, trainer: Any) -> None:
-            if trainer.state.global_step == 5:
-                terminal.resize(60)
-
-    with console(terminal.stream):
-        make_trainer({"resize": Resize(), "progress": Progress()}, log_every_n_steps=1).fit()
-    before, after = terminal.text().split("epoch 1/2 100%", 1)
-    assert max(len(part) for part in re.split(r"[\r\n]+|\x1b\[.", before)) > 110
-    assert max(len(part) for part in re.split(r"[\r\n]+|\x1b\[.", after)) <= 60
 
 
 def test_a_best_value_from_before_a_resume_counts(make_trainer: Any, tmp_path: Any) -> None:
@@ -262,14 +232,17 @@ def test_elsewhere_a_line_closes_an_epoch(make_trainer: Any, capsys: Any, logged
     assert [line.split(":")[0] for line in lines] == ["epoch 1/2, step 5", "epoch 2/2, step 10"]
 
 
-def test_now_and_then_a_line_within_an_epoch(
+def test_now_and_then_a_line_within_an_epoch_or_a_long_validation(
     make_trainer: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(0, 1000, 10))  # each look at the clock: 10 s later
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with console():
-        progress = Progress(every_seconds=25)
-        make_trainer({"progress": progress}, max_epochs=2, log_every_n_steps=1).fit()
+    def run(every: int, epochs: int) -> None:
+        clock = iter(range(0, 1000, 10))  # each look at the clock: 10 s later
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        with console():
+            progress = Progress(every_seconds=every)
+            make_trainer({"progress": progress}, max_epochs=epochs, log_every_n_steps=1).fit()
+
+    run(every=25, epochs=2)
     within = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
     # At 0 s the run begins, at 10 s the epoch; the looks at steps 1 to 4 are at 20, 30, 40 and 50.
     assert len(within) == 2
@@ -278,14 +251,7 @@ def test_now_and_then_a_line_within_an_epoch(
         r"epoch 1/2, 3/5: train/loss [\d.]+ \(0\.1 steps/s, 01:33 left\)", within[0]
     )
 
-
-def test_a_long_validation_says_how_far_it_is(
-    make_trainer: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with console():
-        make_trainer({"progress": Progress(every_seconds=10)}, max_epochs=1).fit()
+    run(every=10, epochs=1)
     assert "epoch 1/1: val 1/2 batches" in capsys.readouterr().err
 
 
@@ -303,12 +269,6 @@ def test_a_resumed_epoch_begins_where_it_was(
     assert re.search(r"epoch 1/2  60%\|.*\| 3/5", bars[1])
 
 
-def test_a_horizon_in_steps_closes_its_last_epoch(make_trainer: Any, capsys: Any) -> None:
-    with console():
-        make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
-    assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err
-
-
 def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: Any) -> None:
     rare = {"max_epochs": 3, "validate_every_n_epochs": 2, "validate_every_n_steps": 7}
     with console():
@@ -322,6 +282,9 @@ def test_a_validation_is_told_once_where_it_happened(make_trainer: Any, capsys: 
         ("epoch 3/3, step 14", False, True),
         ("epoch 3/3, step 15", True, True),  # the last
     ]
+    with console():
+        make_trainer({"progress": Progress()}, max_epochs=None, max_steps=7).fit()
+    assert "epoch 2, step 7: train/epoch_loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("every", [1, 3, 50])

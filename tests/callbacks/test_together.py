@@ -66,13 +66,13 @@ def everything() -> dict[str, Callback]:
 
 
 def test_no_callback_reads_a_tensor_after_an_update(make_trainer: Any, tmp_path: Path) -> None:
-    watched: list[str] = []
+    watched: set[str] = set()
 
-    def guard(callback: Callback) -> None:
+    def guard(name: str, callback: Callback) -> None:
         hook = callback.on_update_end
 
         def guarded(trainer: Any) -> None:
-            watched.append(callback.name)
+            watched.add(name)
             with NoHostReads():
                 hook(trainer)
 
@@ -80,57 +80,34 @@ def test_no_callback_reads_a_tensor_after_an_update(make_trainer: Any, tmp_path:
 
     callbacks = {**everything(), "lr_finder": LRFinder(updates=9)}
     callbacks["checkpoint"] = callbacks.pop("checkpoint")
-    hooked = [c for c in callbacks.values() if type(c).on_update_end is not Callback.on_update_end]
-    for callback in hooked:
-        guard(callback)
+    for name, callback in callbacks.items():
+        if type(callback).on_update_end is not Callback.on_update_end:
+            guard(name, callback)
     make_trainer(callbacks, tmp_path, log_every_n_steps=1).fit()
-    assert {"progress", "ema", "unfreeze", "lr_finder"} <= set(watched)
-
-
-def test_the_guard_itself_sees_a_host_read() -> None:
+    assert {"progress", "ema", "unfreeze", "lr_finder"} <= watched
     with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
         torch.ones(()).item()
 
 
-def log_of(folder: Path) -> list[dict[str, Any]]:
+def facts(trainer: Any) -> dict[str, Any]:
+    """Return all that a resume must not change."""
+    folder, callbacks, clocks = trainer.run_dir, trainer.callbacks, ("time/", "memory/")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time/", "memory/")
-    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
-
-
-def board_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
     board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    board.Reload()
-    tags = [t for t in board.Tags()["scalars"] if not t.startswith(("time/", "memory/"))]
-    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in tags}
-
-
-@pytest.mark.parametrize("cuts", [[3], [5], [10], [12], [4, 7, 11]], ids=str)
-def test_resumed_as_if_never_interrupted(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cuts: list[int]
-) -> None:
-    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
-    whole.fit()
-    assert "has not improved" in str(whole.state.stop_reason)
-    trainer = None
-    for cut in [*cuts, None]:
-        more = {} if cut is None else {"stop": stop_at(cut)}
-        following = make_trainer({**everything(), **more}, tmp_path / "cut", max_epochs=6)
-        if trainer is not None:
-            carry_over(trainer, following)
-        trainer = following
-        trainer.fit()
-    assert trainer is not None
-    assert trainer.state.stop_reason == whole.state.stop_reason  # early stopping had its way
-    assert trainer.state.state_dict() == whole.state.state_dict()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(trainer.model.state_dict()[name], value)
-    for average in ("ema", "swa"):
-        for name, value in whole.callbacks[average].state_dict()["model"].items():
-            assert torch.equal(trainer.callbacks[average].state_dict()["model"][name], value)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
-    assert board_of(tmp_path / "cut") == board_of(tmp_path / "whole")
-    assert trainer.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
+    tags = [t for t in board.Reload().Tags()["scalars"] if not t.startswith(clocks)]
+    averages = {name: callbacks[name].state_dict()["model"] for name in ("ema", "swa")}
+    return {
+        "counters": trainer.state.state_dict(),
+        "stop": trainer.state.stop_reason,
+        "log": [{k: v for k, v in x.items() if not k.startswith(clocks)} for x in lines],
+        "board": {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in tags},
+        "best": callbacks["checkpoint"].best,
+        "early_stopping": callbacks["early_stopping"].state_dict(),
+        "weights": {
+            kind: {name: value.tolist() for name, value in state.items()}
+            for kind, state in {"model": trainer.model.state_dict(), **averages}.items()
+        },
+    }
 
 
 class StopInValidation(Callback):
@@ -141,25 +118,41 @@ class StopInValidation(Callback):
             trainer.state.request_stop("SIGTERM", 143)
 
 
-def test_resumed_after_a_signal_during_validation(
-    make_trainer: Any, tmp_path: Path, carry_over: Any
+@pytest.mark.parametrize("cuts", [[3], [5], [10], [12], [4, 7, 11], ["validation"]], ids=str)
+def test_resumed_as_if_never_interrupted(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cuts: list[Any]
 ) -> None:
     whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
-    callbacks = {**everything(), "stop": StopInValidation()}
-    first = make_trainer(callbacks, tmp_path / "cut", max_epochs=6)
+    whole.fit()
+    assert "has not improved" in str(whole.state.stop_reason)
+    trainer = None
+    for cut in [*cuts, None]:
+        stop = StopInValidation() if cut == "validation" else stop_at(cut)
+        following = make_trainer({**everything(), "stop": stop}, tmp_path / "cut", max_epochs=6)
+        if trainer is not None:
+            carry_over(trainer, following)
+        trainer = following
+        trainer.fit()
+        if cut == "validation":
+            assert (trainer.state.global_step, trainer.state.validated_at) == (10, 5)
+    assert facts(trainer) == facts(whole)  # early stopping had its way
+
+
+@pytest.mark.parametrize(
+    "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
+)
+def test_each_state_is_needed_for_that(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, lost: str
+) -> None:
+    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
+    first = make_trainer({**everything(), "stop": stop_at(12)}, tmp_path / "cut", max_epochs=6)
     second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
     whole.fit()
     first.fit()
-    assert (first.state.global_step, first.state.validated_at) == (10, 5)
+    first.callbacks[lost].state_dict = dict
     carry_over(first, second)
     second.fit()
-    assert second.state.state_dict() == whole.state.state_dict()
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
-    assert board_of(tmp_path / "cut") == board_of(tmp_path / "whole")
-    assert second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best
-    assert second.callbacks["early_stopping"].state_dict() == (
-        whole.callbacks["early_stopping"].state_dict()
-    )
+    assert facts(second) != facts(whole)
 
 
 @pytest.mark.parametrize("cut", [4, 9])
@@ -179,31 +172,6 @@ def test_a_range_test_goes_on_after_a_resume(
     reports = [(tmp_path / run / "lr_finder.json").read_text() for run in ("whole", "cut")]
     assert reports[0] == reports[1]
     assert second.state.updates == 9
-
-
-@pytest.mark.parametrize(
-    "lost", ["early_stopping", "checkpoint", "tensorboard", "metrics_log", "ema"]
-)
-def test_each_state_is_needed_for_that(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, lost: str
-) -> None:
-    whole = make_trainer(everything(), tmp_path / "whole", max_epochs=6)
-    first = make_trainer({**everything(), "stop": stop_at(12)}, tmp_path / "cut", max_epochs=6)
-    second = make_trainer(everything(), tmp_path / "cut", max_epochs=6)
-    whole.fit()
-    first.fit()
-    first.callbacks[lost].state_dict = dict
-    carry_over(first, second)
-    second.fit()
-    ema = [t.callbacks["ema"].state_dict()["model"]["0.weight"] for t in (whole, second)]
-    same = [
-        second.state.state_dict() == whole.state.state_dict(),
-        torch.equal(*ema),
-        log_of(tmp_path / "cut") == log_of(tmp_path / "whole"),
-        board_of(tmp_path / "cut") == board_of(tmp_path / "whole"),
-        second.callbacks["checkpoint"].best == whole.callbacks["checkpoint"].best,
-    ]
-    assert not all(same)
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -116,40 +116,29 @@ def test_a_tracker_that_is_down_is_one_warning_and_gets_all_when_it_is_back(
     assert tracker.ended == ["pruned"]
 
 
-def test_a_tracker_that_goes_down_for_a_while_misses_nothing(
-    make_trainer: Any, tmp_path: Path
+@pytest.mark.parametrize("next_start", [False, True])
+def test_what_a_tracker_missed_is_sent_at_the_end_or_by_the_next_start(
+    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, next_start: bool
 ) -> None:
     class Outage(Callback):
         def on_update_end(self, trainer: Any) -> None:
             tracker.down = trainer.state.global_step > 3
 
-    whole: Store = {}
+    whole, store = Store(), Store()
     make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
-    tracker = Listed({})
+    tracker = Listed(store)
     callbacks = {"outage": Outage(), "log": MetricsLog(), "tracker": tracker}
-    trainer = make_trainer(callbacks, tmp_path / "down")
-    trainer.fit()
-    assert {step for step, *_ in points(tracker.store)} == {2}
-    tracker.down = False
-    trainer.end(Results("finished"))
-    assert sorted(points(tracker.store)) == sorted(points(whole))
-
-
-def test_what_a_tracker_missed_is_sent_by_the_next_start(
-    make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any
-) -> None:
-    whole: Store = {}
-    make_trainer({"tracker": Listed(whole)}, tmp_path / "whole").fit()
-    down, up = Listed({}), Listed({})
-    down.down = True
-    callbacks = {"log": MetricsLog(), "tracker": down, "stop": stop_at(7)}
-    first = make_trainer(callbacks, tmp_path / "cut")
-    second = make_trainer({"log": MetricsLog(), "tracker": up}, tmp_path / "cut")
+    stop = stop_at(7 if next_start else None)
+    first = make_trainer({**callbacks, "stop": stop}, tmp_path / "cut")
+    second = make_trainer({"log": MetricsLog(), "tracker": Listed(store)}, tmp_path / "cut")
     first.fit()
+    assert {step for step, *_ in points(store)} == {2}
+    tracker.down = next_start
     first.end(Results("preempted"))
-    carry_over(first, second)
-    second.fit()
-    assert sorted(points(up.store)) == sorted(points(whole))
+    if next_start:
+        carry_over(first, second)
+        second.fit()
+    assert sorted(points(store)) == sorted(points(whole))
 
 
 def test_names_of_a_job_are_what_varies_in_its_sweep(tmp_path: Path) -> None:
