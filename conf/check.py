@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from conf import fields
 from conf.errors import Problem, did_you_mean, nearest, raise_problems
 from conf.fields import REQUIRED, Rule, declared, members, rule_of
-from conf.interpolation import children, join
+from conf.interpolation import children, join, walk
 from conf.other_words import VALUES, our_key
 from conf.schema import Config
 
@@ -25,7 +25,7 @@ _FINITE = ("optimizer.", "lr_scheduler.")  # nodes whose numbers are hyper-param
 def check(raw: dict[str, Any], schema: type = Config) -> list[Problem]:
     """List what is wrong with a resolved configuration; an empty list means nothing."""
     found = list(_section(raw, schema, ""))
-    return found + [p for p in _everywhere(raw, "") if p.key not in {f.key for f in found}]
+    return found + [p for p in _everywhere(raw) if p.key not in {f.key for f in found}]
 
 
 def parse(raw: dict[str, Any]) -> Config:
@@ -72,37 +72,35 @@ def _value(value: Any, annotation: Any, rule: Rule, key: str) -> Iterator[Proble
         for here, inner in children(value, key):
             yield from _value(inner, child, rule, here)
     elif not _takes(annotation, value):
-        expected = spelled(annotation, rule)
         hint = _type_hint(annotation, value, key)
-        yield Problem(key, f"expected {expected}, got {shown(value)}", hint)
+        yield Problem(key, f"expected {spelled(annotation, rule)}, got {shown(value)}", hint)
     elif (limit := rule.expects(value)) is not None:
         yield Problem(key, f"expected {limit}, got {shown(value)}")
     elif isinstance(value, dict):
         if rule.node and "_target_" not in value:
             yield Problem(join(key, "_target_"), "missing: the path of a class or function")
         if rule.words is not None:
-            yield from _section(value, rule.words, key)
-            for here, node in children(value.get("optimizers"), f"{key}.optimizers"):
+            several = children(value.get("optimizers"), f"{key}.optimizers")
+            for here, node in ((key, value), *several):
                 if isinstance(node, dict):
                     yield from _section(node, rule.words, here)
 
 
-def _everywhere(node: Any, key: str) -> Iterator[Problem]:
+def _everywhere(raw: Any) -> Iterator[Problem]:
     """Find values that no key may hold: what was left open, NaN, numbers that no tensor holds."""
-    for name in node if isinstance(node, dict) else ():
-        if re.search(r"^\.|[/\\]", str(name)) or not str(name).isprintable():
-            # A callback's name, for one, is part of the names of its files.
-            yield Problem(join(key, name), "a name is a plain word, without / and ..")
-    for here, child in children(node, key):
-        yield from _everywhere(child, here)
-    if isinstance(node, str) and node == MISSING:
-        yield _missing(key, _ANY)
-    elif isinstance(node, float) and math.isnan(node):
-        yield Problem(key, "expected a number, got nan")
-    elif type(node) is int and not -(2**63) <= node < 2**63:
-        yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
-    elif isinstance(node, float) and math.isinf(node) and key.startswith(_FINITE):
-        yield Problem(key, f"expected a finite number, got {shown(node)}")
+    for key, node in walk(raw):
+        for name in node if isinstance(node, dict) else ():
+            if re.search(r"^\.|[/\\]", str(name)) or not str(name).isprintable():
+                # A callback's name, for one, is part of the names of its files.
+                yield Problem(join(key, name), "a name is a plain word, without / and ..")
+        if node == MISSING:
+            yield _missing(key, _ANY)
+        elif type(node) is int and not -(2**63) <= node < 2**63:
+            yield Problem(key, f"expected an integer of at most 64 bits, got {shown(node)}")
+        elif isinstance(node, float) and math.isnan(node):
+            yield Problem(key, "expected a number, got nan")
+        elif isinstance(node, float) and math.isinf(node) and key.startswith(_FINITE):
+            yield Problem(key, f"expected a finite number, got {shown(node)}")
 
 
 def _missing(key: str, rule: Rule) -> Problem:
@@ -181,9 +179,9 @@ def _built(annotation: Any, value: Any) -> Any:
     if schema is None or value is None:
         return value
     known, hints = declared(schema), typing.get_type_hints(schema)
-    values = {name: _built(hints[name], value[name]) for name in known if name in value}
+    values = {name: _built(hints[name], v) for name, v in value.items() if name in known}
     if fields.is_open(schema):
-        values["extra"] = {name: inner for name, inner in value.items() if name not in known}
+        values["extra"] = {name: v for name, v in value.items() if name not in known}
     return schema(**values)
 
 

@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 # What a rule's `check` returns: what was expected instead, or None where the value is fine.
@@ -52,6 +53,17 @@ def option(default: Any, doc: str, **limits: Any) -> Any:
     if dataclasses.is_dataclass(default):
         return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
     return field(default=default, metadata=metadata)
+
+
+count = partial(option, at_least=1)
+natural = partial(option, at_least=0)
+positive = partial(option, above=0)
+node = partial(option, node=True)
+
+
+def path(default: str | None, doc: str) -> Any:
+    """Declare a key that holds the path of a file or folder."""
+    return option(default, doc, check=plain_path)
 
 
 def rule_of(declared: "dataclasses.Field[Any]") -> Rule:

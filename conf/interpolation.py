@@ -1,11 +1,11 @@
-"""What `${...}` may do, looked at before anything is resolved; and the names that stay open.
+"""Walks over plain containers; what `${...}` may do, looked at before anything is resolved.
 
 Resolving `a: ${b}${b}`, `b: ${c}${c}` and so on takes time exponential in the length of the
 chain, and a loop only ends when Python's stack does. Both are found here in linear time.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,25 +14,8 @@ from conf.errors import Problem, nearest
 RESERVED = ("total_steps", "steps_per_epoch")  # open until the length of the training is known
 MAX_SIZE = 200_000  # characters and values, once everything is written out
 MAX_CHAIN = 100  # keys, each within or referring to the next
-RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.dict.keys", "oc.dict.values", "now")
-_RESOLVER = re.compile(r"\s*([\w.]+)\s*:")
-
-
-def fill(node: Any, values: Mapping[str, int]) -> Any:
-    """Return a copy of plain containers with `${total_steps}` and its like replaced.
-
-    A text that is nothing but the interpolation becomes the number itself; inside a longer one it
-    is replaced by its digits. A name that `values` lacks stays as it is.
-    """
-    if isinstance(node, dict):
-        return {key: fill(value, values) for key, value in node.items()}
-    if isinstance(node, list):
-        return [fill(value, values) for value in node]
-    for name, value in values.items() if isinstance(node, str) else ():
-        if node == f"${{{name}}}":
-            return value
-        node = node.replace(f"${{{name}}}", str(value))
-    return node
+_REFERRING = ("oc.select", "oc.dict.keys", "oc.dict.values")
+RESOLVERS = ("oc.env", "oc.decode", "now", *_REFERRING)
 
 
 def join(key: str, name: object) -> str:
@@ -47,9 +30,42 @@ def children(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield join(key, name), child
 
 
+def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of a node and of everything in it, outer ones first."""
+    yield key, node
+    for here, child in children(node, key):
+        yield from walk(child, here)
+
+
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the key and the value of everything that is no section and no list."""
-    yield from (one for one in sections(node, key) if not isinstance(one[1], dict | list))
+    yield from (one for one in walk(node, key) if not isinstance(one[1], dict | list))
+
+
+def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of plain containers in which each part was changed, inner ones first."""
+    if isinstance(node, dict):
+        return change({name: mapped(child, change) for name, child in node.items()})
+    if isinstance(node, list | tuple):
+        return change([mapped(child, change) for child in node])
+    return change(node)
+
+
+def fill(node: Any, values: Mapping[str, int]) -> Any:
+    """Return a copy of plain containers with `${total_steps}` and its like replaced.
+
+    A text that is nothing but the interpolation becomes the number itself; inside a longer one it
+    is replaced by its digits. A name that `values` lacks stays as it is.
+    """
+
+    def change(text: Any) -> Any:
+        for name, value in values.items() if isinstance(text, str) else ():
+            if text == f"${{{name}}}":
+                return value
+            text = text.replace(f"${{{name}}}", str(value))
+        return text
+
+    return mapped(node, change)
 
 
 @dataclass(slots=True)
@@ -59,94 +75,92 @@ class Interpolations:
     root: dict[str, Any]
     problems: list[Problem] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # the keys that are referred to
-    taken: dict[str, str] = field(default_factory=dict)  # `${...}` and nothing else: from where
-    environment: set[str] = field(default_factory=set)  # keys to which `oc.env` contributes
+    _taken: dict[str, str] = field(default_factory=dict)  # `${...}` and nothing else: from where
+    _environment: set[str] = field(default_factory=set)  # keys to which `oc.env` contributes
     _sizes: dict[str, int] = field(default_factory=dict)
     _path: list[str] = field(default_factory=list)  # of the keys that are being followed
 
     def __post_init__(self) -> None:
         """Follow all of them: loops, dead ends and explosions are problems."""
-        if self._size(self.root, "") > MAX_SIZE and not self.problems:
+        if self._size("", self.root) > MAX_SIZE and not self.problems:
             key = next(key for key, size in self._sizes.items() if size > MAX_SIZE)
-            message = f"its interpolations write out to more than {MAX_SIZE} characters"
-            self.problems.append(Problem(key, message))
+            self._note(key, f"its interpolations write out to more than {MAX_SIZE} characters")
 
     def from_environment(self, key: str) -> bool:
         """Return whether an environment variable contributes to the text at a key."""
         at = self.source(key)
         while at and not isinstance(_select(self.root, at)[1], str):
             at = at.rpartition(".")[0]
-        return at in self.environment
+        return at in self._environment
 
     def source(self, key: str) -> str:
         """Return the key that holds the value which `key`, or a section above it, takes over."""
         seen = {key}
         while True:
             above = key
-            while above and above not in self.taken:
+            while above and above not in self._taken:
                 above = above.rpartition(".")[0]
-            key = self.taken[above] + key.removeprefix(above) if above else key
+            key = self._taken[above] + key.removeprefix(above) if above else key
             if not above or key in seen:
                 return key
             seen.add(key)
 
-    def _size(self, node: Any, key: str) -> int:
+    def _size(self, key: str, node: Any) -> int:
         """Return how large a node is once it is resolved; capped, and each node is visited once."""
         if key in self._sizes:
             return self._sizes[key]
         if key and key in self._path:
             loop = " -> ".join([*self._path[self._path.index(key) :], key])
-            self.problems.append(Problem(key, f"its interpolation leads back to itself: {loop}"))
+            self._note(key, f"its interpolation leads back to itself: {loop}")
             return 0
         if len(self._path) > MAX_CHAIN:
-            self.problems.append(Problem(key, "the interpolations that lead here are too many"))
+            self._note(key, "the interpolations that lead here are too many")
             return 0
         self._path.append(key)
         size = 1
-        for here, child in children(node, key):
-            size += self._size(child, here)
-            self._inherit(key, here)
         if isinstance(node, str):
-            size += len(node) + sum(self._follow(body, key, node) for body in _bodies(node))
+            size += len(node)
+        for here, child in (
+            self._targets(key, node) if isinstance(node, str) else children(node, key)
+        ):
+            size += self._size(here, child)
+            if here in self._environment:
+                self._environment.add(key)
         self._path.pop()
         self._sizes[key] = min(size, MAX_SIZE + 1)
         return self._sizes[key]
 
-    def _follow(self, body: str, key: str, text: str) -> int:
-        """Return the size of what an interpolation within the text of a key refers to."""
-        resolver = _RESOLVER.match(body)
-        name = resolver[1] if resolver else None
-        if name == "oc.env":
-            self.environment.add(key)
-        if name is not None and name not in RESOLVERS:
-            message = f"${{{name}:...}} is not available: there are {', '.join(RESOLVERS)}"
-            self.problems.append(Problem(key, message))
-        elif name == "oc.decode" and "\\" in body:
-            self.problems.append(Problem(key, "oc.decode takes no escaped interpolations"))
-        if body in RESERVED or (
-            name and name not in ("oc.select", "oc.dict.keys", "oc.dict.values")
-        ):
-            return 0
-        reference = body[resolver.end() :].split(",")[0] if resolver else body
-        if (target := self._absolute(reference.strip(), key)) is None:
-            return 0
-        found, node = _select(self.root, target)
-        if not found:
-            if not resolver:  # oc.select has a default for what does not exist
-                near = nearest(target, [here for here, _ in sections(self.root)])
+    def _targets(self, key: str, text: str) -> Iterator[tuple[str, Any]]:
+        """Yield what the interpolations of a text refer to."""
+        for body in _bodies(text):
+            resolver = re.match(r"\s*([\w.]+)\s*:", body)
+            name = resolver[1] if resolver else None
+            if name == "oc.env":
+                self._environment.add(key)
+            if name is not None and name not in RESOLVERS:
+                self._note(
+                    key, f"${{{name}:...}} is not available: there are {', '.join(RESOLVERS)}"
+                )
+            elif name == "oc.decode" and "\\" in body:
+                self._note(key, "oc.decode takes no escaped interpolations")
+            if body in RESERVED or (name and name not in _REFERRING):
+                continue
+            reference = body[resolver.end() :].split(",")[0] if resolver else body
+            if (target := self._absolute(reference.strip(), key)) is None:
+                continue
+            found, node = _select(self.root, target)
+            if found:
+                self.read.add(target)
+                if text == f"${{{body}}}" and not resolver and "${" not in body:
+                    self._taken[key] = target
+                yield target, node
+            elif not resolver:  # oc.select has a default for what does not exist
+                near = nearest(target, [here for here, _ in walk(self.root)])
                 hint = f"did you mean ${{{near}}}?" if near else None
-                self.problems.append(Problem(key, f"${{{body}}} refers to nothing", hint))
-            return 0
-        self.read.add(target)
-        if text == f"${{{body}}}" and not resolver and "${" not in body:
-            self.taken[key] = target
-        size = self._size(node, target)
-        self._inherit(key, target)
-        return size
+                self._note(key, f"${{{body}}} refers to nothing", hint)
 
-    def _inherit(self, key: str, other: str) -> None:
-        if other in self.environment:
-            self.environment.add(key)
+    def _note(self, key: str, message: str, hint: str | None = None) -> None:
+        self.problems.append(Problem(key, message, hint))
 
     def _absolute(self, reference: str, key: str) -> str | None:
         """Resolve a relative reference; one that is itself computed counts as all of its parent."""
@@ -155,7 +169,7 @@ class Interpolations:
         if computed:
             static = static.rpartition(".")[0]
             if not static:
-                self.problems.append(Problem(key, f"{reference!r} could refer to anything"))
+                self._note(key, f"{reference!r} could refer to anything")
                 return None
         if not static.startswith("."):
             return static
@@ -187,10 +201,3 @@ def _select(root: Any, key: str) -> tuple[bool, Any]:
             return False, None
         node = entries[name]
     return True, node
-
-
-def sections(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key at any depth, and its value."""
-    for here, child in children(node, key):
-        yield here, child
-        yield from sections(child, here)

@@ -7,20 +7,24 @@ Neither imports torch: the dataclasses are built while a configuration is checke
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from conf.errors import Problem
-from conf.fields import default_of, duration, option, rule_of, share
+from conf.fields import count, default_of, duration, natural, option, positive, rule_of, share
 
-_GROUP = ("ddp", "fsdp")
+# Keys that have an effect with some strategies only.
+_of_dp, _of_ddp, _of_fsdp, _of_both = (
+    partial(option, strategies=users) for users in (("dp",), ("ddp",), ("fsdp",), ("ddp", "fsdp"))
+)
 
 
 @dataclass(kw_only=True, slots=True)
 class GradientNoiseConfig:
     """Gaussian noise on gradients, of variance eta / (1 + step) ** gamma (Neelakantan 2015)."""
 
-    eta: float = option(0.01, "variance at the first step", above=0)
-    gamma: float = option(0.55, "how fast it decays", at_least=0)
+    eta: float = positive(0.01, "variance at the first step")
+    gamma: float = natural(0.55, "how fast it decays")
 
     def std(self, update: int) -> float:
         """Return the standard deviation at an update, counted from 0."""
@@ -44,78 +48,62 @@ class CompileWords:
         """Name the options that ask other machines, or that a mode sets."""
         for name in self.options or ():
             if "remote" in name:  # what a remote cache answers is unpickled
-                message = "is kept from configurations: it asks other machines"
-                yield Problem(f"options.{name}", message)
+                yield Problem(f"options.{name}", "is refused: it asks other machines")
         if self.mode is not None and self.options:
             yield Problem("options", "excludes mode: a mode is a set of options")
+
+
+Limit = int | float | None
+_limit = partial(natural, None, check=share)
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The loop, as the trainer takes it. A step is an update, whatever it was accumulated from."""
 
-    max_epochs: int | None = option(10, "passes over the training set", at_least=1)
-    max_steps: int | None = option(None, "updates; whichever limit comes first ends", at_least=1)
-    max_time: float | str | None = option(
-        None, "seconds, or 'hours:minutes:seconds' in quotes", above=0, check=duration
+    max_epochs: int | None = count(10, "passes over the training set")
+    max_steps: int | None = count(None, "updates; whichever limit comes first ends")
+    max_time: float | str | None = positive(
+        None, "seconds, or 'hours:minutes:seconds' in quotes", check=duration
     )
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64"] = option(
         "fp32", "bf16 and fp16 are autocast; bf16_true and fp64 hold the weights in that format"
     )
-    gradient_accumulation_steps: int = option(
-        1, "micro-batches that batch_size is split into: less memory, the same result", at_least=1
+    gradient_accumulation_steps: int = count(
+        1, "micro-batches that batch_size is split into: less memory, the same result"
     )
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop", "an update that is NaN or infinite: end the run (exit 5), or leave it out"
     )
-    max_skipped_in_a_row: int = option(
-        20, "updates left out one after the other end it", at_least=1
-    )
-    clip_grad_norm: float | None = option(None, "bound on the norm of the gradients", above=0)
-    clip_grad_norm_type: float = option(
-        2.0, "p of that norm; .inf = largest", above=0, infinite=True
-    )
+    max_skipped_in_a_row: int = count(20, "updates left out one after the other end it")
+    clip_grad_norm: float | None = positive(None, "bound on the norm of the gradients")
+    clip_grad_norm_type: float = positive(2.0, "p of that norm; .inf = largest", infinite=True)
     clip_grad_per_group: bool = option(False, "bound each parameter group by itself")
-    clip_grad_value: float | None = option(None, "bound on each gradient entry", above=0)
-    error_if_nonfinite: bool = option(
-        False, "a NaN or infinite norm ends the run, even with `skip`"
-    )
+    clip_grad_value: float | None = positive(None, "bound on each gradient entry")
+    error_if_nonfinite: bool = option(False, "an infinite or NaN norm ends the run, even with skip")
     gradient_noise: GradientNoiseConfig | None = option(None, "noise added to gradients")
     activation_checkpointing: list[str] | None = option(
         None, "globs over module names whose activations are recomputed: less memory, more time"
     )
-    activation_checkpointing_segments: int | None = option(
-        None, "cut an nn.Sequential into so many recomputed parts", at_least=1
+    activation_checkpointing_segments: int | None = count(
+        None, "cut an nn.Sequential into so many recomputed parts"
     )
     compile: bool | dict[str, Any] = option(
-        False,
-        "torch.compile, or its mode, dynamic, fullgraph, backend and (numeric) options;"
-        " `dynamic: false` if not given",
-        words=CompileWords,
+        False, "torch.compile, or its arguments; `dynamic: false` if not given", words=CompileWords
     )
     channels_last: bool = option(False, "memory format of images: faster convolutions")
     tf32: bool = option(False, "TensorFloat32 for float32 products, as in precision=tf32")
     cudnn_benchmark: bool = option(False, "let cuDNN try its algorithms: faster, not repeatable")
     deterministic: bool = option(False, "only algorithms that repeat bit by bit; slower on a GPU")
     detect_anomaly: bool = option(False, "find the operation that made a NaN; slow")
-    log_every_n_steps: int = option(50, "updates between two lines of metrics", at_least=1)
-    validate_every_n_epochs: int | None = option(1, "null = never by epochs", at_least=1)
-    validate_every_n_steps: int | None = option(None, "null = never by steps", at_least=1)
-    validate_at_start: int = option(
-        0, "validation batches tried before training, to fail early", at_least=0
-    )
-    limit_train_batches: int | float | None = option(
-        None, "updates of an epoch: a number, or a fraction such as 0.1", at_least=0, check=share
-    )
-    limit_val_batches: int | float | None = option(
-        None, "the same for validation; 0 = none", at_least=0, check=share
-    )
-    limit_test_batches: int | float | None = option(
-        None, "the same for the test; 0 = none", at_least=0, check=share
-    )
-    overfit_batches: int | float | None = option(
-        None, "train and validate on these few batches, unshuffled", at_least=0, check=share
-    )
+    log_every_n_steps: int = count(50, "updates between two lines of metrics")
+    validate_every_n_epochs: int | None = count(1, "null = never by epochs")
+    validate_every_n_steps: int | None = count(None, "null = never by steps")
+    validate_at_start: int = natural(0, "validation batches tried before training, to fail early")
+    limit_train_batches: Limit = _limit("updates of an epoch: a number, or a fraction such as 0.1")
+    limit_val_batches: Limit = _limit("the same for validation; 0 = none")
+    limit_test_batches: Limit = _limit("the same for the test; 0 = none")
+    overfit_batches: Limit = _limit("train and validate on these few batches, unshuffled")
 
     seed: int = 0  # no key of its own: the configuration's `seed`, of what evaluations draw
 
@@ -135,9 +123,8 @@ class TrainerConfig:
     def conflicts(self) -> Iterator[Problem]:
         """Name what cannot be meant."""
         if self.max_epochs is None and self.max_steps is None and self.max_time is None:
-            yield Problem(
-                "max_epochs", "null, as are max_steps and max_time: nothing would end the run"
-            )
+            message = "null, as are max_steps and max_time: nothing would end the run"
+            yield Problem("max_epochs", message)
         for key in ("limit_train_batches", "overfit_batches"):
             if getattr(self, key) == 0:
                 yield Problem(key, "0 leaves nothing to train on; null = no limit")
@@ -151,61 +138,44 @@ class StrategyConfig:
 
     name: Literal["single", "dp", "ddp", "fsdp"] = option("single", "set by the group's choice")
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "kind of device")
-    devices: int | list[int] | Literal["auto"] = option(
-        "auto", "how many, or their numbers; under torchrun the world decides", at_least=1
+    devices: int | list[int] | Literal["auto"] = count(
+        "auto", "how many, or their numbers; under torchrun the world decides"
     )
-    backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto", "how processes talk: nccl on GPUs, gloo on CPUs", strategies=_GROUP
+    backend: Literal["auto", "nccl", "gloo"] = _of_both(
+        "auto", "how processes talk: nccl on GPUs, gloo on CPUs"
     )
-    timeout: float = option(
-        1800.0, "seconds after which a silent process has failed", above=0, strategies=_GROUP
+    timeout: float = _of_both(1800.0, "seconds after which a silent process has failed", above=0)
+    max_restarts: int = _of_both(
+        0, "restarts from the last checkpoint when a process dies", at_least=0
     )
-    max_restarts: int = option(
-        0, "restarts from the last checkpoint when a process dies", at_least=0, strategies=_GROUP
-    )
-    device_ids: list[int] | None = option(None, "GPUs; null = all", strategies=("dp",))
-    output_device: int | None = option(
-        None, "GPU that gathers; null = the first", at_least=0, strategies=("dp",)
-    )
-    dim: int = option(0, "dimension along which a batch is split", strategies=("dp",))
-    find_unused_parameters: bool | None = option(
+    device_ids: list[int] | None = _of_dp(None, "GPUs; null = all")
+    output_device: int | None = _of_dp(None, "GPU that gathers; null = the first", at_least=0)
+    dim: int = _of_dp(0, "dimension along which a batch is split")
+    find_unused_parameters: bool | None = _of_ddp(
         None,
         "for models that do not use every parameter each time; null = where the task (a GAN) or a "
         "callback (unfreeze) has it so",
-        strategies=("ddp",),
     )
-    static_graph: bool = option(False, "the same parameters each time", strategies=("ddp",))
-    gradient_as_bucket_view: bool = option(
-        True, "saves a copy of the gradients", strategies=("ddp",)
+    static_graph: bool = _of_ddp(False, "the same parameters each time")
+    gradient_as_bucket_view: bool = _of_ddp(True, "saves a copy of the gradients")
+    bucket_cap_mb: float | None = _of_ddp(
+        None, "size of what is exchanged at once; null = torch's", above=0
     )
-    bucket_cap_mb: float | None = option(
-        None, "size of what is exchanged at once; null = torch's", above=0, strategies=("ddp",)
+    broadcast_buffers: bool = _of_ddp(True, "rank 0's buffers (BatchNorm's statistics) for all")
+    sync_batchnorm: bool = _of_both(False, "BatchNorm's statistics over all processes")
+    comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = _of_ddp(
+        None, "compress gradients on their way"
     )
-    broadcast_buffers: bool = option(
-        True, "rank 0's buffers (BatchNorm's statistics) for all", strategies=("ddp",)
+    comm_hook_options: dict[str, Any] = _of_ddp({}, "of powersgd's state")
+    wrap_modules: list[str] | None = _of_fsdp(
+        None, "classes of modules that are sharded as units; null = the whole"
     )
-    sync_batchnorm: bool = option(
-        False, "BatchNorm's statistics over all processes", strategies=_GROUP
+    mixed_precision: Literal["bf16", "fp16"] | None = _of_fsdp(
+        None, "format of sharded parameters in use; null = as trainer.precision"
     )
-    comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = option(
-        None, "compress gradients on their way", strategies=("ddp",)
-    )
-    comm_hook_options: dict[str, Any] = option({}, "of powersgd's state", strategies=("ddp",))
-    wrap_modules: list[str] | None = option(
-        None, "classes of modules that are sharded as units; null = the whole", strategies=("fsdp",)
-    )
-    mixed_precision: Literal["bf16", "fp16"] | None = option(
-        None,
-        "format of sharded parameters in use; null = as trainer.precision",
-        strategies=("fsdp",),
-    )
-    reshard_after_forward: bool = option(
-        True, "free gathered parameters until backward", strategies=("fsdp",)
-    )
-    sharded_checkpoint: bool = option(
-        False, "each process writes its own part of a checkpoint", strategies=("fsdp",)
-    )
-    cpu_offload: bool = option(False, "keep shards in host memory", strategies=("fsdp",))
+    reshard_after_forward: bool = _of_fsdp(True, "free gathered parameters until backward")
+    sharded_checkpoint: bool = _of_fsdp(False, "each process writes its own part of a checkpoint")
+    cpu_offload: bool = _of_fsdp(False, "keep shards in host memory")
 
     def conflicts(self) -> Iterator[Problem]:
         """Name what the chosen strategy would pass over in silence."""
@@ -215,15 +185,13 @@ class StrategyConfig:
             numbers = getattr(self, name)
             if isinstance(numbers, list) and len(set(numbers)) < len(numbers):
                 yield Problem(name, f"names a device twice: {numbers}")
-        count = len(self.devices) if isinstance(self.devices, list) else self.devices
-        if self.name == "single" and count not in (0, 1, "auto"):
-            yield Problem(
-                "devices", f"{count} devices need strategy=ddp, fsdp or dp: single has one"
-            )
+        number = len(self.devices) if isinstance(self.devices, list) else self.devices
+        if self.name == "single" and number not in (0, 1, "auto"):
+            message = f"{number} devices need strategy=ddp, fsdp or dp: single has one"
+            yield Problem("devices", message)
         if self.backend == "nccl" and self.accelerator in ("cpu", "mps"):
-            yield Problem(
-                "backend", f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
-            )
+            message = f"nccl connects GPUs, but strategy.accelerator is {self.accelerator}"
+            yield Problem("backend", message)
         for declared in fields(self):
             users = rule_of(declared).strategies
             changed = getattr(self, declared.name) != default_of(declared)

@@ -4,6 +4,7 @@ A file may come from anyone: what would make reading it dangerous (aliases that 
 nesting without end) is found before its values are made.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from conf.errors import ConfigError, Problem
-from conf.interpolation import RESERVED, join
+from conf.interpolation import RESERVED, join, mapped
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 40
@@ -86,22 +87,29 @@ def plain_values(text: str, name: str) -> Any:
     return document.values
 
 
-def _unreadable(message: str, where: str) -> Document:
+def _unreadable(message: str, name: str, line: int | None = None) -> Document:
+    where = f"{name}:{line}" if line else name
     return Document(problems=[Problem("", message, file=where)], readable=False)
 
 
 def _examined(text: str, name: str) -> Document:
+    document = Document()
     try:
-        if len(text.encode()) > MAX_BYTES:
-            return _unreadable(f"longer than {MAX_BYTES} bytes", name)
-        document = _document(text, name)
+        if (root := _root(text)) is not None:
+            for key, node, problem, readable in _entries(root, ""):
+                line = node.start_mark.line + 1
+                if problem is None:
+                    document.lines.setdefault(key, line)
+                else:
+                    document.problems.append(Problem(key, problem, file=f"{name}:{line}"))
+                    document.readable &= readable
         if document.readable:
             document.values = yaml.load(text, Loader=_Loader) or {}
         head = re.match(r"(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)\s*$", text, re.MULTILINE)
         document.package = head[1] if head else None
         return document
     except _UnreadableError as error:
-        return _unreadable(str(error), f"{name}:{error.line}" if error.line else name)
+        return _unreadable(str(error), name, error.line)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
@@ -109,34 +117,27 @@ def _examined(text: str, name: str) -> Document:
             what = "a tab, which YAML does not take as indentation: use spaces"
         context = getattr(error, "context", None)
         message = f"YAML syntax: {what}" + (f" ({context})" if context else "")
-        return _unreadable(message, f"{name}:{mark.line + 1}" if mark else name)
+        return _unreadable(message, name, mark.line + 1 if mark else None)
     except (RecursionError, ValueError) as error:
         return _unreadable(f"not YAML that can be read: {type(error).__name__}", name)
 
 
-def _document(text: str, name: str) -> Document:
-    """Note the lines of all keys, and what is wrong with them; make no values."""
+def _root(text: str) -> yaml.MappingNode | None:
+    """Return the nodes of a text, of which no values are made yet, if it is not dangerous."""
+    if len(text.encode()) > MAX_BYTES:
+        raise _UnreadableError(f"longer than {MAX_BYTES} bytes")
     depth = 0  # counted by events, which need no recursion: composing a deep file would
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _UnreadableError(f"nested deeper than {MAX_DEPTH} levels")
-    root, document = yaml.compose(text, Loader=_Loader), Document()
-    if root is None:
-        return document
-    if not isinstance(root, yaml.MappingNode):
+    root = yaml.compose(text, Loader=_Loader)
+    if not isinstance(root, yaml.MappingNode | None):
         raise _UnreadableError("expected keys and values (`key: value`)", 1)
-    if _size(root, {}, set()) > MAX_NODES:
+    if root is not None and _size(root, {}, set()) > MAX_NODES:
         raise _UnreadableError(f"its aliases write out to more than {MAX_NODES} values")
-    for key, node, problem, readable in _entries(root, ""):
-        line = node.start_mark.line + 1
-        if problem is None:
-            document.lines.setdefault(key, line)
-        else:
-            document.problems.append(Problem(key, problem, file=f"{name}:{line}"))
-            document.readable &= readable
-    return document
+    return root
 
 
 def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
@@ -233,16 +234,10 @@ def _escaped(node: Any) -> Any:
 
     The reserved names stay open: they are filled in after the configuration was read.
     """
-    if isinstance(node, dict):
-        return {key: _escaped(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_escaped(value) for value in node]
-    if not isinstance(node, str):
-        return node
     # Backslashes right before an interpolation are halved when it is read: double them.
-    return re.sub(
-        rf"(\\*)\$\{{(?!({'|'.join(RESERVED)})\}})", lambda found: f"{found[1] * 2}\\${{", node
-    )
+    final = re.compile(rf"(\\*)\$\{{(?!({'|'.join(RESERVED)})\}})")
+    doubled = functools.partial(final.sub, lambda found: f"{found[1] * 2}\\${{")
+    return mapped(node, lambda value: doubled(value) if isinstance(value, str) else value)
 
 
 def word(value: object) -> str:

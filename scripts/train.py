@@ -30,7 +30,7 @@ def train(argv: Sequence[str]) -> int:
         greet(asked_device(arguments.overrides))
     from scripts.cli.shadow import clashes
     from scripts.composition.compose import compose  # after the first line: it imports Hydra
-    from scripts.composition.identity import refuse_untyped
+    from scripts.composition.overrides import refuse_untyped
     from scripts.help import answer
 
     if answer(arguments):

@@ -11,9 +11,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +23,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.check import check, fill_defaults, shown
-from conf.errors import ConfigError, Problem, did_you_mean
-from conf.interpolation import RESERVED, Interpolations, leaves, sections
+from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
+from conf.interpolation import RESERVED, Interpolations, leaves, mapped, walk
 from scripts.cli.arguments import Arguments, parse_arguments, parser
 from scripts.composition.folders import REFUSED, Folders, opened
 from scripts.composition.overrides import Dimension, Overrides, Swept, first_lines
@@ -40,48 +40,22 @@ _RESERVED = re.compile(r"(?<!\\)\$\{(" + _NAMES + r")\}")
 _OPEN = re.compile(r"\$\{(?!(" + _NAMES + r")\})")
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A configuration that passed all checks that import no target."""
-
-    config: dict[str, Any]  # resolved, except `${total_steps}` and `${steps_per_epoch}`
-    overrides: list[str]
-    choices: dict[str, Any]  # the choice for each group
-    arguments: Arguments
-    origin: Callable[[str], str | None]  # of a key: file:line, or the override; None: nowhere
-    _located: Callable[[Problem], Problem]
-
-    @contextmanager
-    def locating(self) -> Iterator[None]:
-        """Add file and line to mistakes that are raised within."""
-        try:
-            yield
-        except ConfigError as error:
-            error.change(self._located)
-            raise
-
-
-def compose(argv: Sequence[str] | Arguments) -> Composed:
+def compose(argv: Sequence[str] | Arguments) -> "Composition":
     """Compose and check the configuration of one job; raises ConfigError with all mistakes."""
     arguments = argv if isinstance(argv, Arguments) else parse_arguments(argv)
     allow(arguments.allow_targets)
     close([*arguments.config_dirs, *filter(None, [arguments.config_path])])
-    with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        config = it.resolved(it.unresolved())
-    it.check(config)
-    it.problems += it.not_typed(config)
-    it.stop_if_wrong()
-    overrides = list(arguments.overrides)
-    return Composed(config, overrides, it.choices, arguments, it.tree.of, it.located)
+    with _composing(arguments) as it:
+        it.config = it.resolved(it.unresolved())
+        it.check(it.config)
+        it.problems += it.not_typed()
+    return it
 
 
 def split_jobs(arguments: Arguments) -> list[list[Swept]]:
     """Return the overrides of each job of a sweep, each combination once. Raises ConfigError."""
-    with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        lists = [it.overrides.values_of(override) for override in it.parsed(sweep=True)]
-        it.stop_if_wrong()
+    with _composing(arguments) as it:
+        lists = [it.typed.values_of(override) for override in it.parsed(sweep=True)]
     if math.prod(len(values) for values in lists) > MAX_JOBS:
         raise ConfigError(f"these values make more than {MAX_JOBS} jobs")
     return [list(combination) for combination in itertools.product(*lists)]
@@ -89,10 +63,8 @@ def split_jobs(arguments: Arguments) -> list[list[Swept]]:
 
 def split_search(arguments: Arguments) -> tuple[list[str], list[Dimension]]:
     """Separate the overrides of all jobs of a search from the dimensions it searches."""
-    with opened(arguments) as folders:
-        it = Composition(folders, arguments)
-        parsed = [(o.input_line, it.overrides.dimension(o)) for o in it.parsed(sweep=True)]
-        it.stop_if_wrong()
+    with _composing(arguments) as it:
+        parsed = [(o.input_line, it.typed.dimension(o)) for o in it.parsed(sweep=True)]
     fixed = [str(text) for text, varied in parsed if varied is None]
     return fixed, [varied for _, varied in parsed if varied is not None]
 
@@ -108,7 +80,7 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
     wanted = arguments.package
     if wanted not in (None, "_global_"):
         part = OmegaConf.select(part, wanted)
-        if part is None and wanted not in (known := dict(sections(resolved))):
+        if part is None and wanted not in (known := dict(walk(resolved))):
             hint = did_you_mean(wanted, known)
             it.problems.append(Problem("--package", f"there is no {wanted}", hint))
             it.stop_if_wrong()
@@ -119,8 +91,8 @@ def config_text(arguments: Arguments) -> tuple[str, list[Problem]]:
 def answer_by_hydra(arguments: Arguments) -> None:
     """Let Hydra print its own help, search path or completions."""
     name, overrides = arguments.config_name, list(arguments.overrides)
-    with opened(arguments, whole=True) as folders:
-        it, hydra = Composition(folders, arguments), folders.hydra
+    with _composing(arguments, whole=True) as it:
+        hydra = it.folders.hydra
         try:
             if arguments.shell_completion:
                 hydra.shell_completion(name, overrides)
@@ -135,28 +107,49 @@ def answer_by_hydra(arguments: Arguments) -> None:
                 hydra.hydra_help(name, parser(), argparse.Namespace(overrides=overrides))
         except REFUSED as error:
             it.problems.append(Problem("", first_lines(error)))
-        it.stop_if_wrong()
+
+
+@contextmanager
+def _composing(arguments: Arguments, whole: bool = False) -> Iterator["Composition"]:
+    with opened(arguments, whole) as folders:
+        yield (it := Composition(folders, arguments))
+    it.stop_if_wrong()
 
 
 class Composition:
-    """From overrides to a checked configuration, collecting all mistakes."""
+    """A configuration on its way from the command line to its checks, which import no target."""
 
     def __init__(self, folders: Folders, arguments: Arguments) -> None:
         self.folders = folders
         self.arguments = arguments
-        self.overrides = Overrides(folders)
-        self.problems = self.overrides.problems
-        self.tree = Tree()
-        self.followed = Interpolations({})
+        self.overrides = list(arguments.overrides)
         self.choices: dict[str, Any] = {}  # the choice for each group
+        self.config: dict[str, Any] = {}  # resolved, but for `${total_steps}` and its like
+        self.typed = Overrides(folders)
+        self.problems = self.typed.problems
+        self._tree = Tree()
+        self._followed = Interpolations({})
+
+    def origin(self, key: str) -> str | None:
+        """Return where a key was set: file:line, or the override; None if nowhere."""
+        return self._tree.of(key)
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Add file and line to mistakes that are raised within."""
+        try:
+            yield
+        except ConfigError as error:
+            error.change(self._located)
+            raise
 
     def parsed(self, sweep: bool = False) -> list[Override]:
         """Parse the overrides of the command line."""
-        return self.overrides.parse(self.arguments.overrides, sweep)
+        return self.typed.parse(self.overrides, sweep)
 
     def unresolved(self) -> dict[str, Any]:
         """Return the composed tree with its interpolations."""
-        picked, values = self.overrides.sort(self.parsed(), lambda: set(self._listed([])[1]))
+        picked, values = self.typed.sort(self.parsed(), lambda: set(self._listed([])[1]))
         try:
             defaults, self.choices = self._listed(picked)
         except REFUSED as error:
@@ -165,21 +158,20 @@ class Composition:
             self.stop_if_wrong()
             raise
         for default in defaults:
-            folder = self.folders.find(default.config_path)
-            if folder is not None:
+            if (folder := self.folders.find(default.config_path)) is not None:
                 found, path = folder.read(default.config_path), folder.file(default.config_path)
                 source = Source(shown_path(path), default.package or "", found.lines)
                 content = {name: v for name, v in found.values.items() if name != "defaults"}
-                self.tree.merge(content, source, default.primary)
+                self._tree.merge(content, source, default.primary)
         if not self.folders.readable:
             self.stop_if_wrong()
         for override in values:
             self._apply(override)
         chosen = [text.lstrip("+").partition("=")[0].replace("/", ".") for text in picked]
-        self.tree.drop_leftovers(chosen)
-        tree = fill_defaults(self.tree.values)
-        self.followed = Interpolations(tree)
-        self.problems += [*self.tree.problems, *self.tree.unread(self.followed)]
+        self._tree.drop_leftovers(chosen)
+        tree = fill_defaults(self._tree.values)
+        self._followed = Interpolations(tree)
+        self.problems += [*self._tree.problems, *self._tree.unread(self._followed)]
         return tree
 
     def _listed(self, choices: list[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -192,23 +184,23 @@ class Composition:
 
     def _apply(self, override: Override) -> None:
         """Set or delete a key; a missing one is added, and checked by the schema later."""
-        key, value = override.key_or_group, override.value()
+        key = override.key_or_group
+        content: Any = override.value()
         source = Source(f"command line: {override.input_line}")
         if override.package is not None:
             message = f"{override.input_line} chooses in a group, but there is no group {key!r}"
-            self.overrides.note(key, message)
+            self.typed.note(key, message)
         elif override.is_delete():
-            if (problem := self.tree.delete(key, value, source)) is not None:
-                self.overrides.note(key, problem)
+            if (problem := self._tree.delete(key, content, source)) is not None:
+                self.typed.note(key, problem)
         else:
-            content: Any = value
             for part in reversed(key.split(".")):
                 content = {part: content}
-            self.tree.merge(content, source)
+            self._tree.merge(content, source)
 
     def resolved(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with its interpolations resolved; as it is, if one cannot be."""
-        found = list(self.followed.problems)
+        found = list(self._followed.problems)
         texts = {key: text for key, text in leaves(raw) if isinstance(text, str) and "${" in text}
         for key, text in texts.items():
             try:
@@ -219,8 +211,8 @@ class Composition:
                 found.append(Problem(key, message, hint))
             for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
                 if name not in os.environ:
-                    message = f"the environment variable {name} is not set"
                     hint = f"set it, or give a default: ${{oc.env:{name},VALUE}}"
+                    message = f"the environment variable {name} is not set"
                     found.append(Problem(key, message, hint))
         if not found:
             cfg = OmegaConf.create(escape_reserved(raw))
@@ -240,38 +232,35 @@ class Composition:
         wrong = [*check(raw), *refused_targets(raw)]
         self.problems += [problem for problem in wrong if problem.key not in open_keys]
 
-    def not_typed(self, raw: dict[str, Any]) -> Iterator[Problem]:
+    def not_typed(self) -> Iterator[Problem]:
         """Name what only the person who starts the run may say, and a file says instead."""
-        for key in ("run_dir", "resume"):
-            if raw.get(key) is not None and not self._is_typed(key):
-                message = f"is {shown(raw[key])}: no file says where a run is written or goes on"
-                yield Problem(key, message, f"type {key}={raw[key]} on the command line")
-        for key, value in leaves(raw):
+        for key, value in leaves(self.config):
+            if key in ("run_dir", "resume") and value is not None and not self._is_typed(key):
+                message = f"is {shown(value)}: no file says where a run is written or goes on"
+                yield Problem(key, message, f"type {key}={value} on the command line")
             address = isinstance(value, str) and re.search(r"\w://", value)
-            if address and self.followed.from_environment(key) and not self._is_typed(key):
+            if address and self._followed.from_environment(key) and not self._is_typed(key):
                 message = "is an address that an environment variable is part of, to be sent away"
                 yield Problem(key, message, f"if you trust it, type {key}=... on the command line")
 
     def found(self) -> list[Problem]:
         """Return all mistakes so far, each with its file."""
         in_files = [p for document in self.folders.documents.values() for p in document.problems]
-        return [*in_files, *map(self.located, self.problems)]
+        return [*in_files, *map(self._located, self.problems)]
 
     def stop_if_wrong(self) -> None:
         """Raise ConfigError if there are mistakes so far."""
-        if problems := self.found():
-            raise ConfigError(problems)
+        raise_problems(self.found())
 
-    def located(self, problem: Problem) -> Problem:
-        """Return a problem with the file and line of its key."""
+    def _located(self, problem: Problem) -> Problem:
         if problem.file:
             return problem
-        source = self.followed.source(problem.key)  # if the user typed that one
+        source = self._followed.source(problem.key)  # if the user typed that one
         key = source if self._is_typed(source) else problem.key
-        return replace(problem, file=self.tree.of(key))
+        return replace(problem, file=self._tree.of(key))
 
     def _is_typed(self, key: str) -> bool:
-        where = self.tree.of(self.followed.source(key)) or self.tree.of(key) or ""
+        where = self._tree.of(self._followed.source(key)) or self._tree.of(key) or ""
         return where.startswith("command line")
 
 
@@ -289,11 +278,7 @@ def _unresolved(cfg: DictConfig, key: str) -> Problem | None:
 
 def escape_reserved(node: Any) -> Any:
     """Escape the reserved interpolations, so that resolution leaves them as they are."""
-    if isinstance(node, dict):
-        return {key: escape_reserved(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [escape_reserved(value) for value in node]
-    return _RESERVED.sub(r"\\${\1}", node) if isinstance(node, str) else node
+    return mapped(node, lambda v: _RESERVED.sub(r"\\${\1}", v) if isinstance(v, str) else v)
 
 
 class _Module(ModuleType):
@@ -302,7 +287,7 @@ class _Module(ModuleType):
     The package has the module under the name that the function has.
     """
 
-    def __call__(self, argv: Sequence[str] | Arguments) -> Composed:
+    def __call__(self, argv: Sequence[str] | Arguments) -> Composition:
         return compose(argv)
 
 

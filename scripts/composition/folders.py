@@ -1,13 +1,12 @@
 """The door to Hydra: the folders that it reads configurations from; each file is checked first."""
 
 import builtins
-import dataclasses
 import functools
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,9 @@ class Folder(ConfigSource):
     what they hold.
     """
 
-    def __init__(
-        self, folder: Path, provider: str, documents: dict[Path, Document], whole: bool
-    ) -> None:
+    def __init__(self, folder: Path, provider: str, together: "Folders", whole: bool) -> None:
         self.path, self.provider, self.whole = str(folder), provider, whole
-        self.documents = documents  # the files that were read, of all folders
+        self.together = together  # all folders, this one among them
 
     def __deepcopy__(self, memo: object) -> "Folder":
         """Return this one: Hydra copies its sources before it reads them."""
@@ -95,43 +92,65 @@ class Folder(ConfigSource):
 
     def read(self, config_path: str) -> Document:
         """Return what a file holds, and what is wrong with it; read it once."""
-        path = self.file(config_path)
-        if path not in self.documents:
+        path, documents = self.file(config_path), self.together.documents
+        if path not in documents:
             stat = path.stat()
             found = _examined(path, (stat.st_mtime_ns, stat.st_size))
-            if found.readable and (wrong := list(self._wrong(found, config_path))):
-                named = [dataclasses.replace(p, file=shown_path(path)) for p in wrong]
-                found = Document({}, found.lines, [*found.problems, *named], found.package, False)
-            self.documents[path] = found
-        return self.documents[path]
+            documents[path] = found
+            wrong = list(self._wrong(found, config_path)) if found.readable else []
+            if wrong:
+                problems = [*found.problems, *wrong]
+                documents[path] = Document({}, found.lines, problems, found.package, False)
+        return documents[path]
 
     def _wrong(self, document: Document, config_path: str) -> Iterator[Problem]:
         """Yield what a file of a configuration may not hold."""
-        package = document.package or ""
+        package, shown = document.package or "", shown_path(self.file(config_path))
         if package.split(".")[0] == "hydra" or "hydra" in document.values:
-            yield Problem("hydra", NO_HYDRA)
+            yield Problem("hydra", NO_HYDRA, file=shown)
         elif package != "_global_" and re.match("(experiment|debug)/", config_path):
-            yield Problem("", "must open with `# @package _global_`, or its keys go astray")
+            message = "must open with `# @package _global_`, or its keys go astray"
+            yield Problem("", message, file=shown)
         entries = document.values.get("defaults")
-        for entry in entries if isinstance(entries, builtins.list) else []:
-            if re.search(r"(^|[\s/@])hydra([/.@]|$)", str(next(iter(entry or [""]), entry))):
-                yield Problem("defaults", f"{entry}: {NO_HYDRA}")
-            for group, value in entry.items() if isinstance(entry, dict) else ():
-                if wrong := self._wrong_choice(str(group), value, config_path):
-                    yield Problem("defaults", f"{group}: {wrong}")
+        for number, entry in enumerate(entries if isinstance(entries, builtins.list) else []):
+            for text, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
+                for wrong in self._wrong_choices(str(text), value, config_path.rpartition("/")[0]):
+                    line = document.lines.get(f"defaults.{number}" + (f".{text}" if text else ""))
+                    yield Problem("defaults", *wrong, file=f"{shown}:{line}" if line else shown)
 
-    def _wrong_choice(self, entry: str, value: Any, config_path: str) -> str | None:
-        *words, group = entry.split() or [""]
-        group = group.partition("@")[0]
-        here = group.lstrip("/")
-        if ".." in Path(f"{group}/{value}").parts:
-            return "is outside the folder of configs"
-        if "optional" in words and isinstance(value, str):
-            here = here if group.startswith("/") else f"{config_path.rpartition('/')[0]}/{here}"
-            known = self.is_config(f"{here}/{value}") or (CONF / here / f"{value}.yaml").exists()
-            if not known and (self.is_group(here) or (CONF / here).is_dir()):
-                return f"there is no {group}={value}"
-        return choice_problem(here, value)
+    def _wrong_choices(self, text: str, value: Any, here: str) -> Iterator[tuple[str, str | None]]:
+        """Say what is wrong with an entry of a defaults list in the group `here`, and the way out.
+
+        Without `text`, before a colon, the value names a file.
+        """
+        *words, name = (text or str(value)).partition("@")[0].split() or [""]
+        inside = name.lstrip("/") if name.startswith("/") or not here else f"{here}/{name}"
+        known, group, groups = self.together, name.lstrip("/"), self.together.chosen
+        if any(re.search(r"(^|[/@])hydra([/.@]|$)", word) for word in (text or str(value)).split()):
+            yield f"{text or value}: {NO_HYDRA}", None
+        elif ".." in Path(f"{name}/{value}").parts:
+            yield f"{name}: is outside the folder of configs", None
+        elif problem := choice_problem(group, value) if text else None:
+            yield f"{group}: {problem}", None
+        elif "override" in words and not name.startswith("/") and known.is_group(group):
+            yield (
+                f"`{text}`: looks beside this file",
+                f"write `override /{group}: ...`, with a slash",
+            )
+        elif "override" in words and not known.is_group(inside):
+            yield f"`{text}`: there is no such group", did_you_mean(inside, groups)
+        elif text.startswith("/") and "@" not in text and group in groups:
+            yield f"{group} has a choice already", f"write `override /{group}: ...`"
+        else:
+            for choice in value if isinstance(value, builtins.list) else [value]:
+                file, somewhere = f"{inside}/{choice}" if text else inside, known.is_group(inside)
+                if not isinstance(choice, str) or "${" in file or name == "_self_":
+                    continue
+                if known.find(file) is None and (somewhere or "optional" not in words):
+                    hint = did_you_mean(choice, known.options(inside))
+                    if text and known.is_group(group) and not somewhere:
+                        hint = f"write `override /{group}: {choice}`"
+                    yield f"there is no {file}.yaml", hint
 
 
 def _is_inside(config_path: str) -> bool:
@@ -143,8 +162,8 @@ class Folders:
     """The folders of a composition, the first one wins; Hydra is set up over them."""
 
     hydra: Any
-    folders: builtins.list[Folder]
-    documents: dict[Path, Document]  # the files that were read so far, in this order
+    folders: builtins.list[Folder] = field(default_factory=builtins.list)
+    documents: dict[Path, Document] = field(default_factory=dict)  # that were read so far
 
     def find(self, config_path: str) -> Folder | None:
         """Return the folder that a config is taken from."""
@@ -160,54 +179,25 @@ class Folders:
         return sorted({name for f in having for name in f.list(group, ObjectType.CONFIG)})
 
     @property
+    def chosen(self) -> builtins.list[str]:
+        """The groups that the primary config, which is read first, chooses in."""
+        first = next(iter(self.documents.values()), Document())
+        return [m[1] for key in first.lines if (m := re.match(r"defaults\.\d+\./?([^@\s]+)", key))]
+
+    @property
     def readable(self) -> bool:
         """Whether all files that were read so far have values."""
         return all(document.readable for document in self.documents.values())
 
     def meant(self, error: Exception, config_name: str) -> Problem:
-        """Return the mistake in a defaults list that an error of Hydra's composition stands for.
-
-        Hydra names a group, or nothing; the entry is looked for in the files that were read, the
-        last one first. Where none is found, Hydra's own message is returned in one line.
-        """
-        text, missing = first_lines(error), getattr(error, "missing_cfg_file", None)
+        """Return the mistake that an error of Hydra's composition stands for."""
         if isinstance(error, RecursionError):
             lists = [shown_path(p) for p, one in self.documents.items() if "defaults" in one.lines]
-            return Problem(
-                "defaults", "a list leads back to its own file", file=", ".join(lists[1:])
-            )
-        if missing == config_name:
-            return Problem("", text, did_you_mean(config_name, self.options("")))
-        entries = [
-            (path, entry[1] or "", entry[2].partition("@")[0], f"{shown_path(path)}:{line}")
-            for path, document in self.documents.items()
-            for key, line in document.lines.items()
-            if (entry := re.fullmatch(r"defaults\.\d+\.(.*\s)?(\S+)", key))
-        ]
-        known = {name.lstrip("/") for _, _, name, _ in entries}
-        for path, words, name, place in reversed(entries):
-            group = name.lstrip("/")
-            if missing is not None:
-                folder, _, choice = missing.rpartition("/")
-                if folder == group or f"{path.parent}/{name}".endswith(f"/{folder}"):
-                    message = f"there is no {missing}.yaml"
-                    way = did_you_mean(choice, self.options(folder))
-                    if folder != group and self.is_group(group):
-                        message = f"`{name}: {choice}` asks for {missing}.yaml, beside this file"
-                        way = f"write `override /{name}: {choice}`"
-                    return Problem("defaults", message, way, place)
-            elif "override" not in words and re.search(rf"(^|\s){group}(\.| appears)", text):
-                way = f"write `override /{group}: ...`"
-                return Problem("defaults", f"{group} has a choice already", way, place)
-            elif "override" in words and re.search(rf"^In .*override '(\S*/)?{group}['@]", text):
-                hint = did_you_mean(group, known - {group})
-                if self.is_group(group):
-                    hint = f"write `override /{name}: ...`, with a slash"
-                if self.is_group(group) and group != name:
-                    hint = f"write `{name}: ...`, without the word override"
-                message = f"`override {name}`: there is no choice to replace"
-                return Problem("defaults", message, hint, place)
-        return Problem("", text)
+            message = "a list leads back to its own file"
+            return Problem("defaults", message, file=", ".join(lists[1:]))
+        missing = getattr(error, "missing_cfg_file", None) == config_name
+        hint = did_you_mean(config_name, self.options("")) if missing else None
+        return Problem("", first_lines(error), hint)
 
 
 @contextmanager
@@ -215,8 +205,7 @@ def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
     """Set up Hydra over the user's folders and ours, in this order; tear it down at the end."""
     named = [("--config-dir", "command-line", folder) for folder in arguments.config_dirs]
     named.append(("--config-path", "main", arguments.config_path or str(CONF)))
-    documents: dict[Path, Document] = {}
-    folders = [Folder(check_folder(f, o), provider, documents, whole) for o, provider, f in named]
+    places = [(check_folder(folder, option), provider) for option, provider, folder in named]
     # Hydra keeps its instance and the version whose rules it follows in the process, where the
     # caller may have set others.
     rules, before = VersionBase.instance(), GlobalHydra.instance().hydra
@@ -226,9 +215,11 @@ def opened(arguments: Arguments, whole: bool = False) -> Iterator[Folders]:
         with initialize_config_dir(str(CONF), "train", version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
+            it = Folders(hydra)
+            it.folders += [Folder(path, provider, it, whole) for path, provider in places]
             sources = hydra.config_loader.get_sources()
-            sources[:] = [sources[0], *folders, sources[-1]]  # Hydra's own, and its schema
-            yield Folders(hydra, folders, documents)
+            sources[:] = [sources[0], *it.folders, sources[-1]]  # Hydra's own, and its schema
+            yield it
     finally:
         GlobalHydra.instance().hydra, rules.version_base = before, version
 

@@ -12,7 +12,7 @@ from conf.errors import Problem
 from conf.fields import declared
 from conf.interpolation import Interpolations, join
 from conf.schema import OWN_KEYS, DataConfig, TransformsConfig
-from trainer.targets.signatures import SPECIAL, takes
+from trainer.targets.instantiate import SPECIAL, takes
 
 # Sections that may contain the user's own keys, read by interpolations.
 _OPEN = {"data": DataConfig, "transforms": TransformsConfig}

@@ -23,7 +23,7 @@ from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
 from conf.schema import Config
 from conf.yaml_file import plain_values
-from scripts.composition.identity import trains_the_same
+from scripts.composition.overrides import trains_the_same
 from trainer import snapshot
 from trainer.assembly.data import changed_data
 from trainer.checkpoints.reader import check_payload, read_checkpoint
@@ -48,7 +48,7 @@ from trainer.runs.status import (
     read_json,
     read_status,
 )
-from trainer.targets.signatures import is_default, takes
+from trainer.targets.instantiate import is_default, takes
 from trainer.trainer import Trainer
 
 logger = logging.getLogger("regimen")

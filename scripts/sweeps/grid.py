@@ -13,8 +13,7 @@ from conf.errors import ConfigError, Problem, raise_problems
 from scripts.cli.arguments import Arguments
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
-from scripts.composition.identity import distinct
-from scripts.composition.overrides import Swept
+from scripts.composition.overrides import Swept, distinct
 from scripts.sweeps.leaderboard import NOT_STARTED
 from scripts.sweeps.sweep import Sweep
 

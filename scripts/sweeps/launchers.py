@@ -25,7 +25,7 @@ from typing import IO, Any
 from conf.errors import ConfigError, Problem
 from scripts.cli.console import AS_JOB, logger
 from scripts.cli.signals import end_with_parent
-from scripts.composition.identity import refuse_untyped
+from scripts.composition.overrides import refuse_untyped
 from scripts.sweeps.leaderboard import Job
 from trainer.errors import ResourceError, stopping_signals
 from trainer.runs.status import holds_run

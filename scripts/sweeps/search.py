@@ -29,8 +29,14 @@ from conf.schema import SweepConfig
 from scripts.cli.arguments import Arguments, quoted
 from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_search
-from scripts.composition.identity import identity, refuse_outside, refuse_untyped, trains_the_same
-from scripts.composition.overrides import Dimension, Swept
+from scripts.composition.overrides import (
+    Dimension,
+    Swept,
+    identity,
+    refuse_outside,
+    refuse_untyped,
+    trains_the_same,
+)
 from scripts.sweeps.grid import check_built, composed
 from scripts.sweeps.leaderboard import NOT_STARTED, Job
 from scripts.sweeps.sweep import Sweep

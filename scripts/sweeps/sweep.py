@@ -19,8 +19,7 @@ from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from conf.schema import SweepConfig
 from scripts.cli.arguments import PRIMARY, Arguments, quoted, run_dir_override
 from scripts.cli.console import logger
-from scripts.composition.identity import belongs_outside, identity
-from scripts.composition.overrides import Swept
+from scripts.composition.overrides import Swept, belongs_outside, identity
 from scripts.sweeps import leaderboard
 from scripts.sweeps.launchers import (
     PATIENCE,

@@ -10,6 +10,8 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,25 +22,16 @@ from torch.overrides import TorchFunctionMode
 from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems
 from conf.interpolation import leaves
 from conf.other_words import our_key
-from conf.schema import Config
+from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
-from trainer.assembly.parts import (
-    OFFERED,
-    Assembly,
-    Known,
-    optimizer_nodes,
-    with_classes,
-    wrong_class,
-)
-from trainer.lr_schedulers.build import target_nodes as schedule_nodes
+from trainer.assembly.parts import OFFERED, Assembly, Known, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, sections
 from trainer.optimizers.state import takes_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import TargetError, locate
-from trainer.targets.instantiate import instantiate
-from trainer.targets.signatures import bind_problems, nodes_in
+from trainer.targets.instantiate import instantiate, node_problems, nodes_in
 from trainer.task import Task, missing_step
 from trainer.update.gradients import without_effect
 from trainer.update.precision import Precision
@@ -46,7 +39,13 @@ from trainer.update.precision import Precision
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
 _CLASSES = 10
-_SAMPLERS = ("loader.sampler", "loader.batch_sampler")  # what they are given is OFFERED
+# Nodes that a section itself asks for, not those within another node.
+_PARTS = re.compile(
+    r"model|task|optimizer|data\.\w+|loader\.(eval\.)?\w+|callbacks\.[^.]+|transforms\.\w+\.[^.]+"
+    r"|(optimizer\.(.+\.)?)?lr_scheduler|.*\.(optimizers|schedulers)\.[^.]+"
+)
+# Of optimizers and schedules: keys of ours, and arguments that are computed from what they hold.
+_APART = (*chain(*OWN_KEYS.values()), "milestones", "step_size", "max_lr")
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _BY_VALUE = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss),
@@ -57,13 +56,8 @@ _MONITOR = re.compile(r"((optimizer\.optimizers\.[^.]+\.)?lr_scheduler|callbacks
 
 def check_targets(config: Config) -> None:
     """Raise ConfigError with all mistakes in the targets of a configuration."""
+    raise_problems([*_compile_problems(config.trainer.compile), *_node_problems(config)])
     parts = stand_ins(config)
-    raise_problems(_compile_problems(config.trainer.compile))
-    raise_problems(
-        problem
-        for key, node, positional in _nodes(config, parts.known)
-        for problem in _node_problems(node, key, positional)
-    )
     first = [*_task_problems(parts), *_strategy_problems(config)]
     about = {p.key.rpartition(".")[0] for p in first}
     others = [*_loss_problems(config), *_part_problems(parts), *fold_problems(config)]
@@ -95,38 +89,21 @@ def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"trainer.compile.options.{name}", message)
 
 
-def _nodes(config: Config, known: Known) -> Iterator[tuple[str, Any, int]]:
-    """Yield key, node, and number of added arguments of each node with a target."""
-    yield "model", config.model, 0
-    yield "task", config.task, 0
-    for split in ("train", "val", "test", "predict"):
-        yield f"data.{split}", getattr(config.data, split), 0
-    for stage in ("train", "eval", "device"):
-        for name, node in getattr(config.transforms, stage).items():
-            yield f"transforms.{stage}.{name}", node, 0
-    for name in ("sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
-        yield f"loader.{name}", getattr(config.loader, name), 0
-    yield "loader.eval.collate_fn", config.loader.eval.collate_fn, 0
-    for name, node in config.callbacks.items():
-        yield f"callbacks.{name}", known.fill(node), 0
-    called = optimizer_nodes(known.fill(config.optimizer))
-    called |= schedule_nodes(known.fill(config.lr_scheduler), "lr_scheduler")
-    for key, node in called.items():
-        yield key, node, 1
-
-
-def _node_problems(node: Any, key: str, positional: int) -> list[Problem]:
-    """Check a node's kind, then its arguments; of functions, what they make is checked later."""
-    if isinstance(node, dict) and "_target_" in node:
+def _node_problems(config: Config) -> Iterator[Problem]:
+    """Check the arguments of all nodes, and the kinds of classes; of functions, what they make."""
+    for key, node in nodes_in(with_classes(asdict(config), _CLASSES)):
+        section, part = key.split(".")[0], _PARTS.fullmatch(key)
         with suppress(TargetError):  # reported with its arguments
             partial = node.get("_partial_") is True
             target = functools.partial if partial else locate(node["_target_"])
-            if isinstance(target, type) and (reason := wrong_class(key, target)) is not None:
-                return [Problem(f"{key}._target_", reason)]
-    provided: Sequence[str] = OFFERED if key in _SAMPLERS else ()
-    if key.startswith("data."):
-        provided = ("transform",)
-    return bind_problems(with_classes(node, _CLASSES), key, provided, positional, our_key)
+            if part and isinstance(target, type) and (reason := wrong_class(key, target)):
+                yield Problem(f"{key}._target_", reason)
+                continue
+        provided: Sequence[str] = OFFERED if re.fullmatch(r"loader\.\w*sampler", key) else ()
+        if part and section == "data":
+            provided = ("transform",)
+        called = bool(part) and section in OWN_KEYS  # with the parameters, or with an optimizer
+        yield from node_problems(node, key, called, provided, _APART if called else None, our_key)
 
 
 def _task_problems(parts: Assembly) -> Iterator[Problem]:

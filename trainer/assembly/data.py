@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from conf.errors import ConfigError, Problem, raise_problems
+from conf.interpolation import mapped
 from conf.schema import Config
 from data.decode import quick_form
 from data.errors import DataError
@@ -26,8 +27,7 @@ from trainer.assembly.parts import build_named, with_classes
 from trainer.rng import derived, keyed
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import instantiate
-from trainer.targets.signatures import parameters_of
+from trainer.targets.instantiate import instantiate, parameters_of
 
 logger = logging.getLogger("regimen")
 
@@ -181,16 +181,13 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
     given = {"fold": config.data.fold, "folds": config.data.folds}
 
     def shared(value: Any) -> Any:
-        if isinstance(value, list):
-            return [shared(child) for child in value]
-        if not isinstance(value, dict):
+        if not (isinstance(value, dict) and "_target_" in value):
             return value
-        inner = {name: shared(child) for name, child in value.items()}
-        taken = parameters_of(value["_target_"]) if "_target_" in value else None
-        return {**given, **inner} if (taken or {}).keys() >= given.keys() else inner
+        taken = parameters_of(value["_target_"]) or {}
+        return {**given, **value} if taken.keys() >= given.keys() else value
 
     cut = config.data.folds is not None and split in ("train", "val")  # test stays as it is
-    result: dict[str, Any] = shared(node) if cut else node
+    result: dict[str, Any] = mapped(node, shared) if cut else node
     return result
 
 

@@ -35,8 +35,7 @@ from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import seed_everything, set_switches
 from trainer.strategies.strategy import Strategy, workers_of
 from trainer.targets.allow_list import TargetError
-from trainer.targets.instantiate import instantiate
-from trainer.targets.signatures import parameters_of
+from trainer.targets.instantiate import instantiate, parameters_of
 from trainer.trainer import Trainer
 from trainer.update.precision import Precision
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from conf.errors import Problem, noted, problems_at, raise_problems
 from conf.fields import rule_of
-from conf.interpolation import fill
+from conf.interpolation import fill, mapped
 from conf.schema import Config
 from conf.schema_trainer import StrategyConfig
 from data.errors import DataError
@@ -25,9 +25,8 @@ from trainer.callback import Callback, Saver, check_hooks
 from trainer.distributed import is_rank
 from trainer.errors import ModelError, is_misfit
 from trainer.lr_schedulers.build import build_lr_schedule
-from trainer.lr_schedulers.build import target_nodes as schedule_nodes
 from trainer.lr_schedulers.schedule import LRSchedule
-from trainer.optimizers.optimizers import Optimizers, build_optimizers, sections
+from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import (
     DataParallel,
@@ -103,27 +102,12 @@ def build_named(nodes: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def with_classes(node: Any, num_classes: int | None) -> Any:
     """Return `node` with each `num_classes: null` replaced by the data's number of classes."""
-    if isinstance(node, list):
-        return [with_classes(child, num_classes) for child in node]
-    if not isinstance(node, dict):
-        return node
-    filled = {name: with_classes(child, num_classes) for name, child in node.items()}
-    open_ = "num_classes" in filled and filled["num_classes"] is None
-    return {**filled, "num_classes": num_classes} if open_ else filled
 
+    def change(part: Any) -> Any:
+        open_ = isinstance(part, dict) and part.get("num_classes", 0) is None
+        return {**part, "num_classes": num_classes} if open_ else part
 
-def optimizer_nodes(node: Mapping[str, Any], key: str = "optimizer") -> dict[str, dict[str, Any]]:
-    """Return, by config key, the nodes of optimizers and of schedules of single optimizers.
-
-    Their targets get one more positional argument. Keys that are not arguments (`param_groups`,
-    ...) are left out and shared hyper-parameters filled in, so that the nodes can be checked
-    against signatures.
-    """
-    found = sections(node, key, [])
-    nodes = {s.key: s.target for s in found if "_target_" in s.target}
-    for section in found:
-        nodes |= schedule_nodes(section.own["lr_scheduler"], f"{section.key}.lr_scheduler")
-    return nodes
+    return mapped(node, change)
 
 
 def build_strategy(config: Config) -> Strategy:

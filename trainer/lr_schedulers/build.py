@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 
 from conf.errors import Problem, raise_problems
 from conf.interpolation import RESERVED, fill, leaves
-from trainer.lr_schedulers.functions import by_name, functions_of_groups
+from trainer.lr_schedulers.functions import functions_of_groups
 from trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
@@ -37,34 +37,6 @@ logger = logging.getLogger("regimen")
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
 EXAMINED = 10_000  # updates, at most, that are walked before a run
-
-
-def target_nodes(node: Mapping[str, Any] | None, key: str) -> dict[str, dict[str, Any]]:
-    """Return, by config key, the nodes whose targets get one positional argument from us.
-
-    Arguments that we compute for a target (inner schedulers, functions, ...) are replaced by
-    placeholders, so that the nodes can be checked against the signatures of their targets.
-    """
-    if not node or "_target_" not in node:
-        return {}
-    chained = str(node["_target_"]).endswith(f".{ChainedScheduler.__name__}")
-    highest = node.get("max_lr")
-    stand_ins: dict[str, dict[str, Any]] = {
-        "functions": {"lr_lambda": []},
-        "schedulers": {} if chained else {"schedulers": []},
-        "milestones": {"milestones": [1]},
-        "step_size": {"step_size": 1},
-        "max_lr": {"max_lr": 1.0 if highest is None else highest},
-    }
-    found = {key: {k: v for k, v in node.items() if k not in (*OUTER, *stand_ins)}}
-    for word in stand_ins.keys() & node.keys():
-        found[key] |= stand_ins[word]
-    for name, function in by_name(node.get("functions")).items():
-        if isinstance(function, Mapping):
-            found[f"{key}.functions.{name}"] = dict(function)
-    for where, child in _inner_nodes(node, key).items():
-        found |= target_nodes(child, where)
-    return found
 
 
 def _inner_nodes(node: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:

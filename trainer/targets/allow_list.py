@@ -1,33 +1,139 @@
-"""Find what a `_target_` names, and refuse what may not be named.
+"""What a `_target_` may name, and the class or function that it names.
 
-A configuration may come from anyone. It can only name what `trainer.targets.nameable` offers, what
-lies in packages of the folder where the program was started, and what `--allow-target` allows on
-the command line. No YAML can extend the list.
+A configuration may come from anyone. It can only name what is offered here of the libraries and of
+Regimen, what lies in packages of the folder where the program was started, and what
+`--allow-target` allows on the command line. No YAML can extend the list.
+
+A library's module that is not listed offers nothing, a listed one the kinds of objects listed for
+it. Of Regimen's modules, those offer something of which a shipped YAML (`conf/`) names something:
+their public classes if it names a class, and the functions that it names.
 """
 
 import importlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conf.errors import ConfigError, Problem, did_you_mean, nearest
-from trainer.targets.nameable import is_offered, offers, refusal_by_name, refusal_of, split
 
 _ROOTS = ("callbacks", "data", "models", "timm", "torch", "torchmetrics", "torchvision", "trainer")
+_OURS = ("callbacks", "data", "models", "trainer")
 _OTHERS = ("conf", "scripts")  # ours, of which nothing may be named
 _OUR_CHECKOUT = ("benchmarks", "tests")  # importable when started in a checkout
+_HOME = Path(__file__).resolve().parents[2]
 
-_extra: list[str] = []
-_closed: list[str] = []  # folders whose files a configuration may not name
+_extra: list[str] = []  # packages and exact paths that `allow` has added
+_closed: set[str] = set()  # folders whose files a configuration may not name
 
 
 class TargetError(ConfigError):
     """A `_target_` that is refused, does not exist, or does not take its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may be named in a module, as `module.Name`."""
+
+    inside: str  # the package or module in which the objects must be defined
+    classes: bool = True
+    functions: bool | Collection[str] = False  # all that are documented, or these
+    only: Collection[str] = ()  # these names; (): all that the module documents
+    without: tuple[str, ...] = ()  # patterns of names
+    compiled: tuple[str, ...] = ()  # `__module__` of its compiled functions
+
+
+_SAMPLERS = (
+    "BatchSampler DistributedSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler"
+    " WeightedRandomSampler default_collate default_convert"
+)
+_DATASETS = "ChainDataset ConcatDataset StackDataset Subset TensorDataset"
+_METRICS = "classification clustering nominal regression retrieval segmentation wrappers"
+# Of these three modules what downloads no network; some of those are pickled.
+_AUDIO = (
+    "ComplexScaleInvariantSignalNoiseRatio PermutationInvariantTraining"
+    " ScaleInvariantSignalDistortionRatio ScaleInvariantSignalNoiseRatio SignalDistortionRatio"
+    " SignalNoiseRatio SourceAggregatedSignalDistortionRatio"
+)
+_IMAGE = (
+    "ErrorRelativeGlobalDimensionlessSynthesis MultiScaleStructuralSimilarityIndexMeasure"
+    " PeakSignalNoiseRatio PeakSignalNoiseRatioWithBlockedEffect RelativeAverageSpectralError"
+    " RootMeanSquaredErrorUsingSlidingWindow SpatialCorrelationCoefficient SpectralAngleMapper"
+    " SpectralDistortionIndex StructuralSimilarityIndexMeasure TotalVariation"
+    " UniversalImageQualityIndex VisualInformationFidelity"
+)
+_TEXT = (
+    "BLEUScore CHRFScore CharErrorRate EditDistance ExtendedEditDistance MatchErrorRate Perplexity"
+    " SQuAD TranslationEditRate WordErrorRate WordInfoLost WordInfoPreserved"
+)
+# `Weights` would accept any URL; the builders accept only known names.
+_NO_BUILDERS = ("*Weights*", "get_model_*", "get_weight", "list_models")
+_MODELS = [f"torchvision.models{part}" for part in ("", ".detection", ".segmentation", ".video")]
+# Class methods that may be named, where others could be called on any object.
+CONSTRUCTORS = ("torch.nn.Embedding.from_pretrained", "torch.nn.EmbeddingBag.from_pretrained")
+_OFFERS = (
+    Offer("torch.nn"),
+    Offer(
+        "torch.nn.functional",
+        classes=False,
+        functions=True,
+        without=("upsample*",),  # deprecated
+        compiled=("torch", "torch._C._nn"),
+    ),
+    Offer("torch.nn.utils.parametrizations", classes=False, functions=True),
+    Offer("torch.optim"),
+    Offer("torch.optim.lr_scheduler"),
+    Offer("torch.optim.swa_utils", only=("SWALR",)),
+    Offer("torch.utils.data", functions=True, only=f"{_SAMPLERS} {_DATASETS}".split()),
+    Offer("torchvision.transforms"),
+    *(Offer(module, functions=True, without=_NO_BUILDERS) for module in _MODELS),
+    Offer("torchvision.ops", functions=True),
+    # LSUN unpickles a file beside the data; the other two fetch URLs listed in a file.
+    Offer("torchvision.datasets", without=("Kinetics", "LSUN*", "SBU")),
+    Offer("torchmetrics"),
+    Offer("timm", classes=False, functions=("create_model",)),
+)
+LIBRARIES: Mapping[str, Offer] = {
+    **{offer.inside: offer for offer in _OFFERS},
+    "torchvision.transforms.v2": Offer("torchvision.transforms"),
+    **{f"torchmetrics.{part}": Offer("torchmetrics") for part in _METRICS.split()},
+    "torchmetrics.audio": Offer("torchmetrics", only=_AUDIO.split()),
+    "torchmetrics.image": Offer("torchmetrics", only=_IMAGE.split()),
+    "torchmetrics.text": Offer("torchmetrics", only=_TEXT.split()),
+}
+
+
+@lru_cache(maxsize=1)
+def _offers() -> Mapping[str, Offer]:
+    named: dict[str, set[str]] = {}
+    for file in (_HOME / "conf").rglob("*.yaml"):
+        for path in re.findall(r"_target_:\s*([\w.]+)", file.read_text(encoding="utf-8")):
+            module, _, name = path.rpartition(".")
+            if module.partition(".")[0] in _OURS:
+                named.setdefault(module, set()).add(name)
+    ours = {}
+    for module, names in named.items():
+        functions = [name for name in names if not name[0].isupper()]
+        ours[module] = Offer(module, len(functions) < len(names), functions)
+    return {**LIBRARIES, **ours}
+
+
+def listed(path: str) -> tuple[str, str] | None:
+    """Return the listed module that a path begins with, and the rest; None if there is none."""
+    module = path
+    while (at := module.rfind(".")) > 0:
+        module = module[:at]
+        if module in _offers():
+            return module, path[at + 1 :]
+    return None
 
 
 def allow(packages: Iterable[str]) -> None:
@@ -42,7 +148,7 @@ def allow(packages: Iterable[str]) -> None:
 
 def close(folders: Iterable[str]) -> None:
     """Offer no code below folders that hold configurations, for this process."""
-    _closed.extend(os.path.realpath(os.path.expanduser(folder)) for folder in folders)
+    _closed.update(os.path.realpath(os.path.expanduser(folder)) for folder in folders)
 
 
 def under(path: str, prefixes: Iterable[str]) -> bool:
@@ -61,17 +167,32 @@ def refusal(path: object) -> str | None:
         return f"{shown} is not the dotted path of a class or function"
     if under(path, _extra) or _in_working_folder(path):
         return None
-    listed = split(path)
-    if listed is None:
+    if (found := listed(path)) is None:
         return f"target {path!r} is not allowed; {_how_to_allow(path)}"
-    if (reason := refusal_by_name(*listed)) is None:
+    if (reason := _refused_name(*found)) is None:
         return None
     # Something that is named by where it is defined has a public name as well.
-    module, last = listed[0], path.rpartition(".")[2]
-    public = "." in listed[1] and refusal_by_name(module, last) is None
+    module, last = found[0], path.rpartition(".")[2]
+    public = "." in found[1] and _refused_name(module, last) is None
     known = public and hasattr(sys.modules.get(module), last)
     hint = f"; did you mean '{module}.{last}'?" if known else ""
     return f"{path!r} is not allowed: {reason}{hint}"
+
+
+def _refused_name(module: str, name: str) -> str | None:
+    offer = _offers()[module]
+    if f"{module}.{name}" in CONSTRUCTORS:
+        return None
+    if "." in name:
+        return "it is not directly in a listed module"
+    if name.startswith("_"):
+        return "it is private"
+    kept = any(fnmatchcase(name, pattern) for pattern in offer.without)
+    if not isinstance(offer.functions, bool):  # names tell classes from functions
+        kept |= not offer.classes if name[0].isupper() else name not in offer.functions
+    if kept or (offer.only and name not in offer.only):
+        return f"{module} offers it, but not to configurations"
+    return None
 
 
 def locate(path: str) -> Any:
@@ -82,45 +203,65 @@ def locate(path: str) -> Any:
     """
     if (reason := refusal(path)) is not None:
         raise TargetError(reason)
-    listed = None if under(path, _extra) else split(path)
-    if listed is None:
-        return _of_users(path)
-    module = found = _import_module(listed[0], path)
-    for part in listed[1].split("."):
-        found = _attribute(found, part, path)
-    if isinstance(found, ModuleType):
-        raise TargetError(f"{path!r} is not allowed: it is a module")
-    _check_callable(path, found)
-    if (reason := refusal_of(module, listed[1], found)) is not None:
+    known = None if under(path, _extra) else listed(path)
+    root, _, rest = path.partition(".") if known is None else (known[0], ".", known[1])
+    folder = _working_folder()
+    if known is None and _in_working_folder(path) and not {folder, ""} & set(sys.path):
+        sys.path.append(folder)  # after all that is installed
+    parent: Any = None
+    module = found = _import_module(root, path)
+    for name in rest.split(".") if rest else ():
+        inner = f"{getattr(found, '__name__', '')}.{name}"
+        package = known is None and isinstance(found, ModuleType) and hasattr(found, "__path__")
+        if package and not hasattr(found, name) and importlib.util.find_spec(inner):
+            _import_module(inner, path)
+        parent, found = found, _attribute(found, name, path)
+        if isinstance(found, ModuleType) and (known or found.__name__ != inner):
+            raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")
+    if not callable(found):
+        raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
+    reason = _refused_object(module, known[1], found) if known else _not_theirs(path, parent, found)
+    if reason is not None:
         raise TargetError(f"{path!r} is not allowed: {reason}")
     return found
 
 
-def _of_users(path: str) -> Any:
-    """Return an object of the user's packages, or of those given to `allow`."""
-    root, *names = path.split(".")
-    folder = _working_folder()
-    if _in_working_folder(path) and not {folder, ""} & set(sys.path):
-        sys.path.append(folder)  # after all that is installed
-    parent: Any = None
-    found: Any = _import_module(root, path)
-    for name in names:
-        inner = f"{getattr(found, '__name__', '')}.{name}"
-        package = isinstance(found, ModuleType) and hasattr(found, "__path__")
-        if package and not hasattr(found, name) and importlib.util.find_spec(inner):
-            _import_module(inner, path)
-        parent, found = found, _attribute(found, name, path)
-        if isinstance(found, ModuleType) and found.__name__ != inner:
-            raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")
-    _check_callable(path, found)
+def _refused_object(module: ModuleType, name: str, found: Any) -> str | None:
+    offer = _offers()[module.__name__]
+    if f"{module.__name__}.{name}" in CONSTRUCTORS:
+        return None
+    documented, owner = getattr(module, "__all__", None), _owner(found)
+    if documented is not None and name not in documented:
+        return f"{module.__name__} does not document it"
+    is_class = isinstance(found, type)
+    if not (under(owner, [offer.inside]) or (owner in offer.compiled and not is_class)):
+        return f"it belongs to {owner}"
+    if "_deprecated" in owner.split(".") or "__deprecated__" in getattr(found, "__dict__", {}):
+        return "it is deprecated"
+    wanted = offer.classes if is_class else bool(offer.functions)
+    if not wanted or (is_class and issubclass(found, BaseException)):
+        return f"it is a {'class' if is_class else 'function'} that a configuration cannot use"
+    return None
+
+
+def _not_theirs(path: str, parent: Any, found: Any) -> str | None:
+    """Say why an object in a package of the user's, or of `allow`, is not one that it offers."""
     of_class = isinstance(found, type) or getattr(found, "__self__", None) is parent
     if isinstance(parent, type) and not of_class:
-        raise TargetError(f"{path!r} is not allowed: it is a method, name a class or a function")
-    owner = getattr(found, "__module__", None) or type(found).__module__
-    known = path in _extra or under(owner, _extra) or _in_working_folder(owner)
-    if not known and not is_offered(found):
-        raise TargetError(f"{path!r} is not allowed: it belongs to {owner}; {_how_to_allow(owner)}")
-    return found
+        return "it is a method, name a class or a function"
+    owner, name = _owner(found), str(getattr(found, "__name__", ""))
+    if path in _extra or under(owner, _extra) or _in_working_folder(owner):
+        return None
+    for module, offer in _offers().items():  # what was imported from where it could be named
+        if under(owner, [offer.inside]) and name and _refused_name(module, name) is None:
+            loaded = importlib.import_module(module)
+            if getattr(loaded, name, None) is found and not _refused_object(loaded, name, found):
+                return None
+    return f"it belongs to {owner}; {_how_to_allow(owner)}"
+
+
+def _owner(found: Any) -> str:
+    return str(getattr(found, "__module__", None) or type(found).__module__)
 
 
 def _import_module(name: str, path: str) -> ModuleType:
@@ -128,7 +269,7 @@ def _import_module(name: str, path: str) -> ModuleType:
         module = importlib.import_module(name)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
-        if missing and f"{name}.".startswith(f"{missing}."):
+        if missing and under(name, [missing]):
             message = f"no package {name!r} is installed, which {path!r} needs"
             raise TargetError(message) from error
         error.imported_for = path  # type: ignore[attr-defined]
@@ -148,38 +289,31 @@ def _attribute(holder: Any, name: str, path: str) -> Any:
     raise TargetError(Problem("", message, hint))
 
 
-def _check_callable(path: str, found: Any) -> None:
-    if not callable(found):
-        raise TargetError(f"target {path!r} cannot be called: it is a {type(found).__name__}")
-
-
 def _in_working_folder(path: str) -> bool:
     """Return whether a path leads into a module or package of the working folder."""
     root, folder = path.partition(".")[0], _working_folder()
     if root in sys.stdlib_module_names or root in (*_ROOTS, *_OTHERS):
         return False
-    if root in _OUR_CHECKOUT and Path(folder) == Path(__file__).resolve().parents[2]:
-        return False
-    if not _is_offered_there(path, Path(folder)):
+    if (root in _OUR_CHECKOUT and Path(folder) == _HOME) or not _is_offered_there(path, folder):
         return False
     if (module := sys.modules.get(root)) is not None:
-        return _places(module.__spec__) == {folder}
-    finder = importlib.machinery.PathFinder
+        return _lies_in(folder, module.__spec__)
     # An installed package of the same name is imported first.
     others = [p for p in sys.path if os.path.realpath(p or ".") != folder]
-    installed = finder.find_spec(root, others)
+    find = importlib.machinery.PathFinder.find_spec
+    installed = find(root, others)
     if installed is not None and installed.origin is not None:
         return False
-    return _places(finder.find_spec(root, [folder])) == {folder}
+    return _lies_in(folder, find(root, [folder]))
 
 
-def _is_offered_there(path: str, folder: Path) -> bool:
+def _is_offered_there(path: str, start: str) -> bool:
     """Return whether files named by a path are Python modules, or packages with `__init__.py`.
 
     Nothing below `runs/` or a folder of configurations is: such folders come from others.
     """
+    place = folder = Path(start)
     closed = [c for c in (folder / "runs", *map(Path, _closed)) if not folder.is_relative_to(c)]
-    place = folder
     for part in path.split("."):
         place /= part
         if any(p.is_relative_to(c) for p in (place, place.resolve()) for c in closed):
@@ -190,13 +324,13 @@ def _is_offered_there(path: str, folder: Path) -> bool:
     return True
 
 
-def _places(spec: Any) -> set[str]:
-    """Return the folders that contain the package or module of `spec`."""
-    if spec is None:
-        return set()
-    if spec.submodule_search_locations is not None:
-        return {os.path.dirname(os.path.realpath(p)) for p in spec.submodule_search_locations}
-    return {os.path.dirname(os.path.realpath(spec.origin))} if spec.origin else set()
+def _lies_in(folder: str, spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Return whether a folder contains the package, with its `__init__.py`, or module of `spec`."""
+    if spec is None or not spec.origin:
+        return False
+    place = os.path.dirname(os.path.realpath(spec.origin))
+    packaged = spec.submodule_search_locations is not None
+    return (os.path.dirname(place) if packaged else place) == folder
 
 
 def _working_folder() -> str:
@@ -214,7 +348,7 @@ def _how_to_allow(path: str) -> str:
     if near not in (None, root) and importlib.machinery.PathFinder.find_spec(root) is None:
         return f"did you mean {near}?"
     module, _, name = path.rpartition(".")
-    near = nearest(module, offers(), cutoff=0.85)
+    near = nearest(module, _offers(), cutoff=0.85)
     if near not in (None, module):
         return f"did you mean {near}.{name}?"
     # Of installed libraries only the exact path: `torch` as a whole could run anything.

@@ -1,30 +1,50 @@
-"""Build the object that a configuration node describes: the only place that does so.
+"""A node: what its `_target_` names, its arguments against the signature, the object it describes.
 
-All targets of a node are checked (`trainer.targets.allow_list`) before any is called.
+`node_problems` is the check of one node, and `instantiate` the only place that builds one: all
+nodes within are checked before any target is called.
 """
 
 import functools
-from typing import Any
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from inspect import Parameter
+from typing import Any, Literal, Union
 
-import hydra.utils
-from hydra.errors import InstantiationException
+from conf.errors import Problem, did_you_mean, noted, problems_at, raise_problems
+from conf.interpolation import join, walk
+from trainer.targets.allow_list import TargetError, listed, locate, refusal, under
 
-from conf.errors import Problem, problems_at, raise_problems
-from trainer.targets.allow_list import TargetError, locate, refusal
-from trainer.targets.nameable import split
-from trainer.targets.signatures import SPECIAL, join, nodes_in, refused_arguments
-
+# Keys of a node that are no arguments, as Hydra calls them.
+SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_")
+_HELD: Mapping[str, type] = {"_args_": list, "_partial_": bool, "_recursive_": bool}
+# Arguments by which builders of networks unpickle files: timm loads them with weights_only=False,
+# and transformers can wrap timm. The name of a model must be no address such as `hf-hub:...`.
+_BUILDERS = ("timm", "models")
+_UNPICKLED = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+_NAMES = ("model_name", "name")
+_LISTS = (list, tuple, set, frozenset)
+# Classes that no string, number or null can represent.
+_COMPARED = ("builtins", "torch", "torch.nn.modules.module", "collections.abc")
 # Exceptions by which a constructor rejects a value.
 _REFUSALS = (TypeError, ValueError, ArithmeticError, AssertionError, NotImplementedError)
+Problems = Iterator[Problem]
+
+
+def nodes_in(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every dict with a target in `value`, the outer ones first, and its key."""
+    for where, node in walk(value, key):
+        if isinstance(node, dict) and "_target_" in node:
+            yield where, node
 
 
 def refused_targets(node: Any, key: str = "") -> list[Problem]:
     """List the targets in `node` that may not be used, by their names alone; imports nothing."""
-    return [
-        Problem(join(where, "_target_"), reason)
-        for where, inner in nodes_in(node, key)
-        if (reason := refusal(inner["_target_"])) is not None
-    ]
+    found = ((where, refusal(inner["_target_"])) for where, inner in nodes_in(node, key))
+    return [Problem(join(where, "_target_"), reason) for where, reason in found if reason]
 
 
 def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any) -> Any:
@@ -33,33 +53,202 @@ def instantiate(node: dict[str, Any], *args: Any, _key_: str = "", **kwargs: Any
     `args` replace the node's `_args_`, `kwargs` override the node's arguments; both are passed on
     unchanged, containers as plain dicts and lists. With `_partial_: true` the result is a
     callable. `_key_` is the node's key, for error messages.
-    Raises TargetError if a target is refused or rejects a value; other exceptions pass through.
+    Raises TargetError if a target is refused or does not take its arguments; other exceptions pass
+    through.
     """
+    found: list[Problem] = []
     for where, inner in nodes_in(node, _key_):
-        with problems_at(join(where, "_target_")):
-            locate(inner["_target_"])
-        raise_problems(refused_arguments(inner, where), TargetError)
+        given = inner if inner is not node else {k: v for k, v in node.items() if k not in kwargs}
+        found += node_problems(given, where, *((len(args), kwargs) if inner is node else ()))
+    raise_problems(found, TargetError)
     return _build(node, args, kwargs, _key_)
 
 
-def _build(node: dict[str, Any], args: tuple[Any, ...], given: dict[str, Any], key: str) -> Any:
-    target, keep = node["_target_"], node.get("_recursive_") is False
-    own = {k: v if keep else _built(v, join(key, k)) for k, v in node.items() if k not in SPECIAL}
-    args = args or tuple(_built(node.get("_args_", []), join(key, "_args_")))
-    if node.get("_partial_"):
-        return functools.partial(locate(target), *args, **{**own, **given})
-    # Hydra gets the target without arguments: it would resolve `${` in them a second time.
+def node_problems(
+    node: dict[Any, Any],
+    key: str,
+    positional: int = 0,
+    provided: Collection[str] = (),
+    apart: Collection[str] | None = None,
+    elsewhere: Callable[[str], str | None] = lambda key: None,
+) -> list[Problem]:
+    """List what is wrong with the target and the arguments of a node, not with nodes within it.
+
+    `positional` counts the arguments that the caller adds by position, `provided` names those that
+    it adds by keyword. Of a node whose caller makes arguments of some keys, these are `apart`:
+    they are not compared, and nothing is missing. `elsewhere` says which key of the configuration
+    an unknown argument may have been meant for. The target is imported; nothing is built.
+    """
+    found = []
+    for name, value in node.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            found.append(Problem(f"{key}.{name}", "cannot be the name of an argument"))
+        elif not isinstance(value, _HELD.get(name, object)):
+            wanted = "a list" if name == "_args_" else "true or false"
+            found.append(Problem(f"{key}.{name}", f"expected {wanted}, got {value!r}"))
+    with noted(found), problems_at(join(key, "_target_")):
+        found += _refused_arguments(node, key, locate(node["_target_"]))
+        if (known := parameters_of(node["_target_"])) is not None:
+            found += _misfits(node, key, known, positional, provided, apart, elsewhere)
+    return found
+
+
+def _misfits(
+    node: dict[Any, Any],
+    key: str,
+    known: Mapping[str, Parameter],
+    positional: int,
+    provided: Collection[str],
+    apart: Collection[str] | None,
+    elsewhere: Callable[[str], str | None],
+) -> Problems:
+    target, args, places = node["_target_"], _positional(node), _by_place(known)
+    kinds = {p.kind for p in known.values()}
+    if not positional:  # otherwise the caller's arguments replace the node's
+        for index, (name, value) in enumerate(zip(places, args, strict=False)):
+            if (message := _mismatch(known[name], value)) is not None:
+                yield Problem(f"{key}._args_.{index}", f"{name}: {message}")
+        if len(args) > len(places) and Parameter.VAR_POSITIONAL not in kinds:
+            message = f"{target} takes {len(places)} arguments by position, got {len(args)}"
+            yield Problem(f"{key}._args_", message)
+    filled = {*provided, *places[: max(positional, len(args))]}
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    names = [n for n, p in known.items() if p.kind in named and n not in filled]
+    given = {n: v for n, v in node.items() if n not in (*SPECIAL, *(apart or ()))}
+    for name, value in given.items():
+        where = f"{key}.{name}"
+        if name in filled and name in known:
+            yield Problem(where, f"is filled in when {target} is called: leave it out")
+        elif name in names:
+            if (message := _mismatch(known[name], value)) is not None:
+                yield Problem(where, message)
+        elif Parameter.VAR_KEYWORD not in kinds and isinstance(name, str):
+            ours = elsewhere(where)
+            hint = f"it is called {ours} here" if ours else did_you_mean(name, names)
+            hint = hint or (f"it takes {', '.join(names)}" if names else "it takes no arguments")
+            yield Problem(where, f"{target} has no argument {name!r}", hint)
+    for name in names if apart is None and node.get("_partial_") is not True else ():
+        if known[name].default is Parameter.empty and name not in given:
+            yield Problem(f"{key}.{name}", f"missing: {target} needs it")
+
+
+def _refused_arguments(node: dict[Any, Any], key: str, target: Any) -> Problems:
+    """Yield the arguments of a node that would unpickle a file or fetch code."""
+    if not under(node["_target_"], _BUILDERS):
+        return
+    places = _by_place(parameters_of(target) or {})
+    given = {**node, **dict(zip(places, _positional(node), strict=False))}
+    for where, value in walk(given, key):
+        if value and where.rpartition(".")[2] in _UNPICKLED:
+            yield Problem(where, "not allowed here: it would unpickle a file")
+    for name in _NAMES:
+        model = given.get(name)
+        if model is not None and (not isinstance(model, str) or ":" in model):
+            message = f"not allowed here: {model!r} is an address, not the name of a model"
+            yield Problem(f"{key}.{name}", message)
+
+
+def parameters_of(target: Any) -> Mapping[str, Parameter] | None:
+    """Return the parameters of a class or function, or of what a path names; None if unknown."""
+    with suppress(TargetError):
+        target = locate(target) if isinstance(target, str) else target
+        # Annotations may be strings (PEP 563); those that cannot be evaluated stay strings.
+        for spelled_out in (True, False):
+            with suppress(Exception):  # none for compiled functions; evaluation may raise any type
+                return inspect.signature(target, eval_str=spelled_out).parameters
+    return None
+
+
+def is_default(node: Any, name: str) -> bool:
+    """Return whether an argument of a node has the value that leaving it out gives."""
+    if not isinstance(node, dict) or name in SPECIAL or name not in node:
+        return False
+    parameter = (parameters_of(str(node.get("_target_"))) or {}).get(name)
+    value, default = node[name], Parameter.empty if parameter is None else parameter.default
+    return type(value) is type(default) and bool(value == default)
+
+
+def takes(node: Any, name: str) -> bool:
+    """Return whether a node's target is given a value under this name; if in doubt, it is."""
     try:
-        call = hydra.utils.instantiate({"_target_": target, "_partial_": True})
+        known = parameters_of(str(node.get("_target_")))
+    except Exception:  # of a module of the user's: the check of targets tells it
+        return True
+    if known is None or name in known or name in SPECIAL:
+        return True
+    return any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+
+
+def _positional(node: Mapping[str, Any]) -> list[Any]:
+    args = node.get("_args_")
+    return args if isinstance(args, list) else []
+
+
+def _by_place(parameters: Mapping[str, Parameter]) -> list[str]:
+    placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in parameters.items() if p.kind in placed]
+
+
+def _mismatch(parameter: Parameter, value: Any) -> str | None:
+    """Say why a value cannot be an argument; None if it can."""
+    if value is None and parameter.default is None:
+        return None  # `x: int = None` is common
+    if isinstance(value, str) and "${" in value:
+        return None  # a reserved interpolation, filled in later
+    sides = value if isinstance(value, list) else [value]
+    if parameter.name == "size" and any(type(side) is int and side < 1 for side in sides):
+        return f"expected a size of at least 1, got {value!r}"
+    if not may_hold(parameter.annotation, value):
+        known = parameter.annotation
+        wanted = known.__name__ if isinstance(known, type) else str(known).replace("typing.", "")
+        return f"expected {wanted}, got {value!r} ({type(value).__name__})"
+    nan = isinstance(value, float) and math.isnan(value)
+    return "expected a number, got nan" if nan else None
+
+
+def may_hold(annotation: Any, value: Any) -> bool:
+    """Return False if a plain config value cannot fit `annotation`."""
+    if isinstance(value, dict) or annotation in (Parameter.empty, Any, object):
+        return True  # a dict may be a node, which can build anything
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(may_hold(member, value) for member in args)
+    if origin is Literal:
+        return value in args
+    if origin is typing.Annotated:
+        return may_hold(args[0], value)
+    cls = type(None) if annotation is None else origin or annotation
+    if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
+        return True  # a string annotation, a TypeVar, a protocol: not checked
+    if isinstance(value, list):
+        if cls is tuple and args and ... not in args:
+            return all(map(may_hold, args, value))
+        if args and (cls in _LISTS or cls in (Sequence, Iterable, Collection)):
+            return all(may_hold(args[0], item) for item in value)
+        return issubclass(cls, _LISTS) or issubclass(list, cls)
+    if cls in (int, float):
+        numbers = int if cls is int else int | float
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    if cls is bool:
+        return value in (True, False, None)
+    return cls.__module__ not in _COMPARED or isinstance(value, cls)
+
+
+def _build(node: dict[str, Any], args: tuple[Any, ...], given: Mapping[str, Any], key: str) -> Any:
+    target, keep = node["_target_"], node.get("_recursive_") is False
+    own = {n: v if keep else _built(v, join(key, n)) for n, v in node.items() if n != "_target_"}
+    args = args or tuple(own.get("_args_", ()))
+    arguments = {n: v for n, v in own.items() if n not in SPECIAL} | {**given}
+    if own.get("_partial_"):
+        return functools.partial(locate(target), *args, **arguments)
+    try:
         with problems_at(key):
-            return call(*args, **{**own, **given})
-    except (InstantiationException, *_REFUSALS) as error:
-        by_hydra = isinstance(error, InstantiationException)
+            return locate(target)(*args, **arguments)
+    except _REFUSALS as error:
         # The user's own code: a traceback is more useful.
-        if not by_hydra and (hasattr(error, "exit_code") or split(target) is None):
+        if hasattr(error, "exit_code") or listed(target) is None:
             raise
-        cause = (error.__cause__ or error) if by_hydra else error
-        reason = " ".join(str(cause).split())[:500] or type(cause).__name__
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
         message = f"{target} does not accept its arguments: {reason}"
         raise TargetError(Problem(key, message)) from error
 

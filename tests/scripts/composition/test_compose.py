@@ -15,7 +15,7 @@ from conf.errors import ConfigError
 from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
 from scripts.composition.compose import compose, config_text
-from scripts.composition.identity import identity
+from scripts.composition.overrides import identity
 from trainer.assembly.check import check_targets
 
 EXPERIMENT = "# train experiment=mine\n# @package _global_\n"

@@ -233,7 +233,7 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
     ("chosen", "message"),
     [
         ({"lr": 0.1}, "optimizer: has no _target_"),
-        ({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer: "),
+        ({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer.lr: expected float"),
         ({"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1"),
         ({"_target_": "torch.optim.SGD", "lrr": 1}, "lrr"),
         ({"_target_": "torch.nn.ReLU"}, "ReLU"),

@@ -12,9 +12,8 @@ import pytest
 
 import trainer
 from trainer.targets import allow_list as targets
-from trainer.targets.allow_list import TargetError, locate, refusal
+from trainer.targets.allow_list import LIBRARIES, TargetError, locate, refusal
 from trainer.targets.instantiate import instantiate, refused_targets
-from trainer.targets.nameable import LIBRARIES
 
 ROOT = Path(trainer.__file__).parent.parent
 PACKAGES = ("callbacks", "conf", "data", "models", "scripts", "trainer")
@@ -170,7 +169,7 @@ def test_no_code_comes_from_folders_that_are_not_packages(
     for package in packages:
         (folder / package / "__init__.py").touch()
     place.write_text(f"open({str(folder / 'canary')!r}, 'w')\nclass Model: ...\n")
-    monkeypatch.setattr(targets, "_closed", [])
+    monkeypatch.setattr(targets, "_closed", set())
     targets.close([str(folder / "stranger")])
     path = f"{file.removesuffix('.py').replace('/', '.')}.Model"
     assert "not allowed" in (refusal(path) or "")
@@ -185,7 +184,7 @@ def test_a_project_that_holds_its_configurations_may_be_named(
     (folder / "my_project" / "conf").mkdir(parents=True)
     (folder / "my_project" / "__init__.py").touch()
     (folder / "my_project" / "nets.py").write_text("class Net: ...\n")
-    monkeypatch.setattr(targets, "_closed", [])
+    monkeypatch.setattr(targets, "_closed", set())
     targets.close([str(folder), str(folder / "my_project" / "conf")])
     assert refusal("my_project.nets.Net") is None
 

@@ -11,8 +11,7 @@ import pytest
 from trainer.optimizers.param_groups import parse_selector
 from trainer.targets import allow_list
 from trainer.targets.allow_list import TargetError, locate, refusal
-from trainer.targets.instantiate import instantiate
-from trainer.targets.signatures import bind_problems
+from trainer.targets.instantiate import instantiate, node_problems
 
 # Paths that must not even be imported to be checked, or are refused once they are seen. All that
 # can be named of ours and of the libraries is walked by test_allow_list.py.
@@ -165,7 +164,7 @@ def test_timm_is_given_nothing_to_unpickle(arguments: dict[str, Any], timm: list
     node = {"_target_": "timm.create_model", **arguments}
     with pytest.raises(TargetError, match="not allowed here"):
         instantiate({"_target_": "torch.nn.Sequential", "_args_": [node]}, _key_="model")
-    assert [p for p in bind_problems(node, "model") if "not allowed here" in str(p)]
+    assert [p for p in node_problems(node, "model") if "not allowed here" in str(p)]
     assert timm == []
     instantiate({"_target_": "timm.create_model", "model_name": "resnet18", "drop_rate": 0.1})
     assert timm == ["resnet18"]
@@ -183,7 +182,7 @@ def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None
     for part in reversed(where.split(".")):
         given = [given] if part.isdecimal() else {part: given}
     node = {"_target_": target, "name": "x", "num_classes": 2, **given}
-    found = {p.key: p.message for p in bind_problems(node, "model")}
+    found = {p.key: p.message for p in node_problems(node, "model")}
     assert "not allowed here" in found[f"model.{where}.checkpoint_path"]
     with pytest.raises(TargetError, match="not allowed here"):
         instantiate(node, _key_="model")
