@@ -59,28 +59,25 @@ class Tree:
             if value == "???" and name in old:
                 continue
             if isinstance(value, dict) and isinstance(before, list):
-                self._set_items(before, value, here)
-            elif isinstance(value, dict) and isinstance(before, dict):
-                self._merge(before, value, here, source)
+                for number, item in value.items():
+                    if str(number).isdecimal() and int(number) < len(before):
+                        before[int(number)] = item
+                    else:
+                        message = f"{here} is a list of {len(before)}, counted from 0"
+                        self.problems.append(Problem(join(here, number), message))
             elif isinstance(value, list) and isinstance(before, dict):
                 message = f"expected a section of keys, got {shown(value)}"
                 self.problems.append(Problem(here, message))
+            elif isinstance(value, dict):
+                if not isinstance(before, dict):
+                    before = old[name] = {}
+                self._merge(before, value, here, source)
             else:
                 if isinstance(before, dict | list):
                     kept = {k: s for k, s in self.sources.items() if not _is_below(k, here)}
                     self.sources = kept
-                old[name] = {} if isinstance(value, dict) else copy.deepcopy(value)
-                if isinstance(value, dict):
-                    self._merge(old[name], value, here, source)
+                old[name] = copy.deepcopy(value)
             self.sources[here] = source
-
-    def _set_items(self, items: list[Any], new: Mapping[str, Any], key: str) -> None:
-        for number, value in new.items():
-            if str(number).isdecimal() and int(number) < len(items):
-                items[int(number)] = value
-            else:
-                message = f"{key} is a list of {len(items)}, counted from 0"
-                self.problems.append(Problem(join(key, number), message))
 
     def node(self, key: str) -> Any:
         """Return what stands at a key; None if it is not there."""
@@ -132,12 +129,12 @@ class Tree:
         """Yield the keys of open sections that no file of the group has and nothing reads."""
         for section, schema in _OPEN.items():
             given = self.node(section)
-            names = map(str, given) if isinstance(given, dict) else ()
-            extra = [name for name in names if name not in declared(schema)]
-            known = [*declared(schema), *(n for n in extra if join(section, n) in self.declared)]
-            for key in (join(section, name) for name in extra if name not in known):
+            names = list(map(str, given)) if isinstance(given, dict) else []
+            known = [*declared(schema), *(n for n in names if join(section, n) in self.declared)]
+            for name in [name for name in names if name not in known]:
+                key = join(section, name)
                 if not any(_is_below(key, at) or _is_below(at, key) for at in followed.read):
-                    yield unknown(section, key.removeprefix(f"{section}."), known)
+                    yield unknown(section, name, known)
 
     def of(self, key: str) -> str | None:
         """Return where a key was last set: the command line, or file:line; None if not at all."""

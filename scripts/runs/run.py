@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+import torch
+
 from callbacks.metrics_log import MetricsLog
 from callbacks.trial import Trial
 from conf.check import parse
@@ -85,7 +87,7 @@ class BuiltRun:
             },
             "precision": trainer.precision.name,
             "data": experiment.data.describe(),
-            "threads": experiment.threads,
+            "threads": torch.get_num_threads(),
         }
         command = self.request.resume_command(folder.absolute())  # should SIGKILL end the run
         if self.continued is not None:

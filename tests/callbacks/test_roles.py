@@ -20,13 +20,12 @@ from scripts.runs.report import best_of
 from scripts.runs.resume import Moment
 from scripts.sweeps.leaderboard import Ranking
 from trainer import snapshot
-from trainer.assembly.parts import Assembly, Known
+from trainer.assembly.parts import Assembly
 from trainer.callback import Average, Callback, Hooks, Results, Saver
 from trainer.errors import ModelError
 from trainer.media import PRCurve, as_image
 from trainer.state import LogPoint
 from trainer.strategies.strategy import Strategy
-from trainer.update.precision import Precision
 
 
 class Half(Average):
@@ -109,7 +108,7 @@ def test_checkpoints_are_written_last_under_any_name(make_trainer: Any, tmp_path
         "ema": {"_target_": "callbacks.ema.EMA", "decay": 0.5},
     }
     config: Any = SimpleNamespace(callbacks=nodes)
-    callbacks = Assembly(config, Known(None), Strategy(), Precision()).callbacks
+    callbacks = Assembly(config, Strategy()).callbacks
     assert list(callbacks) == ["ema", "saves"]
     trainer = make_trainer(callbacks, tmp_path)
     trainer.fit()

@@ -24,7 +24,7 @@ from conf.interpolation import leaves
 from conf.other_words import our_key
 from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
-from trainer.assembly.parts import OFFERED, Assembly, Known, with_classes, wrong_class
+from trainer.assembly.parts import OFFERED, Assembly, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, sections
 from trainer.optimizers.state import takes_closure
 from trainer.options import horizon
@@ -34,7 +34,6 @@ from trainer.targets.allow_list import TargetError, locate
 from trainer.targets.instantiate import instantiate, node_problems, nodes_in
 from trainer.task import Task, missing_step
 from trainer.update.gradients import without_effect
-from trainer.update.precision import Precision
 
 # Placeholders for facts that are known only once the data are open.
 _TOTAL_STEPS, _STEPS_PER_EPOCH = 1000, 100
@@ -69,18 +68,17 @@ def stand_ins(config: Config) -> Assembly:
     options = config.trainer
     endless = horizon(options.max_epochs, options.max_steps, _STEPS_PER_EPOCH) is None
     total = None if endless else _TOTAL_STEPS
-    known = Known(_CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
-    return Assembly(config, known, Strategy("meta"), Precision(options.precision))
+    return Assembly(config, Strategy("meta"), _CLASSES, total, _STEPS_PER_EPOCH, guessed=True)
 
 
 def _compile_problems(choice: bool | dict[str, Any]) -> Iterator[Problem]:
     """Check the compiler's backend; let the default one look at its options."""
     if not isinstance(choice, dict) or not (choice.get("backend") or choice.get("options")):
         return  # a check needs torch's compiler, which is slow to import
-    backend, known = choice.get("backend") or "inductor", torch.compiler.list_backends(())
+    backend, known = choice.get("backend", "inductor"), torch.compiler.list_backends(())
     if backend not in known:
-        hint = f"there are {', '.join(known)}"
-        yield Problem("trainer.compile.backend", f"no backend {backend!r} is registered", hint=hint)
+        message = f"no backend {backend!r} is registered"
+        yield Problem("trainer.compile.backend", message, f"there are {', '.join(known)}")
     for name, value in (choice.get("options") or {}).items() if backend == "inductor" else ():
         try:
             torch.compile(nn.Identity(), options={name: value})
@@ -147,29 +145,22 @@ def _monitor_problems(config: Config, names: Sequence[str]) -> Iterator[Problem]
 
 def _strategy_problems(config: Config) -> Iterator[Problem]:
     """Find what needs whole parameters, which no process has under fsdp; and idle options."""
-    sharded = config.strategy.name == "fsdp"
+    sharded, options = config.strategy.name == "fsdp", config.trainer
     for name, node in config.callbacks.items() if sharded else ():
         if node and not getattr(locate(node["_target_"]), "takes_shards", True):
             message = f"{node['_target_']} needs whole parameters, and strategy=fsdp shards them"
             yield Problem(f"callbacks.{name}", message, hint="use strategy=ddp")
     for section in sections(config.optimizer, "optimizer", []):
-        path = section.target.get("_target_")
-        kind = locate(path) if path else None
+        kind = locate(path) if (path := section.target.get("_target_")) else None
         if not isinstance(kind, type):
             continue
         if sharded and issubclass(kind, UNSHARDED):
-            yield Problem(
-                f"{section.key}._target_",
-                f"{kind.__name__} cannot train what strategy=fsdp shards",
-                hint="strategy=ddp keeps parameters whole; most other optimizers train shards",
-            )
-        options = config.trainer
+            message = f"{kind.__name__} cannot train what strategy=fsdp shards"
+            hint = "strategy=ddp keeps parameters whole; most other optimizers train shards"
+            yield Problem(f"{section.key}._target_", message, hint)
         for key in without_effect(options.precision, options) if takes_closure(kind) else ():
-            yield Problem(
-                f"trainer.{key}",
-                f"has no effect on the gradients that {kind.__name__} computes itself",
-                hint="leave it out, or take another optimizer",
-            )
+            message = f"has no effect on the gradients that {kind.__name__} computes itself"
+            yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
     if config.strategy.comm_hook == "powersgd":  # torch sees them once all processes have met
         try:
             PowerSGDState(process_group=None, **config.strategy.comm_hook_options)
@@ -217,7 +208,14 @@ def _part_problems(parts: Assembly) -> list[Problem]:
     with noted(found):
         _ = parts.checkpointed
     with noted(found):
-        found += _sparse_problems(parts)
+        sparse = {getattr(m, "weight", 0) for m in model.modules() if getattr(m, "sparse", 0)}
+        for name, optimizer in parts.optimizers.items():
+            dense = {p for g in optimizer.param_groups for p in g["params"]} - sparse
+            if isinstance(optimizer, torch.optim.SparseAdam) and dense:
+                names = sorted(parts.optimizers.names[p] for p in dense)
+                message = f"SparseAdam takes sparse gradients, and that of {names[0]} is dense"
+                hint = "Embedding(sparse=True) makes them; other optimizers take both"
+                found.append(Problem(f"{parts.optimizers.keys[name]}._target_", message, hint))
         _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
         with noted(found), problems_at(f"callbacks.{name}"):
@@ -237,17 +235,3 @@ class _Unfilled(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **(kwargs or {}))
-
-
-def _sparse_problems(parts: Assembly) -> Iterator[Problem]:
-    """Find parameters whose gradients are dense in optimizers that take sparse ones only."""
-    sparse = {
-        getattr(m, "weight", None) for m in parts.model.modules() if getattr(m, "sparse", False)
-    }
-    for name, optimizer in parts.optimizers.items():
-        of = [p for group in optimizer.param_groups for p in group["params"]]
-        dense = [parts.optimizers.names[p] for p in of if p not in sparse]
-        if isinstance(optimizer, torch.optim.SparseAdam) and dense:
-            message = f"SparseAdam takes sparse gradients, and that of {dense[0]} is dense"
-            hint = "Embedding(sparse=True) makes them; other optimizers take both"
-            yield Problem(f"{parts.optimizers.keys[name]}._target_", message, hint)

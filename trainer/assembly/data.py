@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from conf.errors import ConfigError, Problem, raise_problems
 from conf.interpolation import mapped
 from conf.schema import Config
 from data.decode import quick_form
-from data.errors import DataError
 from data.image_folder import ImageFolder
 from data.loading.cache import ImageCache, Kept, bytes_of, can_be_kept
 from data.loading.device_transforms import batch_form, check_per_sample, defer
@@ -64,7 +64,6 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
         with keyed(torch.device("cpu"), derived(config.seed, "data", split)):
             if node := getattr(config.data, split):
                 sets[split] = _open(config, split, node)
-                _try_transforms(sets[split])
     if "train" in splits and sets["train"] is None:
         raise ConfigError(Problem("data.train", "is null: there is nothing to train on"))
     return Data(sets, _num_classes(config, sets))
@@ -77,18 +76,6 @@ def open_data(config: Config, strategy: Strategy, splits: tuple[str, ...] = SPLI
     at_once = all(getattr(locate(node["_target_"]), "concurrent", False) for node in nodes)
     with nullcontext() if at_once else strategy.group.one_per_node():
         return build_data(config, splits)
-
-
-def _try_transforms(dataset: Any) -> None:
-    """Let an image in memory meet its transforms: a crop may be larger than it."""
-    told = getattr(dataset, "input_form", None)
-    if callable(told) and told().get("size") and len(dataset):
-        try:
-            dataset[0]
-        except DataError as error:
-            if isinstance(error.__cause__, ValueError):
-                raise ConfigError(Problem("", str(error))) from error
-            raise
 
 
 def build_pipeline(config: Config, stage: str) -> Pipeline:
@@ -105,7 +92,6 @@ def build_transforms(config: Config, stage: str, num_classes: int | None) -> dic
 
 
 def _stage_of(split: str) -> str:
-    """Return which transforms the samples of a split go through."""
     return "train" if split == "train" else "eval"
 
 
@@ -165,10 +151,10 @@ def _num_classes(config: Config, sets: dict[str, Any]) -> int | None:
         first = next((dataset for dataset in sets.values() if dataset is not None), None)
         return len(getattr(first, "classes", None) or ()) or None
     for split, dataset in sets.items():
-        targets = getattr(dataset, "targets", None)
-        if targets is None or not len(targets) or getattr(targets, "ndim", 1) != 1:
+        targets = np.asarray(getattr(dataset, "targets", ()))
+        if targets.ndim != 1 or not len(targets):
             continue
-        low, high = int(min(targets)), int(max(targets))
+        low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= declared:
             message = f"is {declared}, but the labels of data.{split} go from {low} to {high}"
             hint = f"set data.num_classes={high + 1}" if low >= 0 else "labels count from 0"
@@ -180,11 +166,10 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
     """Return a data set's node, in which every target that takes folds is given them."""
     given = {"fold": config.data.fold, "folds": config.data.folds}
 
-    def shared(value: Any) -> Any:
-        if not (isinstance(value, dict) and "_target_" in value):
-            return value
-        taken = parameters_of(value["_target_"]) or {}
-        return {**given, **value} if taken.keys() >= given.keys() else value
+    def shared(part: Any) -> Any:
+        target = part.get("_target_") if isinstance(part, dict) else None
+        taken = (parameters_of(target) or {}).keys() if target else ()
+        return {**given, **part} if {*taken} >= given.keys() else part
 
     cut = config.data.folds is not None and split in ("train", "val")  # test stays as it is
     result: dict[str, Any] = mapped(node, shared) if cut else node
@@ -194,14 +179,12 @@ def _in_folds(config: Config, split: str, node: dict[str, Any]) -> dict[str, Any
 def fold_problems(config: Config) -> Iterator[Problem]:
     """Name the data sets that cannot be shared out, where folds are asked for."""
     for split in ("train", "val") if config.data.folds is not None else ():
-        node = getattr(config.data, split)
-        if node is None:
+        if (node := getattr(config.data, split)) is None:
             message = f"data.{split} is null: folds are shared out over train and val"
             yield Problem("data.folds", message)
         elif _in_folds(config, split, node) == node:
-            message = f"data.{split}: {node['_target_']} has no folds"
             hint = "a data set has, whose target takes `fold` and `folds` (data.splits.fold_of)"
-            yield Problem("data.folds", message, hint)
+            yield Problem("data.folds", f"data.{split}: {node['_target_']} has no folds", hint)
 
 
 def set_cache(config: Config, split: str, dataset: Any) -> None:
@@ -255,15 +238,13 @@ def cache_problems(config: Config) -> Iterable[Problem]:
 
 def _kind(path: str) -> type | None:
     """Return the class of a target, or the one to be kept that a function says it returns."""
-    try:
-        target = locate(path)
+    with suppress(Exception):  # reported with its arguments; names that only a type checker knows
+        if isinstance(target := locate(path), type):
+            return target
         returned = typing.get_type_hints(target).get("return")
-    except Exception:  # reported with its arguments; or names that only a type checker knows
-        return None
-    if isinstance(target, type):
-        return target
-    members = typing.get_args(returned) or (returned,)
-    return next((kind for kind in members if isinstance(kind, type) and can_be_kept(kind)), None)
+        members = typing.get_args(returned) or (returned,)
+        return next((k for k in members if isinstance(k, type) and can_be_kept(k)), None)
+    return None
 
 
 def _not_kept(config: Config, split: str, kind: type, transform: Any) -> Iterator[Problem]:
@@ -297,27 +278,19 @@ def data_facts(sets: Mapping[str, Any]) -> dict[str, Any]:
     return {"statistics": first.statistics(), "fingerprints": fingerprints}
 
 
-def takes_statistics(config: Config) -> bool:
-    """Return whether a data set of a configuration can be given statistics."""
-    return bool(_statistical(config))
+def statistical(config: Config) -> dict[str, Any]:
+    """Return, by split, the nodes whose targets can be given statistics."""
+    nodes = {split: node for split in SPLITS if (node := getattr(config.data, split))}
+    return {s: n for s, n in nodes.items() if "statistics" in (parameters_of(n["_target_"]) or ())}
 
 
 def with_statistics(config: Config, payload: Mapping[str, Any] | None) -> Config:
     """Return a configuration whose data sets are encoded by the statistics of a checkpoint."""
     state = {} if payload is None else payload["state"]
-    if not (statistics := state.get("data", {}).get("statistics")):
+    if not (kept := state.get("data", {}).get("statistics")):
         return config
-    given: dict[str, Any] = {
-        split: {"statistics": statistics, **node} for split, node in _statistical(config).items()
-    }
+    given: Any = {split: {"statistics": kept, **n} for split, n in statistical(config).items()}
     return replace(config, data=replace(config.data, **given))
-
-
-def _statistical(config: Config) -> dict[str, Any]:
-    """Return, by split, the nodes whose targets take statistics."""
-    nodes = {split: node for split in SPLITS if (node := getattr(config.data, split))}
-    known = {split: parameters_of(str(node.get("_target_"))) for split, node in nodes.items()}
-    return {split: node for split, node in nodes.items() if "statistics" in (known[split] or {})}
 
 
 def changed_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ from trainer.assembly.data import (
     kept,
     open_data,
 )
-from trainer.assembly.parts import OFFERED, Assembly, Known, build_strategy, wrong_class
+from trainer.assembly.parts import OFFERED, Assembly, build_strategy, wrong_class
 from trainer.callback import Average, Callback
 from trainer.lr_schedulers.build import warn_of_long_warmups
 from trainer.options import TrainerOptions, count, horizon
@@ -37,7 +37,6 @@ from trainer.strategies.strategy import Strategy, workers_of
 from trainer.targets.allow_list import TargetError
 from trainer.targets.instantiate import instantiate, parameters_of
 from trainer.trainer import Trainer
-from trainer.update.precision import Precision
 
 _OF_LOADER = (*declared(EvalLoaderConfig), "worker_init_fn")
 
@@ -52,11 +51,6 @@ class Experiment:
     test_loader: Any  # None where the data have no test split
     switches: dict[str, bool]
     checkpointed: list[str]  # modules whose activations are recomputed
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that torch uses."""
-        return torch.get_num_threads()
 
 
 def build(
@@ -78,18 +72,23 @@ def build(
     if strategy is None:
         strategy = build_strategy(config)
         strategy.setup()
-    options, switches = config.trainer, _set_switches(config.trainer)
+    options = config.trainer
+    torch.autograd.set_detect_anomaly(options.detect_anomaly)
+    switches = set_switches(
+        deterministic=options.deterministic,
+        cudnn_benchmark=options.cudnn_benchmark,
+        tf32=options.tf32 or options.precision == "tf32",
+    )
     seed_everything(config.seed)
     data = open_data(config, strategy)
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
     validated = data.sets["val" if few is None else "train"]
-    val_loader = _held_out(config, validated, strategy, options.limit_val_batches, few)
+    val_loader = eval_loader(config, validated, strategy, options.limit_val_batches, few)
     limit = options.limit_train_batches
     steps = len(loader) if limit is None else count(limit, len(loader))
     total = horizon(options.max_epochs, options.max_steps, steps)
 
-    precision = Precision(options.precision, strategy.device.type)
-    parts = Assembly(config, Known(data.num_classes, total, steps), strategy, precision)
+    parts = Assembly(config, strategy, data.num_classes, total, steps)
     checkpointed = parts.checkpointed
     trainer = Trainer(
         parts.model,
@@ -99,7 +98,7 @@ def build(
         val_loader,
         parts.schedule,
         strategy,
-        precision,
+        parts.precision,
         {**(callbacks or {}), **parts.callbacks},
         replace(
             options,
@@ -117,17 +116,8 @@ def build(
     # Dropout masks differ between processes; the weights, drawn above, do not.
     seed_everything(config.seed, strategy.group.rank)
     trainer.random.keep()
-    test_loader = _held_out(config, data.sets["test"], strategy, options.limit_test_batches)
+    test_loader = eval_loader(config, data.sets["test"], strategy, options.limit_test_batches)
     return Experiment(config, data, trainer, test_loader, switches, checkpointed)
-
-
-def _set_switches(options: TrainerOptions) -> dict[str, bool]:
-    torch.autograd.set_detect_anomaly(options.detect_anomaly)
-    return set_switches(
-        deterministic=options.deterministic,
-        cudnn_benchmark=options.cudnn_benchmark,
-        tf32=options.tf32 or options.precision == "tf32",
-    )
 
 
 def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader, int | None]:
@@ -135,13 +125,12 @@ def build_split(config: Config, strategy: Strategy, split: str) -> tuple[Loader,
 
     A limit of 0 batches applied to the training run only: it is ignored here.
     """
-    limits = {"val": config.trainer.limit_val_batches, "test": config.trainer.limit_test_batches}
-    data = open_data(config, strategy, (split,))
+    data, options = open_data(config, strategy, (split,)), config.trainer
     if data.sets[split] is None:
-        other = "val" if split == "test" else "test"
-        hint = f"try split={other}"
+        hint = f"try split={'val' if split == 'test' else 'test'}"
         raise ConfigError(Problem(f"data.{split}", "the data have no such split", hint))
-    return eval_loader(config, data.sets[split], strategy, limits[split] or None), data.num_classes
+    limit = options.limit_val_batches if split == "val" else options.limit_test_batches
+    return eval_loader(config, data.sets[split], strategy, limit or None), data.num_classes
 
 
 def build_evaluator(
@@ -154,19 +143,17 @@ def build_evaluator(
 
     `answering` takes the place of the model: an exported file, which has no average either.
     """
-    precision = Precision(config.trainer.precision, strategy.device.type)
-    parts = Assembly(config, Known(num_classes), strategy, precision)
+    parts = Assembly(config, strategy, num_classes)
     every = [parts.model, *parts.task.own_modules().values()]
+    callbacks = {} if answering else parts.callbacks
     trainer = Trainer(
         parts.model,
         parts.task,
         torch.optim.SGD([p for m in every for p in m.parameters()], lr=0.0),  # never stepped
         [],
         strategy=strategy,
-        precision=precision,
-        callbacks={}
-        if answering
-        else {n: c for n, c in parts.callbacks.items() if isinstance(c, Average)},
+        precision=parts.precision,
+        callbacks={n: c for n, c in callbacks.items() if isinstance(c, Average)},
         options=TrainerOptions(seed=config.seed, channels_last=config.trainer.channels_last),
         compiled=answering,
     )
@@ -197,20 +184,21 @@ def eval_loader(
     strategy: Strategy,
     limit: int | float | None = None,
     samples: int | None = None,
-) -> Loader:
+) -> Any:
     """Build a loader that reads a data set (or its first `samples`) once, in order.
 
     `limit` is a number of batches of `loader.batch_size`, or a fraction. Each batch is split over
-    the processes; no sample is repeated.
+    the processes; no sample is repeated. None without a data set, or with a limit of 0.
     """
-    whole = Sequential(len(dataset))
+    if dataset is None or limit == 0:
+        return None
+    whole, group = Sequential(len(dataset)), strategy.group
     samples = limited(len(dataset) if samples is None else samples, limit, config)
     sampler = UpdateSampler(
         whole if samples == len(dataset) else FirstOf(whole, samples),
-        batch_size=(config.loader.eval_batch_size or config.loader.batch_size)
-        * strategy.group.world_size,
-        rank=strategy.group.rank,
-        world_size=strategy.group.world_size,
+        batch_size=(config.loader.eval_batch_size or config.loader.batch_size) * group.world_size,
+        rank=group.rank,
+        world_size=group.world_size,
     )
     return _loader(config, dataset, sampler, strategy, "drop")
 
@@ -280,18 +268,6 @@ def _loader(
         prefetch=options.prefetch_to_device,
         **values,
     )
-
-
-def _held_out(
-    config: Config,
-    dataset: Any,
-    strategy: Strategy,
-    limit: int | float | None,
-    samples: int | None = None,
-) -> Loader | None:
-    if dataset is None or limit == 0:
-        return None
-    return eval_loader(config, dataset, strategy, limit, samples)
 
 
 def _compile(model: nn.Module, choice: bool | dict[str, Any]) -> nn.Module:

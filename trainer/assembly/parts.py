@@ -155,38 +155,31 @@ def _device(options: StrategyConfig) -> torch.device | None:
     return torch.device(kind, first) if first is not None and kind != "cpu" else torch.device(kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Facts that are known once the data are open; None if they have no such fact."""
-
-    num_classes: int | None
-    total_steps: int | None = None
-    steps_per_epoch: int | None = None
-    guessed: bool = False  # placeholders of a check, which opens no data
-
-    def fill(self, node: Any) -> Any:
-        """Return a node with the reserved interpolations replaced by what is known."""
-        lengths = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
-        return fill(node, {name: length for name, length in lengths.items() if length is not None})
-
-
 @dataclass(frozen=True)
 class Assembly:
     """The parts of a run; each is built once, at its first use.
 
     A run must use the model first, since parts draw random numbers. A mistake in a node raises
-    ConfigError from the part that needs it.
+    ConfigError from the part that needs it. What the data tell is None as long as it is unknown.
     """
 
     config: Config
-    known: Known
     strategy: Strategy
-    precision: Precision
+    num_classes: int | None = None
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    guessed: bool = False  # these numbers are placeholders of a check, which opens no data
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The format of the forward passes on the device."""
+        kind = self.strategy.device.type
+        return Precision(self.config.trainer.precision, "cpu" if kind == "meta" else kind)
 
     @cached_property
     def model(self) -> nn.Module:
         """The model on its device, in its dtype."""
-        node = with_classes(self.config.model, self.known.num_classes)
+        node = with_classes(self.config.model, self.num_classes)
         try:
             model: nn.Module = build_node(node, "model")
         except (RuntimeError, LookupError, AttributeError) as error:  # a layer's, of an argument
@@ -213,7 +206,7 @@ class Assembly:
     @cached_property
     def task(self) -> Task:
         """The task, moved to the device."""
-        task: Task = build_node(with_classes(self.config.task, self.known.num_classes), "task")
+        task: Task = build_node(with_classes(self.config.task, self.num_classes), "task")
         task.to(self.strategy.device, self.precision.dtype)
         return task
 
@@ -236,9 +229,9 @@ class Assembly:
         return build_lr_schedule(
             self.config.lr_scheduler,
             self.optimizers,
-            self.known.total_steps,
-            self.known.steps_per_epoch,
-            guessed=self.known.guessed,
+            self.total_steps,
+            self.steps_per_epoch,
+            guessed=self.guessed,
         )
 
     @cached_property
@@ -247,7 +240,9 @@ class Assembly:
 
         Callbacks that average weights come first, and the one that saves checkpoints comes last.
         """
-        built = build_named(self.known.fill(self.config.callbacks), "callbacks")
+        known = {"total_steps": self.total_steps, "steps_per_epoch": self.steps_per_epoch}
+        lengths = {name: length for name, length in known.items() if length is not None}
+        built = build_named(fill(self.config.callbacks, lengths), "callbacks")
         kept = {name: callback for name, callback in built.items() if callback is not None}
         turns = {n: isinstance(c, Saver) - c.changes_weights for n, c in kept.items()}
         return {name: kept[name] for name in sorted(kept, key=turns.__getitem__)}

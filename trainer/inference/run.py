@@ -28,7 +28,7 @@ from data.text import Prompts
 from models.pretrained import no_initial_weights
 from trainer import snapshot
 from trainer.assembly.check import check_targets
-from trainer.assembly.data import build_pipeline, takes_statistics, with_statistics
+from trainer.assembly.data import build_pipeline, statistical, with_statistics
 from trainer.assembly.experiment import build_evaluator, build_split
 from trainer.assembly.parts import build_strategy
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
@@ -275,7 +275,7 @@ def origin_of(run_dir: Path, trainer: Trainer, checkpoint: str) -> dict[str, Any
 
 def as_trained(config: Config, checkpoint: Path | None) -> Config:
     """Return a configuration whose tables are encoded as those that a checkpoint was trained on."""
-    if checkpoint is None or not takes_statistics(config):
+    if checkpoint is None or not statistical(config):
         return config
     return with_statistics(config, read_checkpoint(checkpoint))
 

@@ -17,7 +17,7 @@ from callbacks.ema import EMA
 from callbacks.swa import SWA
 from conf.errors import ConfigError
 from trainer import snapshot
-from trainer.assembly.parts import Assembly, Known
+from trainer.assembly.parts import Assembly
 from trainer.callback import Average, Callback
 from trainer.checkpoints.archive import read_safetensors
 from trainer.checkpoints.reader import read_checkpoint
@@ -288,7 +288,7 @@ def test_it_comes_first_whatever_the_order_in_the_config() -> None:
         "pruning": {"_target_": "callbacks.compression.pruning.Pruning", "rules": WEIGHTS},
     }
     config: Any = type("Config", (), {"callbacks": nodes})
-    parts: Any = Assembly(config, Known(3), None, None)  # type: ignore[arg-type]
+    parts: Any = Assembly(config, None, 3)  # type: ignore[arg-type]
     assert list(parts.callbacks) == ["pruning", "ema", "saves"]
 
 

@@ -24,7 +24,7 @@ from scripts.cli.keys import Format
 from scripts.composition.compose import compose
 from scripts.runs.run import run as train
 from trainer.assembly.data import build_data
-from trainer.assembly.parts import Assembly, Known
+from trainer.assembly.parts import Assembly
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
 from trainer.export.artefact import evaluate_artefact, export_run, samples_of
@@ -45,7 +45,6 @@ from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
-from trainer.update.precision import Precision
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -305,8 +304,7 @@ def test_every_kind_of_network_of_ours_can_be_exported(model, more, x):
     composed = compose(parse_arguments(["experiment=resnet18", f"model={model}", *more]))
     config = parse(composed.config)
     on_cpu = Strategy(torch.device("cpu"))
-    known = Known(config.data.num_classes)
-    built = Assembly(config, known, on_cpu, Precision("fp32", "cpu")).model
+    built = Assembly(config, on_cpu, config.data.num_classes).model
     program = exported_program(Exportable(Network(built, Task()), x, {})).module()
     for inputs in (x, x[:1], torch.cat([x, x])):
         with torch.no_grad():
