@@ -3,13 +3,11 @@
 import math
 import pickle
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torch import _inductor
 
 from conf.check import check, fill_defaults, parse
 from conf.errors import ConfigError, Problem
@@ -17,27 +15,19 @@ from conf.fields import dataclass_in, declared, rule_of
 from conf.interpolation import Interpolations, fill
 from conf.other_words import _OURS, VALUES, our_key
 from conf.schema import Config, EvalLoaderConfig, LoaderConfig
-from conf.schema_trainer import CompileWords, StrategyConfig, TrainerConfig
+from conf.schema_trainer import StrategyConfig, TrainerConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 NODE = {"_target_": "data.s"}
 # Values that keys may hold.
-HELD = {
-    "trainer": {
-        "max_time": [3, 0.5, "10:00:00"],
-        "clip_grad_norm_type": [math.inf, 1],
-        "limit_train_batches": [0.1, 7],
-        "limit_val_batches": [0],
-        "compile": [
-            True,
-            {"mode": "max-autotune", "dynamic": None, "fullgraph": True},
-            {"backend": "inductor", "options": {"max_autotune": True, "x.y": 0.5}},
-        ],
-        "gradient_noise": [{"eta": 0.1}, None],
-    },
-    "strategy": {"devices": [[2], "auto"]},
-    "loader": {"sampler": [NODE]},
-}
+HELD = [
+    {"trainer": {"max_time": 3, "clip_grad_norm_type": math.inf, "compile": True}},
+    {"trainer": {"max_time": "10:00:00", "limit_train_batches": 0.1, "gradient_noise": None}},
+    {"trainer": {"limit_train_batches": 7, "limit_val_batches": 0, "gradient_noise": {"eta": 0.1}}},
+    {"trainer": {"compile": {"mode": "max-autotune", "dynamic": None, "fullgraph": True}}},
+    {"trainer": {"compile": {"options": {"max_autotune": True, "x.y": 0.5}}}},
+    {"strategy": {"devices": [2]}, "loader": {"sampler": NODE}},
+]
 
 
 def tree(**changed: Any) -> dict[str, Any]:
@@ -66,11 +56,9 @@ def test_a_sound_tree_becomes_dataclasses_with_their_defaults() -> None:
     assert [p.key for p in caught.value.problems] == ["seed", "trainer.max_epochs"]
 
 
-@pytest.mark.parametrize("section", HELD)
-def test_what_a_key_may_hold(section: str) -> None:
-    for key, values in HELD[section].items():
-        for value in values:
-            assert check(tree(**{section: {key: value}})) == []
+@pytest.mark.parametrize("sections", HELD, ids=range(len(HELD)))
+def test_what_a_key_may_hold(sections: dict[str, Any]) -> None:
+    assert check(tree(**sections)) == []
 
 
 def test_a_mistake_is_found_wherever_it_stands() -> None:
@@ -100,9 +88,9 @@ def test_defaults_fill_what_was_left_out_and_nothing_that_has_no_effect() -> Non
 @pytest.mark.parametrize(
     ("file", "schema"),
     [
-        pytest.param("trainer/default.yaml", TrainerConfig, id="trainer"),
-        pytest.param("loader/default.yaml", LoaderConfig, id="loader"),
-        *(pytest.param(f"strategy/{n}.yaml", StrategyConfig, id=n) for n in ("dp", "ddp", "fsdp")),
+        ("trainer/default.yaml", TrainerConfig),
+        ("loader/default.yaml", LoaderConfig),
+        *((f"strategy/{name}.yaml", StrategyConfig) for name in ("dp", "ddp", "fsdp")),
     ],
 )
 def test_a_shipped_group_shows_every_key_with_its_default(file: str, schema: type) -> None:
@@ -131,11 +119,6 @@ def test_every_answer_for_a_foreign_word_is_a_key_that_exists() -> None:
             section, name = key.split(".")
             assert name in (*declared(dataclass_in(Config.__annotations__[section])), "image_size")
     assert set(VALUES.values()) <= {"cuda", "fp16", "bf16", "bf16_true", "fp32", "fp64"}
-
-
-def test_the_modes_are_torchs() -> None:
-    words = typing.get_args(typing.get_type_hints(CompileWords)["mode"])[0]
-    assert set(typing.get_args(words)) <= set(_inductor.list_mode_options())
 
 
 @pytest.mark.parametrize(
@@ -171,9 +154,6 @@ def test_a_fault_of_an_interpolation_is_named_and_what_is_fine_passes(raw: dict,
 
 def test_reserved_interpolations_are_filled_in() -> None:
     node = {"a": ["${steps_per_epoch}", 1.5, None, "${total_step}"], "b": "\\d+${total_steps}"}
-    before = {**node, "a": [*node["a"]]}
     filled = {"a": [10, 1.5, None, "${total_step}"], "b": "\\d+120"}
     assert fill(node, {"total_steps": 120, "steps_per_epoch": 10}) == filled
-    assert fill("0.3 * ${total_steps}", {"total_steps": 120}) == "0.3 * 120"
     assert fill("${total_steps}", {"steps_per_epoch": 1}) == "${total_steps}"
-    assert node == before
