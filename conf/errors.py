@@ -34,10 +34,9 @@ class ConfigError(Exception):
     exit_code = 2
 
     def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
-        if isinstance(problems, str):
-            problems = Problem("", problems)
-        found = [problems] if isinstance(problems, Problem) else problems
-        self.problems: list[Problem] = list(dict.fromkeys(found))
+        if isinstance(problems, str | Problem):
+            problems = [Problem("", problems) if isinstance(problems, str) else problems]
+        self.problems: list[Problem] = list(dict.fromkeys(problems))
         super().__init__(_text(self.problems))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:

@@ -8,6 +8,7 @@ trainer takes as it is stands in `conf/schema_trainer.py`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from conf.errors import Problem
@@ -25,6 +26,7 @@ Node = dict[str, Any]
 Named = dict[str, Node | None]
 Workers = int | Literal["auto"]
 Start = Literal["fork", "spawn", "forkserver"]  # of worker processes
+_workers = partial(natural, at_most=MAX_WORKERS)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +101,7 @@ class TransformsConfig:
 class EvalLoaderConfig:
     """What differs for validation and test; null = as in training."""
 
-    num_workers: Workers | None = natural(None, "worker processes", at_most=MAX_WORKERS)
+    num_workers: Workers | None = _workers(None, "worker processes")
     pin_memory: bool | None = option(None, "copy batches to page-locked memory")
     prefetch_factor: int | None = count(None, "batches each worker prepares ahead")
     persistent_workers: bool | None = option(None, "keep the workers from one pass to the next")
@@ -113,27 +115,19 @@ class LoaderConfig:
     """How samples become batches; the words are torch.utils.data.DataLoader's."""
 
     batch_size: int = count(128, "samples of one update, over all devices and micro-batches")
-    eval_batch_size: int | None = count(
-        None, "samples of an evaluation batch on one device; null = batch_size"
-    )
+    eval_batch_size: int | None = count(None, "of evaluation, on one device; null = batch_size")
     shuffle: bool = option(True, "a new order each epoch, given by the seed")
     drop_last: bool = option(False, "leave out a last, shorter batch")
     sampler: Node | None = node(None, "chooses and orders the samples")
     batch_sampler: Node | None = node(None, "chooses whole batches")
     collate_fn: Node | None = node(None, "turns a list of samples into a batch")
-    num_workers: Workers = natural(
-        0,
-        "worker processes; 0 = none, auto = the machine's cores, 8 at most",
-        at_most=MAX_WORKERS,
-    )
+    num_workers: Workers = _workers(0, "processes that load; auto = the machine's cores, 8 at most")
     pin_memory: bool | None = option(None, "copy batches to page-locked memory; null = for a GPU")
     prefetch_factor: int | None = count(None, "batches each worker prepares ahead; null = 2")
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
     timeout: float = natural(600.0, "seconds to wait for a worker's batch; 0 = for ever")
     worker_init_fn: Node | None = node(None, "called in each worker, with its number")
-    multiprocessing_context: Start | None = option(
-        None, "how workers are started; null = the system's way"
-    )
+    multiprocessing_context: Start | None = option(None, "how they start; null = the system's way")
     non_blocking: bool = option(True, "copy to the device while it computes")
     prefetch_to_device: bool = option(True, "copy the next batch while a GPU computes")
     eval: EvalLoaderConfig = option(EvalLoaderConfig, "what differs for validation and test")
@@ -152,12 +146,10 @@ class OptimizerWords:
 
     lr: float | None = natural(None, "learning rate")
     weight_decay: float | None = natural(None, "weight decay")
-    param_groups: dict[str, Any] | list[Any] | None = option(
-        None, "ordered rules: which parameters get other hyper-parameters"
+    param_groups: Values | list[Any] | None = option(
+        None, "rules: other values for some parameters"
     )
-    optimizers: dict[str, dict[str, Any] | None] | None = option(
-        None, "several optimizers by name, instead of one"
-    )
+    optimizers: Named | None = option(None, "several optimizers by name, instead of one")
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -183,19 +175,13 @@ class TrialConfig:
 class SweepConfig:
     """What `train -m` does with its jobs; from `n_trials` on, a search (`sweep=optuna`)."""
 
-    jobs: int | None = count(
-        None, "how many run at a time; null = 1 here, all on a cluster", at_most=1024
-    )
+    jobs: int | None = count(None, "at a time; null = 1 here, all on a cluster", at_most=1024)
     jobs_per_device: int = count(1, "how many of them share a GPU")
     fail_fast: bool = option(False, "start no further job once one has failed")
     retries: int = natural(0, "further starts of a job lost to a signal or to a lack of memory")
-    launcher: Literal["local", "submitit", "ray"] = option(
-        "local", "where jobs run: here, on a SLURM cluster, on a Ray cluster"
-    )
+    launcher: Literal["local", "submitit", "ray"] = option("local", "jobs here, on SLURM or on Ray")
     launcher_options: Values = option({}, "what submitit's executor, or a Ray task, is asked for")
-    group_by: str | list[str] | None = option(
-        None, "swept keys, such as seed, over which mean and deviation are taken"
-    )
+    group_by: str | list[str] | None = option(None, "swept keys to average over, such as seed")
     report: bool = option(True, "end with pictures, `report.png`")
     n_trials: int = count(20, "jobs of the study, by whoever runs them")
     sampler: Literal["tpe", "random", "cmaes", "grid", "qmc"] = option(
@@ -208,9 +194,7 @@ class SweepConfig:
     pruner_options: Values = option({}, "arguments of Optuna's pruner")
     params: dict[str, str | Values] = option({}, "values as on a command line, or {values, step}")
     enqueue: list[Values] = option([], "values to begin with: a job for each entry")
-    storage: str | None = path(
-        None, "the study: a database's URL, an SQLite file (.db) or a journal"
-    )
+    storage: str | None = path(None, "a database's URL, an SQLite file (.db) or a journal")
     trial: TrialConfig | None = option(None, "set by a search for each of its jobs")
 
 

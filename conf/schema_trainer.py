@@ -63,15 +63,11 @@ class TrainerConfig:
 
     max_epochs: int | None = count(10, "passes over the training set")
     max_steps: int | None = count(None, "updates; whichever limit comes first ends")
-    max_time: float | str | None = positive(
-        None, "seconds, or 'hours:minutes:seconds' in quotes", check=duration
-    )
+    max_time: float | str | None = positive(None, "seconds, or 'h:m:s' in quotes", check=duration)
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp64"] = option(
         "fp32", "bf16 and fp16 are autocast; bf16_true and fp64 hold the weights in that format"
     )
-    gradient_accumulation_steps: int = count(
-        1, "micro-batches that batch_size is split into: less memory, the same result"
-    )
+    gradient_accumulation_steps: int = count(1, "parts of an update: less memory, the same result")
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop", "an update that is NaN or infinite: end the run (exit 5), or leave it out"
     )
@@ -85,9 +81,7 @@ class TrainerConfig:
     activation_checkpointing: list[str] | None = option(
         None, "globs over module names whose activations are recomputed: less memory, more time"
     )
-    activation_checkpointing_segments: int | None = count(
-        None, "cut an nn.Sequential into so many recomputed parts"
-    )
+    activation_checkpointing_segments: int | None = count(None, "recomputed parts of a Sequential")
     compile: bool | dict[str, Any] = option(
         False, "torch.compile, or its arguments; `dynamic: false` if not given", words=CompileWords
     )
@@ -141,35 +135,23 @@ class StrategyConfig:
     devices: int | list[int] | Literal["auto"] = count(
         "auto", "how many, or their numbers; under torchrun the world decides"
     )
-    backend: Literal["auto", "nccl", "gloo"] = _of_both(
-        "auto", "how processes talk: nccl on GPUs, gloo on CPUs"
-    )
+    backend: Literal["auto", "nccl", "gloo"] = _of_both("auto", "auto = nccl on GPUs, gloo on CPUs")
     timeout: float = _of_both(1800.0, "seconds after which a silent process has failed", above=0)
-    max_restarts: int = _of_both(
-        0, "restarts from the last checkpoint when a process dies", at_least=0
-    )
+    max_restarts: int = _of_both(0, "from the last checkpoint, when a process dies", at_least=0)
     device_ids: list[int] | None = _of_dp(None, "GPUs; null = all")
     output_device: int | None = _of_dp(None, "GPU that gathers; null = the first", at_least=0)
     dim: int = _of_dp(0, "dimension along which a batch is split")
-    find_unused_parameters: bool | None = _of_ddp(
-        None,
-        "for models that do not use every parameter each time; null = where the task (a GAN) or a "
-        "callback (unfreeze) has it so",
-    )
+    find_unused_parameters: bool | None = _of_ddp(None, "null = if the task or a callback needs it")
     static_graph: bool = _of_ddp(False, "the same parameters each time")
     gradient_as_bucket_view: bool = _of_ddp(True, "saves a copy of the gradients")
-    bucket_cap_mb: float | None = _of_ddp(
-        None, "size of what is exchanged at once; null = torch's", above=0
-    )
+    bucket_cap_mb: float | None = _of_ddp(None, "exchanged at once; null = torch's", above=0)
     broadcast_buffers: bool = _of_ddp(True, "rank 0's buffers (BatchNorm's statistics) for all")
     sync_batchnorm: bool = _of_both(False, "BatchNorm's statistics over all processes")
     comm_hook: Literal["fp16_compress", "bf16_compress", "powersgd"] | None = _of_ddp(
         None, "compress gradients on their way"
     )
     comm_hook_options: dict[str, Any] = _of_ddp({}, "of powersgd's state")
-    wrap_modules: list[str] | None = _of_fsdp(
-        None, "classes of modules that are sharded as units; null = the whole"
-    )
+    wrap_modules: list[str] | None = _of_fsdp(None, "classes sharded as units; null = the whole")
     mixed_precision: Literal["bf16", "fp16"] | None = _of_fsdp(
         None, "format of sharded parameters in use; null = as trainer.precision"
     )

@@ -6,7 +6,6 @@ nesting without end) is found before its values are made.
 
 import functools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,13 +95,7 @@ def _examined(text: str, name: str) -> Document:
     document = Document()
     try:
         if (root := _root(text)) is not None:
-            for key, node, problem, readable in _entries(root, ""):
-                line = node.start_mark.line + 1
-                if problem is None:
-                    document.lines.setdefault(key, line)
-                else:
-                    document.problems.append(Problem(key, problem, file=f"{name}:{line}"))
-                    document.readable &= readable
+            _note(document, name, root, "")
         if document.readable:
             document.values = yaml.load(text, Loader=_Loader) or {}
         head = re.match(r"(?:#.*\n|\s*\n)*?#\s*@package\s+(\S+)\s*$", text, re.MULTILINE)
@@ -153,37 +146,43 @@ def _size(node: yaml.Node, known: dict[int, int], open_: set[int]) -> int:
     return known[id(node)]
 
 
-# A key, the node that holds its line, what is wrong there, and whether it can be read.
-_Entry = tuple[str, yaml.Node, str | None, bool]
+def _note(document: Document, file: str, node: yaml.Node, key: str) -> None:
+    """Note the lines of all keys, and what is wrong with them."""
 
+    def wrong(at: yaml.Node, key: str, message: str, readable: bool = False) -> None:
+        place = f"{file}:{at.start_mark.line + 1}"
+        document.problems.append(Problem(key, message, file=place))
+        document.readable &= readable
 
-def _entries(node: yaml.Node, key: str) -> Iterator[_Entry]:
+    def inside(at: yaml.Node, child: yaml.Node, key: str) -> None:
+        document.lines.setdefault(key, at.start_mark.line + 1)
+        _note(document, file, child, key)
+
     if node.tag.removeprefix(_PREFIX) not in _TAGS:
-        yield key, node, f"tag {node.tag!r} is not allowed", False
+        wrong(node, key, f"tag {node.tag!r} is not allowed")
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            yield join(key, index), child, None, True
-            yield from _entries(child, join(key, index))
+            inside(child, child, join(key, index))
     elif isinstance(node, yaml.ScalarNode) and (trap := _trap(node)) is not None:
-        yield key, node, trap, True
+        wrong(node, key, trap, readable=True)
     seen: set[str] = set()
     for name, child in node.value if isinstance(node, yaml.MappingNode) else ():
-        here = join(key, name.value)
         if not isinstance(name, yaml.ScalarNode):
-            yield key, name, "a key must be a word", False
+            wrong(name, key, "a key must be a word")
             continue
+        here = join(key, name.value)
         if (trap := _trap(name)) is not None:
-            yield here, name, f"the key {trap}", True
+            wrong(name, here, f"the key {trap}", readable=True)
         if name.tag == f"{_PREFIX}null":
-            yield here, name, "a key is null: write a word, or quote it", False
+            wrong(name, here, "a key is null: write a word, or quote it")
         if name.value in seen:
-            yield here, name, "repeated key", False
+            wrong(name, here, "repeated key")
         empty = isinstance(child, yaml.ScalarNode) and not child.style and not child.value
         if ":" in name.value and not name.style and empty:
-            yield here, name, f"a blank is missing after the colon of {name.value!r}", True
+            message = f"a blank is missing after the colon of {name.value!r}"
+            wrong(name, here, message, readable=True)
         seen.add(name.value)
-        yield here, name, None, True
-        yield from _entries(child, here)
+        inside(name, child, here)
 
 
 def _trap(node: yaml.ScalarNode) -> str | None:

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,15 +117,13 @@ class Overrides:
         for end in range(2, len(texts) + 1):  # the shell cuts `[a, b]` at its blank
             if _open_brackets(word) > _open_brackets(whole := " ".join(texts[:end])) == 0:
                 return end, f"quote it: '{whole}'"
-        if "=~" in word:
-            return 1, "write $HOME for ~, or quote the text"
         if "=" in word:
-            return 1, _as_text(word)
+            return 1, "write $HOME for ~, or quote the text" if "=~" in word else _as_text(word)
         spelled = re.match(r"([^\s=:]+)( ?= ?|: ?| )([^\s=]+)(?!\S)", " ".join(texts))
         if spelled and (spelled[2] != " " or self.folders.is_group(word)):
+            blanks = ", without blanks around =" if "=" in spelled[2] else ""
             ends = range(1, len(texts) + 1)
             taken = next(end for end in ends if len(" ".join(texts[:end])) >= spelled.end())
-            blanks = ", without blanks around =" if "=" in spelled[2] else ""
             return taken, f"write {spelled[1]}={spelled[3]}{blanks}"
         found = [f"{g}={word}" for g in _GROUPS if self.folders.find(f"{g}/{word}") is not None]
         return 1, f"did you mean {' or '.join(found)}?" if found else "write key=value"
@@ -148,10 +146,10 @@ class Overrides:
 
     def values_of(self, override: Override) -> list[Swept]:
         """Return one override for each value that a sweep gives a key."""
-        key, text, name = override.get_key_element(), override.input_line, override.key_or_group
-        assert text is not None
+        key, name, text = override.get_key_element(), override.key_or_group, override.input_line
+        given = str(text).partition("=")[2]
         if not override.is_sweep_override():
-            return [Swept(text, name, text.partition("=")[2], False)]
+            return [Swept(str(text), name, given, False)]
         if not override.is_discrete_sweep():
             self.note(name, "an interval has no end of values", "search it: -m sweep=optuna")
             return []
@@ -162,15 +160,14 @@ class Overrides:
             return []
         if not values:
             options = ", ".join(self.folders.options(name))
-            hint = f"choose of {options}" if options else None
-            self.note(name, f"{text.partition('=')[2]} gives no value", hint)
+            self.note(name, f"{given} gives no value", f"choose of {options}" if options else None)
         return [Swept(f"{key}={value}", name, value, True) for value in values]
 
     def dimension(self, override: Override) -> Dimension | None:
         """Return the values that a search may give a key; None if the override has only one."""
         if not override.is_sweep_override():
             return None
-        key = override.get_key_element()
+        key, name = override.get_key_element(), override.key_or_group
         sweep: Any = override.value()
         if not override.is_interval_sweep():
             choices = tuple(swept.value for swept in self.values_of(override))
@@ -181,11 +178,11 @@ class Overrides:
             step = abs(float(sweep.step))
             return Dimension(key, low=numbers[0], high=numbers[-1], integers=whole, step=step)
         low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-        name, text = override.key_or_group, str(override.input_line).partition("=")[2]
         if not low < high:
             self.note(name, f"no numbers from {low} to {high}", "the lower end first")
         elif log and low <= 0:
             self.note(name, f"no logarithm of {low}: begin the interval above 0")
+        text = str(override.input_line).partition("=")[2]
         integers = re.search(r"\d[.eE]|\d*\.\d", text) is None
         return Dimension(key, low=low, high=high, integers=integers, log=log)
 
@@ -195,34 +192,33 @@ class Overrides:
 
     def _choice(self, override: Override, value: Any, known: Callable[[], set[str]]) -> str | None:
         """Return the override of a group as text for Hydra; None if it was refused."""
-        group = override.key_or_group
-        element = override.get_key_element().lstrip("+~")
+        group, element = override.key_or_group, override.get_key_element().lstrip("+~")
         listed = f"choose of {', '.join(self.folders.options(group))}"
-        if problem := choice_problem(group, None if override.is_delete() else value):
+        value = None if override.is_delete() else value
+        if problem := choice_problem(group, value):
             self.note(group, problem, listed)
             return None
-        if override.is_delete() or value is None:
+        if value is None:
             return f"~{element}"
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or self.folders.find(f"{group}/{name}") is None:
-                hint = self._place(group, str(name))
-                self.note(group, f"there is no {group}={name}", f"{hint}{listed}")
+                hints = [*self._places(group, str(name)), listed]
+                self.note(group, f"there is no {group}={name}", "; ".join(hints))
                 return None
         added = override.is_add() and element not in known()
         return ("+" if added else "") + str(override.input_line).lstrip("+")
 
-    def _place(self, group: str, name: str) -> str:
+    def _places(self, group: str, name: str) -> Iterator[str]:
         """Say which choice was meant, or why its file was not found."""
         if ".." in Path(group, name).parts or Path(name).is_absolute():
-            return ""
-        for folder in self.folders.folders:
-            if Path(folder.path, group, f"{name}.yml").is_file():
-                return f"its file must be called {name}.yaml; "
+            return
+        if any(Path(f.path, group, f"{name}.yml").is_file() for f in self.folders.folders):
+            yield f"its file must be called {name}.yaml"
         for beside in ("conf", "configs", "config"):
             if (path := Path(beside, group, f"{name}.yaml")).is_file():
-                return f"{path} is read with --config-dir {beside}; "
-        near = did_you_mean(name, self.folders.options(group))
-        return f"{near} " if near else ""
+                yield f"{path} is read with --config-dir {beside}"
+        if near := did_you_mean(name, self.folders.options(group)):
+            yield near
 
 
 def _open_brackets(text: str) -> int:

@@ -215,7 +215,12 @@ def locate(path: str) -> Any:
         package = known is None and isinstance(found, ModuleType) and hasattr(found, "__path__")
         if package and not hasattr(found, name) and importlib.util.find_spec(inner):
             _import_module(inner, path)
-        parent, found = found, _attribute(found, name, path)
+        if not hasattr(found, name):
+            place = getattr(found, "__name__", type(found).__name__)
+            hint = did_you_mean(name, [n for n in dir(found) if not n.startswith("_")])
+            message = f"target {path!r} does not exist: {place} has no {name!r}"
+            raise TargetError(Problem("", message, hint))
+        parent, found = found, getattr(found, name)
         if isinstance(found, ModuleType) and (known or found.__name__ != inner):
             raise TargetError(f"{path!r} is not allowed: it is in module {found.__name__}")
     if not callable(found):
@@ -279,16 +284,6 @@ def _import_module(name: str, path: str) -> ModuleType:
     return module
 
 
-def _attribute(holder: Any, name: str, path: str) -> Any:
-    try:
-        return getattr(holder, name)
-    except AttributeError:
-        place = getattr(holder, "__name__", type(holder).__name__)
-    message = f"target {path!r} does not exist: {place} has no {name!r}"
-    hint = did_you_mean(name, [n for n in dir(holder) if not n.startswith("_")])
-    raise TargetError(Problem("", message, hint))
-
-
 def _in_working_folder(path: str) -> bool:
     """Return whether a path leads into a module or package of the working folder."""
     root, folder = path.partition(".")[0], _working_folder()
@@ -297,14 +292,14 @@ def _in_working_folder(path: str) -> bool:
     if (root in _OUR_CHECKOUT and Path(folder) == _HOME) or not _is_offered_there(path, folder):
         return False
     if (module := sys.modules.get(root)) is not None:
-        return _lies_in(folder, module.__spec__)
-    # An installed package of the same name is imported first.
-    others = [p for p in sys.path if os.path.realpath(p or ".") != folder]
-    find = importlib.machinery.PathFinder.find_spec
-    installed = find(root, others)
-    if installed is not None and installed.origin is not None:
+        spec = module.__spec__
+    else:  # an installed package of the same name is imported first
+        others = [p for p in sys.path if os.path.realpath(p or ".") != folder]
+        spec = importlib.machinery.PathFinder.find_spec(root, [*others, folder])
+    if spec is None or not spec.origin:
         return False
-    return _lies_in(folder, find(root, [folder]))
+    place = Path(os.path.realpath(spec.origin)).parent
+    return str(place if spec.submodule_search_locations is None else place.parent) == folder
 
 
 def _is_offered_there(path: str, start: str) -> bool:
@@ -322,15 +317,6 @@ def _is_offered_there(path: str, start: str) -> bool:
             module = place.with_name(f"{part}.py").is_file()
             return module or (place.parent != folder and not place.is_dir())
     return True
-
-
-def _lies_in(folder: str, spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Return whether a folder contains the package, with its `__init__.py`, or module of `spec`."""
-    if spec is None or not spec.origin:
-        return False
-    place = os.path.dirname(os.path.realpath(spec.origin))
-    packaged = spec.submodule_search_locations is not None
-    return (os.path.dirname(place) if packaged else place) == folder
 
 
 def _working_folder() -> str:

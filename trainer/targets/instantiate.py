@@ -72,71 +72,63 @@ def node_problems(
     apart: Collection[str] | None = None,
     elsewhere: Callable[[str], str | None] = lambda key: None,
 ) -> list[Problem]:
-    """List what is wrong with the target and the arguments of a node, not with nodes within it.
+    """List what is wrong with a node itself: its target, which is imported, and its arguments.
 
-    `positional` counts the arguments that the caller adds by position, `provided` names those that
-    it adds by keyword. Of a node whose caller makes arguments of some keys, these are `apart`:
-    they are not compared, and nothing is missing. `elsewhere` says which key of the configuration
-    an unknown argument may have been meant for. The target is imported; nothing is built.
+    The caller adds `positional` arguments by position, `provided` by keyword. Of keys `apart` it
+    makes arguments: they are not compared, and nothing is missing. `elsewhere` says which key of
+    the configuration an unknown argument may have been meant for.
     """
-    found = []
+    found: list[Problem] = []
+
+    def wrong(name: object, message: str, hint: str | None = None) -> None:
+        found.append(Problem(f"{key}.{name}", message, hint))
+
     for name, value in node.items():
         if not isinstance(name, str) or not name.isidentifier():
-            found.append(Problem(f"{key}.{name}", "cannot be the name of an argument"))
+            wrong(name, "cannot be the name of an argument")
         elif not isinstance(value, _HELD.get(name, object)):
             wanted = "a list" if name == "_args_" else "true or false"
-            found.append(Problem(f"{key}.{name}", f"expected {wanted}, got {value!r}"))
+            wrong(name, f"expected {wanted}, got {value!r}")
+    target = node["_target_"]
     with noted(found), problems_at(join(key, "_target_")):
-        found += _refused_arguments(node, key, locate(node["_target_"]))
-        if (known := parameters_of(node["_target_"])) is not None:
-            found += _misfits(node, key, known, positional, provided, apart, elsewhere)
-    return found
-
-
-def _misfits(
-    node: dict[Any, Any],
-    key: str,
-    known: Mapping[str, Parameter],
-    positional: int,
-    provided: Collection[str],
-    apart: Collection[str] | None,
-    elsewhere: Callable[[str], str | None],
-) -> Problems:
-    target, args, places = node["_target_"], _positional(node), _by_place(known)
+        locate(target)
+        found += _refused_arguments(node, key)
+    if (known := parameters_of(target)) is None:
+        return found
+    args, places = _positional(node), _by_place(known)
     kinds = {p.kind for p in known.values()}
     if not positional:  # otherwise the caller's arguments replace the node's
         for index, (name, value) in enumerate(zip(places, args, strict=False)):
             if (message := _mismatch(known[name], value)) is not None:
-                yield Problem(f"{key}._args_.{index}", f"{name}: {message}")
+                wrong(f"_args_.{index}", f"{name}: {message}")
         if len(args) > len(places) and Parameter.VAR_POSITIONAL not in kinds:
-            message = f"{target} takes {len(places)} arguments by position, got {len(args)}"
-            yield Problem(f"{key}._args_", message)
+            wrong("_args_", f"{target} takes {len(places)} arguments by position, got {len(args)}")
     filled = {*provided, *places[: max(positional, len(args))]}
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     names = [n for n, p in known.items() if p.kind in named and n not in filled]
     given = {n: v for n, v in node.items() if n not in (*SPECIAL, *(apart or ()))}
     for name, value in given.items():
-        where = f"{key}.{name}"
         if name in filled and name in known:
-            yield Problem(where, f"is filled in when {target} is called: leave it out")
+            wrong(name, f"is filled in when {target} is called: leave it out")
         elif name in names:
             if (message := _mismatch(known[name], value)) is not None:
-                yield Problem(where, message)
+                wrong(name, message)
         elif Parameter.VAR_KEYWORD not in kinds and isinstance(name, str):
-            ours = elsewhere(where)
+            ours = elsewhere(f"{key}.{name}")
             hint = f"it is called {ours} here" if ours else did_you_mean(name, names)
             hint = hint or (f"it takes {', '.join(names)}" if names else "it takes no arguments")
-            yield Problem(where, f"{target} has no argument {name!r}", hint)
+            wrong(name, f"{target} has no argument {name!r}", hint)
     for name in names if apart is None and node.get("_partial_") is not True else ():
         if known[name].default is Parameter.empty and name not in given:
-            yield Problem(f"{key}.{name}", f"missing: {target} needs it")
+            wrong(name, f"missing: {target} needs it")
+    return found
 
 
-def _refused_arguments(node: dict[Any, Any], key: str, target: Any) -> Problems:
+def _refused_arguments(node: dict[Any, Any], key: str) -> Problems:
     """Yield the arguments of a node that would unpickle a file or fetch code."""
     if not under(node["_target_"], _BUILDERS):
         return
-    places = _by_place(parameters_of(target) or {})
+    places = _by_place(parameters_of(node["_target_"]) or {})
     given = {**node, **dict(zip(places, _positional(node), strict=False))}
     for where, value in walk(given, key):
         if value and where.rpartition(".")[2] in _UNPICKLED:

@@ -1,6 +1,5 @@
 """Configurations that tried to run, read, send or cut something: none gets as far as a call."""
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -172,18 +171,6 @@ def test_what_unpickles_is_refused_at_any_depth(target: str, where: str) -> None
     assert "not allowed here" in found[f"model.{where}.checkpoint_path"]
     with pytest.raises(TargetError, match="not allowed here"):
         instantiate(node, _key_="model")
-
-
-def test_a_received_run_imports_nothing(tmp_path: Path) -> None:
-    place = tmp_path / "runs" / "received"
-    place.mkdir(parents=True)
-    (place / "payload.py").write_text("open('canary', 'w')\nclass Model: ...\n")
-    line = ["experiment=resnet18", "model._target_=runs.received.payload.Model"]
-    command = [sys.executable, "-m", "scripts.train", *line, "dry_run=true"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "--allow-target runs" in ended.stderr
-    assert not (tmp_path / "canary").exists()
 
 
 def test_what_the_users_own_module_imported_is_theirs_only_if_it_is_offered(
