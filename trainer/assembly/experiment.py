@@ -61,9 +61,8 @@ def build(
 ) -> Experiment:
     """Build what `config` describes, from the data to the trainer; nothing is written.
 
-    `config` may be what `compose([...]).config` holds; `strategy` (default: the one that `config`
-    describes) must be set up.
-    `callbacks` come before the configuration's; `config_text` is saved in checkpoints.
+    `config` may be what `compose([...]).config` holds; `strategy` (default: the configuration's)
+    must be set up. `callbacks` come before its own; `config_text` is saved in checkpoints.
     Raises DataError, ConfigError, ModelError and the other errors of the rooms below.
     """
     if not isinstance(config, Config):
@@ -84,8 +83,8 @@ def build(
     loader, few = train_loader(config, data, strategy), overfit_samples(config, data.sets["train"])
     validated = data.sets["val" if few is None else "train"]
     val_loader = eval_loader(config, validated, strategy, options.limit_val_batches, few)
-    limit = options.limit_train_batches
-    steps = len(loader) if limit is None else count(limit, len(loader))
+    limit, steps = options.limit_train_batches, len(loader)
+    steps = steps if limit is None else count(limit, steps)
     total = horizon(options.max_epochs, options.max_steps, steps)
 
     parts = Assembly(config, strategy, data.num_classes, total, steps)
@@ -106,8 +105,7 @@ def build(
             on_nonfinite="stop" if options.error_if_nonfinite else options.on_nonfinite,
             limit_val_batches=None,  # the loader has no more
         ),
-        # A dry run computes a single micro-batch, which is not worth a compilation.
-        compiled=_compile(parts.model, False if config.dry_run else options.compile),
+        compiled=_compile(parts.model, not config.dry_run and options.compile),  # not for one batch
         config_text=config_text,
     )
     trainer.data_facts = data_facts(data.sets)
