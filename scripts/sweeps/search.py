@@ -43,13 +43,7 @@ from scripts.sweeps.sweep import Sweep
 from trainer.errors import CheckpointError
 
 JOURNAL = "study.journal"  # in the sweep's folder
-_SAMPLERS = {
-    "tpe": "TPESampler",
-    "random": "RandomSampler",
-    "cmaes": "CmaEsSampler",
-    "grid": "GridSampler",
-    "qmc": "QMCSampler",
-}
+_SAMPLERS = {"tpe": "TPE", "random": "Random", "cmaes": "CmaEs", "grid": "Grid", "qmc": "QMC"}
 _GOES_ON = ("preempted", "killed")  # states of jobs whose trial stays open
 _OVERRIDES = "overrides"  # a study's attribute: those that every job has
 _CODE = "code"  # a failed trial's attribute: the exit code of its job
@@ -255,7 +249,7 @@ def sampler_of(
     def make(number: int) -> Any:
         # A grid's order and a sequence's scrambling belong to the whole search.
         key = seed if name in ("grid", "qmc") else zlib.crc32(f"{seed} {number}".encode())
-        kind = getattr(optuna.samplers, _SAMPLERS[name])
+        kind = getattr(optuna.samplers, f"{_SAMPLERS[name]}Sampler")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return construct(kind, options, "sweep.sampler_options", seed=key, **fixed)
