@@ -73,7 +73,7 @@ def page_of(run: Any, checkpoint: str, top_k: int) -> Any:
     """Return gradio's page for a run: what it is asked, its answer, and what it is."""
     gradio: Any = importlib.import_module("gradio")
 
-    from trainer.export.card import provenance
+    from trainer.export.formats import provenance
 
     facts, origin = run.facts, provenance(run, checkpoint)
 

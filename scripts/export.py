@@ -16,7 +16,7 @@ def export(argv: Sequence[str]) -> int:
         return 0
     with importing():
         from trainer.export.artefact import export_run
-        from trainer.export.card import how_to_load
+        from trainer.export.formats import how_to_load
 
     path, facts = export_run(name=opened.pop("format"), **opened)
     for note in facts.get("notes", ()):

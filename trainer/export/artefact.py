@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,20 +25,21 @@ from trainer.assembly.data import build_data, build_pipeline
 from trainer.assembly.experiment import build_evaluator, eval_loader
 from trainer.checkpoints.archive import digest, read_safetensors, write_safetensors
 from trainer.errors import ModelError
-from trainer.export.card import WEIGHTS, model_card, provenance
 from trainer.export.formats import (
     GRAPHS,
+    WEIGHTS,
     Answer,
     Exportable,
     Network,
     Preprocessing,
     build_network,
     check_libraries,
+    model_card,
     one_line,
+    provenance,
 )
 from trainer.files.atomic import (
     TEMPORARY,
-    remove_orphans,
     storage_error,
     sync_folder,
     write_json,
@@ -78,32 +78,27 @@ def export_run(
     if name != WEIGHTS:
         check_libraries(name)
     with _new_folder(run, out, name if write is None else "quantized", overwrite) as (made, folder):
-        facts = _facts(run, name, checkpoint)
+        facts = asdict(run.facts) | {
+            "format": name,
+            "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
+            "transforms_of_the_caller": run.facts.transforms,
+            "input": run.facts.inputs,
+            "output": "logits",
+            "provenance": provenance(run, checkpoint),
+        }
         path = made / facts["file"]
         if name == WEIGHTS:
             _write_weights(run.model(checkpoint), path, facts)
             write_text(made / "config.yaml", facts["provenance"]["config"])
         else:
-            (write or _write_graph)(graph_of(run, facts, preprocessing, checkpoint), path)
+            (write or _write_graph)(_graph_of(run, facts, preprocessing, checkpoint), path)
         facts["sha256"] = digest(path)
         write_json(made / FACTS, facts)
         write_text(made / "card.md", model_card(run, facts, folder))
     return folder / path.name, facts
 
 
-def _facts(run: Run, name: str, checkpoint: str) -> dict[str, Any]:
-    """Return what is known of a run's model before it is written."""
-    return asdict(run.facts) | {
-        "format": name,
-        "file": "model.safetensors" if name == WEIGHTS else GRAPHS[name].file,
-        "transforms_of_the_caller": run.facts.transforms,
-        "input": run.facts.inputs,
-        "output": "logits",
-        "provenance": provenance(run, checkpoint),
-    }
-
-
-def graph_of(
+def _graph_of(
     run: Run, facts: dict[str, Any], preprocessing: Preprocessing, checkpoint: str
 ) -> Exportable:
     """Return the graph of a run's model; `facts` grow by those about it. Raises ModelError."""
@@ -116,13 +111,17 @@ def graph_of(
         "preprocessing": preprocessing,
         "transforms_of_the_caller": {n: run.facts.transforms[n] for n in outside},
         "input": {"shape": ["batch", *samples.shape[1:]], "dtype": dtype},
-        "output": run.facts.outputs["kind"] if preprocessing == "inside" else "logits",
         "verified": {"samples": "of the run" if real else "random", "batch_sizes": list(_BATCHES)},
     }
-    if preprocessing == "inside" and real:
-        plain, inputs = Network(model, task, nn.Sequential()), samples_of(run, list(pipeline.steps))
-        moved = (off.max() for off, _ in _differences(plain, inputs[0], network, samples))
-        facts["verified"]["difference_of_preprocessing"] = float(max(moved))
+    if preprocessing == "inside":
+        facts["output"] = run.facts.outputs["kind"]
+        if real:
+            plain, inputs = (
+                Network(model, task, nn.Sequential()),
+                samples_of(run, [*pipeline.steps]),
+            )
+            moved = (off.max() for off, _ in _differences(plain, inputs[0], network, samples))
+            facts["verified"]["difference_of_preprocessing"] = float(max(moved))
     return Exportable(network, samples, facts)
 
 
@@ -133,11 +132,10 @@ def _write_graph(graph: Exportable, path: Path) -> None:
     facts["verified"]["largest_difference"] = largest_difference(graph, answer)
     facts["notes"] = [form.remark] if form.remark else []
     if form.compiles:
-        ways: dict[str, Answer] = {"": answer, "eager_": graph.network}
         facts["speed"] = {
             f"{kind}ms_of_{size}": milliseconds(way, graph.samples[:size].clone())
             for size in (1, _SAMPLES)
-            for kind, way in ways.items()
+            for kind, way in (("", answer), ("eager_", graph.network))
         }
         facts["notes"].append(", ".join(f"{k} {v:.3g}" for k, v in facts["speed"].items()))
 
@@ -150,15 +148,15 @@ def largest_difference(graph: Exportable, answer: Answer, quantized: bool = Fals
     """
     largest = 0.0
     tolerance, least = (0.1, 1e-6) if quantized else (1e-4, 1.0)
+    reason = "does its forward branch on its data, or draw random numbers?"
+    if quantized:
+        reason = "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
     for size in _BATCHES:
         batch = graph.samples[:size].clone()
         for off, scale in _differences(graph.network, batch, answer, batch):
             largest = max(largest, float(off.max()))
             told = float(off.square().mean().sqrt() if quantized else off.max())
             if not told <= tolerance * max(scale, least):
-                reason = "does its forward branch on its data, or draw random numbers?"
-                if quantized:
-                    reason = "its values do not fit 8 bits; callbacks=[default,qat] trains for them"
                 raise ModelError(
                     f"the outputs of the {graph.facts['format']} file differ from the model's "
                     f"(by {told:.2g} of {scale:.2g}, batch of {size}): {reason}"
@@ -181,10 +179,10 @@ def _differences(
             yield (found[name].to(value) - value).abs(), float(value.abs().max())
 
 
-def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
+def samples_of(run: Run, names: Iterable[str]) -> tuple[Tensor, bool]:
     """Return inputs after the named transforms: the run's, or random ones without its data."""
-    loader_options = replace(run.config.loader, num_workers=0, eval_batch_size=_SAMPLES)
-    config = replace(with_transforms(run.config, names), loader=loader_options)
+    config = with_transforms(run.config, names)
+    config = replace(config, loader=replace(config.loader, num_workers=0, eval_batch_size=_SAMPLES))
     for split in ("val", "test"):
         try:
             dataset = build_data(config, (split,)).sets[split]
@@ -193,11 +191,7 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
             break
         if dataset is not None:
             loader = eval_loader(config, dataset, Strategy(torch.device("cpu")))
-            inputs = inputs_of(next(iter(loader.epoch(0, 0, 1))).batch)
-            if not isinstance(inputs, Tensor):
-                kind = type(inputs).__name__
-                raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
-            inputs = inputs[:, 0] if inputs.ndim == 5 else inputs  # the caller averages over views
+            inputs = one_view(next(iter(loader.epoch(0, 0, 1))).batch)
             return inputs[torch.arange(_SAMPLES) % len(inputs)], True
     form = run.facts.inputs
     if form["kind"] != "picture":
@@ -211,14 +205,23 @@ def samples_of(run: Run, names: Sequence[str]) -> tuple[Tensor, bool]:
     return torch.stack([*map(build_pipeline(config, "eval"), pictures)]), False
 
 
-def with_transforms(config: Config, names: Sequence[str]) -> Config:
+def one_view(batch: Any) -> Tensor:
+    """Return a batch's inputs, of several views the first: the caller averages over them."""
+    inputs = inputs_of(batch)
+    if not isinstance(inputs, Tensor):
+        kind = type(inputs).__name__
+        raise ModelError(f"the model's input is a {kind}: only one tensor can be exported")
+    return inputs[:, 0] if inputs.ndim == 5 else inputs
+
+
+def with_transforms(config: Config, names: Iterable[str]) -> Config:
     """Return a configuration with only the named transforms of evaluation. Raises ModelError."""
     steps = config.transforms.eval
-    if unknown := [name for name in names if name not in steps]:
-        raise ModelError(
-            f"the file needs transforms.eval.{unknown[0]}, which the run does not have"
-        )
-    kept = {name: steps[name] for name in names}
+    try:
+        kept = {name: steps[name] for name in names}
+    except KeyError as error:
+        message = f"the file needs transforms.eval.{error.args[0]}, which the run does not have"
+        raise ModelError(message) from None
     return replace(config, transforms=replace(config.transforms, eval=kept))
 
 
@@ -260,29 +263,22 @@ def _new_folder(
         raise ModelError(f"out={folder} exists: overwrite=true replaces it")
     if folder.exists() and not (folder / FACTS).is_file():
         raise ModelError(f"out={folder} is no export: it has no {FACTS}, so it is not replaced")
-    made = folder.with_name(f"{TEMPORARY}{folder.name[:100]}-{os.getpid()}")
+    made = folder.with_name(f"{TEMPORARY}{folder.name[:100]}")
+    old = made.with_name(f"{made.name}-old")
     try:
         folder.parent.mkdir(parents=out is None, exist_ok=True)
-        if out is None:
-            remove_orphans(folder.parent)  # of a command that was killed
+        shutil.rmtree(made, ignore_errors=True)  # of a command that was killed
         made.mkdir()
-        held = os.open(made, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-    except OSError as error:
-        raise storage_error(folder, error) from error
-    try:
         yield made, folder
-        old = made.with_name(f"{made.name}-old")
         if folder.exists():  # moved away whole before it is removed
             os.replace(folder, old)
         os.replace(made, folder)
-        shutil.rmtree(old, ignore_errors=True)
         sync_folder(folder.parent)
     except OSError as error:
         raise storage_error(folder, error) from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-        os.close(held)
+        for left in (made, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class _Answering(nn.Module):
@@ -315,27 +311,27 @@ def evaluate_artefact(
     beside = path.parent / FACTS
     try:
         facts: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
-        name, described = facts["format"], (facts["file"], facts["sha256"])
-        known = name in (WEIGHTS, *GRAPHS) and facts["output"] in _EVALUATED
-        facts["transforms_of_the_caller"] = list(facts["transforms_of_the_caller"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        name, described, output = facts["format"], (facts["file"], facts["sha256"]), facts["output"]
+        form = None if name == WEIGHTS else GRAPHS[name]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(
             f"artefact={path}: {beside} is missing or damaged: regimen export writes both"
         ) from error
-    if not known:
-        raise ModelError(
-            f"artefact={path} is {name!r} with output {facts['output']!r}: only "
-            f"{', '.join(_EVALUATED)} can be evaluated"
-        )
-    if not path.is_file() or described != (path.name, digest(path)):
-        raise ModelError(f"artefact={path} is not the file that {beside} describes: export again")
-    if name != WEIGHTS and GRAPHS[name].runs_code and not allow_code:
-        raise ModelError(
-            f"artefact={path}: a file of format {name} runs code when it is loaded: "
+    fault = None
+    if output not in _EVALUATED:
+        known = ", ".join(_EVALUATED)
+        fault = f" is {name!r} with output {output!r}: only {known} can be evaluated"
+    elif not path.is_file() or described != (path.name, digest(path)):
+        fault = f" is not the file that {beside} describes: export again"
+    elif form is not None and form.runs_code and not allow_code:
+        fault = (
+            f": a file of format {name} runs code when it is loaded: "
             "set allow_code=true if you trust its author"
         )
+    if fault is not None:
+        raise ModelError(f"artefact={path}{fault}")
     try:
-        answer = _load_weights(path, facts) if name == WEIGHTS else GRAPHS[name].load(path)
+        answer = _load_weights(path, facts) if form is None else form.load(path)
     except ModelError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The network that is exported, and each format: how it is written, and how it is loaded again."""
+"""The network that is exported, each format: how it is written and loaded again; and the card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,17 @@ from torch.export import Dim, ExportedProgram
 from data.transforms import Pipeline, Standardize, ToFloat
 from trainer.errors import ModelError
 from trainer.inference.predictor import OUTPUT, named_tensors
+from trainer.inference.run import Run, origin_of
+from trainer.runs.status import MANIFEST, read_json
 from trainer.task import Task
 
 Preprocessing = Literal["outside", "inside"]
 Answer = Callable[[Tensor], Any]  # from a batch of inputs to a tensor, or several by name
 _LOST: Any = torch.jit.TracerWarning  # type: ignore[attr-defined] # Python that a trace forgets
 _COMPILERS = ("g++", "clang++", "c++")
+WEIGHTS = "safetensors"  # the format without a graph
+_CURVE = 20  # validations that the card lists
+_FINE_TUNED = "models.pretrained.fine_tune"  # returns the network that it is given
 
 
 class Normalize(nn.Module):
@@ -56,9 +61,7 @@ class Network(nn.Module):
 
     def __init__(self, model: nn.Module, task: Task, inside: nn.Module | None = None) -> None:
         super().__init__()
-        self.inside = inside
-        self.model = model
-        self.task = task
+        self.inside, self.model, self.task = inside, model, task
         self.eval()
 
     def forward(self, x: Tensor) -> Any:
@@ -82,12 +85,12 @@ def build_network(
     inside: list[nn.Module] = []
     while names and isinstance(step := pipeline.steps[names[-1]], ToFloat | Standardize):
         names.pop()
-        like = torch.zeros(1)
-        if isinstance(step, ToFloat):
-            inside.insert(0, Normalize(like, like + 1))
-            return Network(model, task, nn.Sequential(*inside)), names
-        mean, std = step.mean.beside(like).clone(), step.std.beside(like).clone()
+        mean, std = torch.zeros(1), torch.ones(1)
+        if isinstance(step, Standardize):
+            mean, std = (value.beside(mean).clone() for value in (step.mean, step.std))
         inside.insert(0, Normalize(mean, std))
+        if isinstance(step, ToFloat):
+            return Network(model, task, nn.Sequential(*inside)), names
     last = f"transforms.eval.{names[-1]}" if names else "transforms.eval"
     raise ModelError(
         f"{last} cannot be part of a graph that takes bytes: only data.transforms.ToFloat and "
@@ -147,8 +150,7 @@ def silently() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -216,17 +218,11 @@ def _load_onnx(path: Path) -> Answer:
     return answer
 
 
-def _write_program(graph: Exportable, path: Path) -> None:
-    with silently():
-        torch.export.save(exported_program(graph), path, extra_files=graph.metadata)
-
-
 def _write_torchscript(graph: Exportable, path: Path) -> None:
     """Trace a network; its model is compiled from source where a trace may lose a branch."""
     network, trace = graph.network, partial(torch.jit.trace, strict=False)
     with silently():  # the deprecation is mentioned once, in `remark`
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", _LOST)
+        with warnings.catch_warnings(record=True, action="always", category=_LOST) as told:
             traced = trace(network, (graph.example,))
         if any(issubclass(w.category, _LOST) for w in told):
             # Of Python that TorchScript does not know, the trace may do: it is verified.
@@ -236,18 +232,17 @@ def _write_torchscript(graph: Exportable, path: Path) -> None:
         torch.jit.save(traced, str(path), _extra_files=graph.metadata)
 
 
-def _load_torchscript(path: Path) -> Answer:
-    return torch.jit.load(str(path))  # type: ignore[no-any-return, no-untyped-call]
+def _inductor() -> Any:
+    return importlib.import_module("torch._inductor")
 
 
 def _write_package(graph: Exportable, path: Path) -> None:
-    inductor: Any = importlib.import_module("torch._inductor")
-    metadata = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
+    facts = {"aot_inductor.metadata": {"regimen": json.dumps(graph.facts)}}
     program = exported_program(graph)
     try:
         with silently(), torch.inference_mode():
-            inductor.aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=metadata
+            _inductor().aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=facts
             )
     except Exception as error:
         raise ModelError(
@@ -256,8 +251,7 @@ def _write_package(graph: Exportable, path: Path) -> None:
 
 
 def _load_package(path: Path) -> Answer:
-    inductor: Any = importlib.import_module("torch._inductor")
-    package = inductor.aoti_load_package(str(path))
+    package = _inductor().aoti_load_package(str(path))
     return lambda x: package(x.contiguous())
 
 
@@ -272,14 +266,16 @@ GRAPHS: Mapping[str, Format] = {
     ),
     "torch_export": Format(
         "model.pt2",
-        _write_program,
+        lambda graph, path: torch.export.save(
+            exported_program(graph), path, extra_files=graph.metadata
+        ),
         lambda path: torch.export.load(path).module(),
         "import torch; network = torch.export.load({path!r}).module()",
     ),
     "torchscript": Format(
         "model.ts",
         _write_torchscript,
-        _load_torchscript,
+        lambda path: torch.jit.load(str(path)),  # type: ignore[no-untyped-call]
         "import torch; network = torch.jit.load({path!r})",
         remark="TorchScript is deprecated in torch; onnx and torch_export are its successors",
     ),
@@ -293,3 +289,116 @@ GRAPHS: Mapping[str, Format] = {
         "programs set AOTI_RUNTIME_CHECK_INPUTS=1, or a wrong size reads out of bounds",
     ),
 }
+
+
+def provenance(run: Run, checkpoint: str) -> dict[str, Any]:
+    """Return the provenance of a model: run, checkpoint and its results, data, versions."""
+    origin = origin_of(run.path, run.trainer(checkpoint), checkpoint)
+    return {
+        **origin,
+        "name": run.config.name,
+        "checkpoint": Path(origin["checkpoint"]).name,
+        "results": {  # what was measured at its step is of this checkpoint
+            key: value
+            for line in run.metrics
+            if line["step"] == origin["step"]
+            for key, value in line.items()
+            if key.startswith(("val/", "test/")) and value is not None
+        },
+        "data": read_json(run.path / MANIFEST).get("data") or [],
+        "config": (run.path / "config.yaml").read_text(encoding="utf-8"),
+    }
+
+
+def model_card(run: Run, facts: Mapping[str, Any], folder: Path) -> str:
+    """Return the card as Markdown; `folder` is where the file will be."""
+    origin, verified = facts["provenance"], facts["verified"]
+    average, target = origin["average"], (run.config.data.train or {}).get("_target_", "not named")
+    by_caller = ", ".join(f"`{name}`" for name in facts["transforms_of_the_caller"])
+    checked = [
+        f"- Against the model in PyTorch on samples: {verified['samples']}; largest difference "
+        f"{verified['largest_difference']:.2g}"
+    ]
+    if (moved := verified.get("difference_of_preprocessing")) is not None:
+        checked.append(f"- Preprocessing in the graph against that of training: {moved:.2g}")
+    quantized, after = facts.get("quantization"), facts.get("after", {})
+    sizes = {name: [value, after[name]] for name, value in facts.get("before", {}).items()}
+    validated = [line for line in run.metrics if any(key.startswith("val/") for key in line)]
+    names = sorted({key for line in validated for key in line if key.startswith("val/")})
+    curve = {line["step"]: [line.get(n) for n in names] for line in validated[-_CURVE:]}
+    sections = {
+        "Input and output": [
+            f"- Input: {json.dumps(facts['input'])}",
+            f"- Output: {facts['output']}",
+            f"- Classes: {', '.join(facts['classes'] or ()) or 'not named'}",
+            f"- Transforms that the caller applies before, in this order: {by_caller or 'none'}",
+        ],
+        "To run it": ["```python", *how_to_load(facts, folder), "```"],
+        "Where it comes from": [
+            f"- Run `{origin['run']}`, checkpoint `{origin['checkpoint']}` (sha256 "
+            f"`{origin['sha256']}`), step {origin['step']}",
+            f"- Weights: {f'the average of `callbacks.{average}`' if average else 'as trained'}",
+            *(f"- Data: `{target}`, {_listed(split)}" for split in origin["data"] or [{}]),
+            f"- Versions: {_listed(origin['versions'])}",
+        ],
+        f"Metrics of the checkpoint (step {origin['step']})": [
+            f"- {name}: {value:.4f}" for name, value in origin["results"].items()
+        ],
+        "Quantization": quantized
+        and [
+            f"Quantized: {_listed(quantized)}.",
+            "",
+            *_table(["", "in floats", "quantized"], sizes),
+        ],
+        "Validations of the run": _table(["step", *names], curve),
+        "Verified": checked,
+        "Limits": [
+            "- The metrics hold for data like the run's. Nothing was measured on any other data.",
+            "- Fairness, calibration and robustness were not measured.",
+        ],
+        "Configuration": ["```yaml", origin["config"].rstrip("\n"), "```"],
+    }
+    model = f"Model: `{run.facts.model['_target_']}`, as `{facts['format']}`: {facts['file']}."
+    lines = [f"# {origin['name']}", "", model, ""]
+    for title, content in sections.items():
+        lines += [f"## {title}", "", *content, ""] if content else []
+    return "\n".join(lines)
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _table(head: list[str], rows: Mapping[Any, Sequence[float | None]]) -> list[str]:
+    cells = [
+        [str(name), *("" if value is None else f"{value:.4g}" for value in values)]
+        for name, values in rows.items()
+    ]
+    lines = [head, ["---"] * len(head), *cells] if cells else []
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def how_to_load(facts: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return lines of Python that load a file without Regimen's trainer."""
+    path = str(folder.absolute() / facts["file"])
+    if facts["format"] != WEIGHTS:
+        call = "network(x)" if facts["format"] != "onnx" else "network.run(None, {'input': x})"
+        shape = f"  # x: {facts['input']['dtype']} {facts['input']['shape']}"
+        return [GRAPHS[facts["format"]].line.format(path=path), f"answers = {call}{shape}"]
+    return [
+        "from hydra.utils import instantiate; from safetensors.torch import load_file",
+        f"model = instantiate({_bare(facts['model'])}, _convert_='all')",
+        f"model.load_state_dict(load_file({path!r}))",
+    ]
+
+
+def _bare(value: Any) -> Any:
+    """Return a node without the weights that it began with: those of the file take their place."""
+    if isinstance(value, list):
+        return [_bare(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("_target_") == _FINE_TUNED:
+        return _bare(value["model"])
+    dropped = {"weights": None, "pretrained": False} if "_target_" in value else {}
+    return {key: dropped.get(key, _bare(part)) for key, part in value.items()}

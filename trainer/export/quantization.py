@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,19 @@ import torch
 from torch import nn
 
 from conf.schema import Config
-from data.batch import inputs_of
 from data.errors import DataError
 from trainer.assembly.data import build_data
 from trainer.assembly.experiment import train_loader
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.errors import ModelError
-from trainer.export.artefact import export_run, largest_difference, metrics_of, milliseconds
+from trainer.export.artefact import (
+    export_run,
+    largest_difference,
+    metrics_of,
+    milliseconds,
+    one_view,
+    with_transforms,
+)
 from trainer.export.formats import (
     GRAPHS,
     Exportable,
@@ -79,13 +85,12 @@ def quantize_run(
             learnt = _learnt(run, checkpoint, proto)
             save_onnx(proto, whole, {})
             told: dict[str, Any] = {"method": method, "weights": "int8", "ranges": "of each batch"}
+            given = None
             if method == "static":
                 told |= {"activations": "uint8", "calibration_samples": samples}
                 told["ranges"] = LEARNT if learnt else "of training samples"
                 given = calibration(run.config, facts["transforms_of_the_caller"], samples)
-                write_static(whole, path, given, learnt)
-            else:
-                write_dynamic(whole, path)
+            write_integers(whole, path, given, learnt)
             facts["quantization"] = told
             save_onnx(importlib.import_module("onnx").load(str(path)), path, facts)
             difference = largest_difference(graph, GRAPHS["onnx"].load(path), quantized=True)
@@ -113,45 +118,42 @@ def method_for(model: nn.Module) -> Method:
     return "static" if 2 * inside > sum(p.numel() for p in model.parameters()) else "dynamic"
 
 
-def write_static(
-    whole: Path, path: Path, samples: Iterator[dict[str, Any]], ranges: Mapping[str, Any]
+def write_integers(
+    whole: Path,
+    path: Path,
+    samples: Iterator[dict[str, Any]] | None = None,
+    ranges: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model of ONNX with 8-bit weights and activations.
+    """Write a model of ONNX with 8-bit weights: of matrix products, or with activations, too.
 
-    samples: batches of inputs, for calibration; ranges: those of tensors that are known, each a
-    pair of numpy's numbers.
+    samples: batches of inputs, for the calibration of activations; ranges: those of tensors that
+    are known, each a pair of numpy's numbers. Raises ModelError where nothing was quantized.
     """
     library: Any = importlib.import_module("onnxruntime.quantization")
-    known = {
-        name: [{"rmin": low, "rmax": high, "quant_type": library.QuantType.QUInt8}]
-        for name, (low, high) in ranges.items()
-    }
+    signed, unsigned = library.QuantType.QInt8, library.QuantType.QUInt8
     with silently():
-        library.quantize_static(
-            whole,
-            path,
-            SimpleNamespace(get_next=partial(next, samples, None)),
-            quant_format=library.QuantFormat.QDQ,
-            op_types_to_quantize=list(_STATIC),
-            per_channel=True,
-            activation_type=library.QuantType.QUInt8,
-            weight_type=library.QuantType.QInt8,
-            extra_options={"TensorQuantOverrides": known},
-        )
-    _refuse_floats(path, "QuantizeLinear", "static", "dynamic")
-
-
-def write_dynamic(whole: Path, path: Path) -> None:
-    """Write a model of ONNX with 8-bit weights of matrix products."""
-    library: Any = importlib.import_module("onnxruntime.quantization")
-    kinds, weight_type = ["MatMul", "Gemm"], library.QuantType.QInt8
-    with silently():
-        library.quantize_dynamic(whole, path, op_types_to_quantize=kinds, weight_type=weight_type)
-    _refuse_floats(path, "MatMulInteger", "dynamic", "static")
-
-
-def _refuse_floats(path: Path, integer: str, method: str, other: str) -> None:
-    """Raise ModelError for a file in which nothing was quantized."""
+        if samples is None:
+            integer, method, other = "MatMulInteger", "dynamic", "static"
+            library.quantize_dynamic(
+                whole, path, op_types_to_quantize=["MatMul", "Gemm"], weight_type=signed
+            )
+        else:
+            integer, method, other = "QuantizeLinear", "static", "dynamic"
+            known = {
+                name: [{"rmin": low, "rmax": high, "quant_type": unsigned}]
+                for name, (low, high) in (ranges or {}).items()
+            }
+            library.quantize_static(
+                whole,
+                path,
+                SimpleNamespace(get_next=partial(next, samples, None)),
+                quant_format=library.QuantFormat.QDQ,
+                op_types_to_quantize=list(_STATIC),
+                per_channel=True,
+                activation_type=unsigned,
+                weight_type=signed,
+                extra_options={"TensorQuantOverrides": known},
+            )
     nodes = importlib.import_module("onnx").load(str(path)).graph.node
     if not any(node.op_type.startswith(integer) for node in nodes):
         raise ModelError(
@@ -187,25 +189,24 @@ def _learnt(run: Run, checkpoint: str, proto: Any) -> dict[str, Any]:
     return found
 
 
-def calibration(config: Config, names: Sequence[str], samples: int) -> Iterator[dict[str, Any]]:
+def calibration(config: Config, names: Iterable[str], samples: int) -> Iterator[dict[str, Any]]:
     """Yield training samples, in batches, with the named transforms of evaluation.
 
     These are the first samples of the run's first epoch: the same in each call. Raises ModelError
     without the training data.
     """
-    steps = {name: config.transforms.eval[name] for name in names}
+    config = with_transforms(config, names)
     as_it_is: Any = {"sampler": None, "batch_sampler": None, "shuffle": True, "drop_last": False}
     config = replace(
         config,
-        transforms=replace(config.transforms, train=steps, device={}),
+        transforms=replace(config.transforms, train=config.transforms.eval, device={}),
         loader=replace(config.loader, batch_size=_BATCH, num_workers=0, **as_it_is),
         trainer=replace(config.trainer, gradient_accumulation_steps=1, overfit_batches=None),
     )
     try:
         found = train_loader(config, build_data(config, ("train",)), Strategy(torch.device("cpu")))
         for micro in found.epoch(0, 0, min(len(found), -(-samples // _BATCH))):
-            inputs = inputs_of(micro.batch)
-            yield {"input": (inputs[:, 0] if inputs.ndim == 5 else inputs).numpy()}
+            yield {"input": one_view(micro.batch).numpy()}
         found.close()
     except DataError as error:
         raise ModelError(

@@ -28,7 +28,6 @@ from trainer.assembly.parts import Assembly
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
 from trainer.export.artefact import evaluate_artefact, export_run, samples_of
-from trainer.export.card import how_to_load
 from trainer.export.formats import (
     GRAPHS,
     Exportable,
@@ -36,10 +35,11 @@ from trainer.export.formats import (
     build_network,
     check_libraries,
     exported_program,
+    how_to_load,
     onnx_model,
     save_onnx,
 )
-from trainer.export.quantization import calibration, method_for, quantize_run, write_dynamic
+from trainer.export.quantization import calibration, method_for, quantize_run, write_integers
 from trainer.inference.predictor import facts_of
 from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
@@ -246,7 +246,7 @@ def test_a_folder_is_replaced_only_when_asked(run, tmp_path):
     with pytest.raises(ModelError, match="is no export"):
         export_run(run, "safetensors", tmp_path / "of_others", overwrite=True)
     assert (tmp_path / "of_others" / "thesis").exists()
-    left = run.path / "exports" / ".tmp-left"  # by a command that was killed
+    left = run.path / "exports" / ".tmp-safetensors"  # by a command that was killed
     left.mkdir(parents=True)
     (left / "model.onnx").touch()
     export_run(run, "safetensors")
@@ -441,7 +441,7 @@ def test_dynamic_takes_matrix_products_only(run, tmp_path):
     x = torch.randn(5, 1, 4, 4)
     proto = onnx_model(Exportable(Network(network, Task()), x, {}))
     save_onnx(proto, tmp_path / "float.onnx", {"classes": ["a"]})
-    write_dynamic(tmp_path / "float.onnx", tmp_path / "int.onnx")
+    write_integers(tmp_path / "float.onnx", tmp_path / "int.onnx")
     kinds = [node.op_type for node in onnx.load(str(tmp_path / "int.onnx")).graph.node]
     assert kinds.count("MatMulInteger") == 2
     assert kinds.count("Conv") == 1
