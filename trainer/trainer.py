@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from data.batch import MicroBatch, to_device
 from trainer import snapshot
 from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
-from trainer.checkpoints.unsaved import Unsaved
 from trainer.distributed import Group
 from trainer.errors import SampleError, account
 from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
@@ -101,7 +100,7 @@ class Trainer:
         self.waiting = Waiting(self.state, alone=self.group.world_size == 1)
         self.waiting.attend(self.train_loader)
         self.updater = Updater(self)
-        self.unsaved = Unsaved(model, task)
+        self.unsaved = snapshot.Unsaved(model, task)
         self._evaluator = Evaluator(self, self.waiting)
 
     def _made(self, run_dir: Path) -> Path:

@@ -11,8 +11,6 @@ import yaml
 
 from same_run import differences, repeated_steps
 from scripts.evaluate import evaluate
-from toy_runs import listed
-from trainer.checkpoints.store import CheckpointStore
 
 
 def step_file(run, step):
@@ -194,16 +192,6 @@ def test_an_empty_file_of_a_run_does_not_keep_it_from_going_on(train, job, whole
     assert (killed / name).read_text().strip()
     if name == "config.yaml":
         assert (killed / name).read_text() == (whole / name).read_text()
-
-
-def test_an_index_that_is_set_up_anew_has_the_metrics_of_the_log(whole, killed):
-    (killed / "checkpoints" / "index.json").unlink()
-    store = CheckpointStore(killed / "checkpoints")
-    store.clean()
-    wanted = {step: e.metrics for step, e in listed(whole / "checkpoints").items()}
-    assert len(wanted) == 8
-    assert "val/accuracy" in wanted[40]
-    assert {step: e.metrics for step, e in listed(store.folder).items()} == wanted
 
 
 def test_the_hint_names_the_split_that_is_there(train, tmp_path, capsys):

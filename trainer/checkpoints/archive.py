@@ -162,8 +162,6 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     name, strings = named and named[1], [""]
     with open(path, "rb") as file, suppress(Exception):  # of bytes that are no pickle
-        page = file.read(512).strip(b"\0\n ").startswith(b"<")
-        file.seek(0)
         # torch does not read protocols above 2, and does not name what they import.
         for opcode, argument, _ in () if name else pickletools.genops(file):
             if opcode.name == "STACK_GLOBAL":
@@ -175,8 +173,7 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
             f"{path}: refused: contains code ({name}); "
             "only tensors, plain containers, numbers and strings are loaded"
         )
-    kind = " but a web page" if page else ", or a damaged one"
-    return DamagedCheckpointError(f"{path}: not a checkpoint{kind}")
+    return DamagedCheckpointError(f"{path}: not a checkpoint, or a damaged one")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from trainer.errors import CheckpointError
 from trainer.files.atomic import link_or_copy, remove_orphans, storage_error, sync_folder
 from trainer.runs.directory import now
 from trainer.runs.lock import refuse_taken
-from trainer.runs.status import read_metrics
 
 __all__ = ["CheckpointStore", "model_only", "read_checkpoint"]
 
@@ -136,10 +135,10 @@ class CheckpointStore:
         remove_orphans(self.folder)
         index = Index.read(self.folder)
         before = dict(index.files), dict(index.names)
-        for path, step in self._step_files().items():
+        for path in self._step_files():
             if path.name not in index.files:
                 try:
-                    _enter(index, path, read_checkpoint(path), _logged(self.folder.parent, step))
+                    _enter(index, path, read_checkpoint(path), {})
                 except CheckpointError as error:
                     _log.warning("left out of the index: %s", error)
         for name in {"last": None, **index.names}:
@@ -242,16 +241,6 @@ def _enter(
         if isinstance(value, torch.Tensor)
     }
     return entry
-
-
-def _logged(run_dir: Path, step: int) -> dict[str, float | None]:
-    """Return what a run logged at a step before it saved: the metrics that a save records."""
-    found: dict[str, float | None] = {}
-    for line in read_metrics(run_dir):
-        if line.get("step") == step:
-            found |= {k: v for k, v in line.items() if isinstance(v, float | int | None)}
-    others = ("step", "epoch", "best", "test")
-    return {key: value for key, value in found.items() if key.split("/")[0] not in others}
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -5,8 +5,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import resource
-import shutil
 import signal
 import threading
 
@@ -15,7 +13,6 @@ import torch
 
 from callbacks.checkpoint import Staging, Write
 from toy_runs import files, in_a_child, listed, payload, value
-from trainer.checkpoints import store as store_module
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.reader import read_checkpoint
 from trainer.checkpoints.store import CheckpointStore
@@ -207,13 +204,9 @@ def test_if_none_is_whole_it_is_no_fresh_start(store):
         store.path_of(step).write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
         store.newest()
-    assert "\n" not in str(caught.value)
     assert "last.pt" not in str(caught.value)  # the same file
-    for step in (1, 2):
-        store.path_of(step).unlink()
-    with pytest.raises(CheckpointError):
-        store.newest()
-    (store.folder / "last.pt").unlink()
+    for path in store.folder.glob("*.pt"):
+        path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         store.newest()
 
@@ -229,30 +222,6 @@ def test_an_unlisted_checkpoint_is_entered(store):
     store.path_of(2).write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
         read_checkpoint(store.path_of(2))
-
-
-def test_a_removed_folder_is_said_to_be_gone(tmp_path, store, monkeypatch):
-    gone = CheckpointStore(tmp_path / "gone" / "checkpoints")
-    with pytest.raises(StorageError, match="gone does not exist"):
-        gone.save(payload(), step=1)
-    monkeypatch.setattr(store_module, "write_archive", lambda path, _: shutil.rmtree(path.parent))
-    with pytest.raises(StorageError, match="checkpoints does not exist"):
-        store.save(payload(), step=1)
-
-
-def exceed_the_size_limit(folder):
-    store = CheckpointStore(folder)
-    store.save(payload(1.0), step=1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    with pytest.raises(StorageError, match="file too large"):
-        store.save(payload(2.0, size=1_000_000), step=2)
-    assert files(store) == ["index.json", "last.pt", "step-00000001.pt"]
-
-
-def test_a_size_limit_costs_nothing_but_the_save(tmp_path):
-    folder = tmp_path / "checkpoints"
-    assert in_a_child(exceed_the_size_limit, folder) == 0
-    assert value(folder / "last.pt") == 1.0
 
 
 def test_pruning_keeps_what_may_be_needed(store, monkeypatch, caplog):
@@ -303,27 +272,6 @@ def test_a_wrong_last_pointer_leads_nobody_astray(store, tmp_path, target):
     store.clean()
     assert value(last) == 2.0
     assert value(elsewhere) == 99.0
-    for step in (1, 2):
-        store.path_of(step).unlink()
-    last.unlink()
-    if target is not None:
-        last.symlink_to(elsewhere if target == "other" else target)
-    with pytest.raises(CheckpointError):
-        store.newest()  # a pointer alone is no checkpoint
-
-
-def test_an_index_of_garbage_is_set_up_anew(store, caplog):
-    index = store.folder / "index.json"
-    store.save(payload(1), step=1)
-    for garbage in ("", "[]", '{"files": 3}', '{"files": {"a": {}}, "names": {}, "layouts": {}}'):
-        index.write_text(garbage)
-        assert store.newest() is not None
-    assert "damaged" in caplog.text
-    index.unlink()
-    os.mkfifo(index)  # which is not waited for
-    assert store.newest() is not None
-    store.save(payload(2), step=2)
-    assert list(listed(store.folder)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +279,6 @@ def test_an_index_of_garbage_is_set_up_anew(store, caplog):
     [
         pytest.param(os, "fsync", OSError(errno.EIO, "x"), StorageError, id="disk"),
         pytest.param(torch, "save", KeyboardInterrupt(), KeyboardInterrupt, id="interrupt"),
-        pytest.param(torch, "save", MemoryError(), ResourceError, id="memory"),
         pytest.param(
             torch,
             "save",
