@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.checkpoint import Checkpoint
+from callbacks.checkpoint import Checkpoint, Staging, Write
 from callbacks.ema import EMA
 from callbacks.metrics_log import MetricsLog
 from callbacks.support import CallbackError
@@ -420,3 +420,43 @@ def test_an_exception_waits_for_the_write_under_way(
         make_trainer(callbacks, tmp_path, max_epochs=9).fit()
     assert max(listed(tmp_path / "checkpoints")) == 6
     assert [t.name for t in threading.enumerate() if t.name == "checkpoint"] == []
+
+
+def test_a_copy_is_equal_and_apart_and_its_memory_is_used_again() -> None:
+    shared, image = torch.randn(4, 4), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    tree: dict[str, Any] = {"a": shared, "tied": shared, "row": shared[0], "image": image}
+    tree |= {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"), "set": {1}}
+    staging, kept = Staging(), shared.clone()
+    copy = staging.copy(tree)
+    shared.add_(1)
+    tree["set"].add(2)
+    assert copy["a"] is copy["tied"]
+    assert torch.equal(copy["a"], kept)
+    assert torch.equal(copy["row"], kept[0])
+    assert torch.equal(copy["sparse"].to_dense(), torch.eye(3))
+    assert copy["image"].is_contiguous(memory_format=torch.channels_last)
+    assert (copy["meta"].is_meta, copy["set"]) == (True, {1})
+    again = staging.copy({"new": torch.ones(2), **tree})
+    assert again["a"].data_ptr() == copy["a"].data_ptr()
+    assert torch.equal(again["a"], shared)
+
+
+def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, done = threading.Event(), list[int]()
+    write = Write(lambda: (gate.wait(20), done.append(1)))
+    assert write.is_alive()
+    assert not done
+    gate.set()
+    write.finish()
+    assert done == [1]
+    with pytest.raises(ZeroDivisionError):
+        Write(lambda: 1 / 0).finish()
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    Write(lambda: done.append(2)).finish()
+    assert done == [1, 2]

@@ -6,12 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 
 import pytest
 import torch
 
-from callbacks.checkpoint import Staging, Write
 from toy_runs import files, in_a_child, listed, payload, value
 from trainer.checkpoints.archive import DamagedCheckpointError
 from trainer.checkpoints.reader import read_checkpoint
@@ -308,79 +306,3 @@ def test_an_error_while_writing_keeps_the_earlier_ones(
     assert value(store.folder / "last.pt") == 1.0
     store.save(payload(2), step=2)
     assert value(store.path_of(2)) == 2.0
-
-
-def state():
-    shared, image = torch.randn(4, 4), torch.randn(2, 3, 4, 4)
-    return {
-        "model": {"a": shared, "tied": shared, "half": torch.randn(3).bfloat16()},
-        "views": [shared[0], shared.t(), image.to(memory_format=torch.channels_last)],
-        "odd": (
-            torch.tensor(7),
-            torch.empty(0, 2),
-            torch.eye(3).to_sparse(),
-            torch.ones(1).expand(5),
-        ),
-        "plain": {"set": {1, 2}, "list": [1, None, "x"]},
-        "shard": torch.empty(3, device="meta"),
-    }
-
-
-def tensors(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    members = tree.values() if isinstance(tree, dict) else tree
-    return [
-        t for m in members if isinstance(m, dict | list | tuple | torch.Tensor) for t in tensors(m)
-    ]
-
-
-def pointers(tree):
-    return {t.data_ptr() for t in tensors(tree) if t.layout is torch.strided and t.numel()}
-
-
-def test_a_copy_is_equal_and_apart():
-    original = state()
-    copy = Staging().copy(original)
-    before = [t.clone() for t in tensors(original)]
-    for tensor in tensors(original):
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() != 5:
-            tensor.add_(1)
-    original["plain"]["list"].append("more")
-    original["plain"]["set"].add(3)
-    for then, kept in zip(before, tensors(copy), strict=True):
-        assert (then.dtype, then.shape) == (kept.dtype, kept.shape)
-        assert then.is_meta or torch.equal(then.to_dense(), kept.to_dense())
-    assert copy["plain"] == {"set": {1, 2}, "list": [1, None, "x"]}
-    assert copy["model"]["a"] is copy["model"]["tied"]
-    assert copy["views"][2].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_memory_is_used_again():
-    staging, original = Staging(), state()
-    first = staging.copy(original)
-    at = pointers(first)
-    second = staging.copy({"new": torch.ones(2, 2), **original})
-    assert pointers(second) >= at
-    assert len(pointers(second)) == len(at) + 1
-    assert torch.equal(second["new"], torch.ones(2, 2))
-    assert pointers(staging.copy({"new": original["model"]["half"]})) < at
-
-
-def test_work_is_done_beside_and_its_failure_is_raised_where_it_is_awaited(monkeypatch):
-    gate, done = threading.Event(), []
-    write = Write(lambda: (gate.wait(20), done.append(1)))
-    assert write.is_alive()
-    assert not done
-    gate.set()
-    write.finish()
-    assert done == [1]
-    with pytest.raises(ZeroDivisionError):
-        Write(lambda: 1 / 0).finish()
-
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    Write(lambda: done.append(2)).finish()
-    assert done == [1, 2]

@@ -23,7 +23,6 @@ from scripts.cli.arguments import Request, parse_arguments
 from scripts.cli.keys import Format
 from scripts.composition.compose import compose
 from scripts.runs.run import run as train
-from trainer.assembly.data import build_data
 from trainer.assembly.parts import Assembly
 from trainer.errors import ModelError
 from trainer.export import artefact, quantization
@@ -33,14 +32,12 @@ from trainer.export.formats import (
     Exportable,
     Network,
     build_network,
-    check_libraries,
     exported_program,
     how_to_load,
     onnx_model,
     save_onnx,
 )
 from trainer.export.quantization import calibration, method_for, quantize_run, write_integers
-from trainer.inference.predictor import facts_of
 from trainer.inference.run import evaluate_run, load_run
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
@@ -271,12 +268,6 @@ def test_a_transform_that_fits_no_graph_is_named():
     assert build_network(nn.Identity(), task, pipeline, "outside")[1] == ["scale", "odd", "n"]
 
 
-def test_the_facts_of_a_run_are_plain(run):
-    facts = facts_of(run.config, build_data(run.config, ("val",)), run.trainer().task)
-    assert facts == run.facts
-    assert facts.inputs == {"kind": "picture", "channels": 1, "size": [16, 16]}
-
-
 def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
     path, _ = export_run(run, "torchscript", tmp_path / "ts")
     with pytest.raises(ModelError, match="allow_code=true"):
@@ -291,7 +282,6 @@ def test_files_that_run_code_or_were_changed_are_not_loaded(run, tmp_path):
 
 IMAGE = torch.randn(2, 1, 16, 16)
 NETWORKS = [
-    ("mlp", [], IMAGE),
     ("resnet18", [], IMAGE),
     ("vit_tiny", ["model.depth=2"], IMAGE),
     ("unet", ["data=digit_masks", "task=segmentation"], torch.randn(2, 1, 32, 32)),
@@ -333,12 +323,6 @@ def test_the_loader_of_the_docs_answers_as_the_model_does(tmp_path):
     wrong = subprocess.run([*asked[:1], str(SOURCE), *asked[2:]], capture_output=True, text=True)
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("error: ")
-
-
-def test_a_package_needs_a_compiler(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ModelError, match="C\\+\\+ compiler"):
-        check_libraries("aoti")
 
 
 def test_static_integers_lose_at_most_a_point(run, tmp_path):
