@@ -73,8 +73,7 @@ class Trial(Callback):
 
     def _look(self, trainer: Trainer) -> None:
         self._reported_at = trainer.state.global_step
-        ends = trainer.group.broadcast(trainer.is_main and self._ends_here(trainer))
-        if ends and not trainer.done:
+        if trainer.group.broadcast(trainer.is_main and self._ends_here(trainer)):
             trainer.state.request_stop(PRUNED)
 
     def _ends_here(self, trainer: Trainer) -> bool:

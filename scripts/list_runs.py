@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -59,33 +59,28 @@ def runs(argv: Sequence[str]) -> int:
             found.append(read_run(Path(place)))
             folders[:] = [name for name in folders if name not in (CHECKPOINTS, "tensorboard")]
     found.sort(key=lambda run: (run["created"] or "", run["run"]))
-    configs = [run.pop("config") for run in found]
-    for run, config in zip(found, configs, strict=True):
-        others = [c for r, c in zip(found, configs, strict=True) if r["name"] == run["name"] and c]
-        run["differs"] = {key: at(config, key) for key in (varied(others) if others else ())}
+    configs = {run["run"]: run.pop("config") for run in found}
+    for name in {run["name"] for run in found}:  # runs of a name are compared with each other
+        known = [run for run in found if run["name"] == name and configs[run["run"]]]
+        for key, values in varied([configs[run["run"]] for run in known]):
+            for run, value in zip(known, values, strict=True):
+                run["differs"][key] = value
+    rows = [["run", "status", "epoch", "best", "duration", "size", "differs in"]]
+    for run in found:
+        words = [f"{key}={_shown(value)}" for key, value in run["differs"].items()]
+        words[_SHOWN:] = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
+        epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""
+        epoch = "" if run["epoch"] is None else f"{run['epoch']}{epochs}"
+        best = "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}"
+        facts = [epoch, best, duration(run["seconds"]), size(run["bytes"])]
+        rows.append([run["run"], run["status"], *facts, " ".join(words)])
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
     elif not found:
         print(f"no runs in {on_one_line(arguments.folder)}")
     else:
-        names = ["run", "status", "epoch", "best", "duration", "size", "differs in"]
-        _print([names, *map(_row, found)])
+        _print(rows)
     return 0
-
-
-def _row(run: Mapping[str, Any]) -> list[str]:
-    words = [f"{key}={_shown(value)}" for key, value in run["differs"].items()]
-    more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
-    epochs = f"/{run['max_epochs']}" if run["max_epochs"] else ""
-    return [
-        run["run"],
-        run["status"],
-        "" if run["epoch"] is None else f"{run['epoch']}{epochs}",
-        "" if run["metric"] is None else f"{run['metric']} {_number(run['best'])}",
-        duration(run["seconds"]),
-        size(run["bytes"]),
-        " ".join(words[:_SHOWN] + more),
-    ]
 
 
 def _diff(argv: Sequence[str]) -> int:
@@ -95,12 +90,13 @@ def _diff(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for machines: pairs by name")
     if (arguments := parse_command(parser, argv)) is None:
         return 0
-    paths = arguments.left, arguments.right
+    paths, results = (arguments.left, arguments.right), []
     both = [read_run(path) for path in paths]
-    configs, results = [run["config"] for run in both], [_results(path) for path in paths]
-    keys = list(varied(configs, deep=True))
+    for path in paths:  # of a run that has not ended well, what it has logged last
+        logged = {k: v for line in read_metrics(path) for k, v in line.items() if "/" in k}
+        results.append(_node(_node(_read(read_status, path)).get("results")) or logged)
     facts = {key: [run[key] for run in both] for key in ("status", "seconds")}
-    config = {key: [at(one, key) for one in configs] for key in keys}
+    config = dict(varied([run["config"] for run in both], deep=True))
     metrics = {n: [found.get(n) for found in results] for n in results[0] | results[1]}
     if arguments.json:
         pairs = {"run": facts, "config": config, "metrics": metrics}
@@ -129,101 +125,76 @@ def read_run(path: Path) -> dict[str, Any]:
     status, created = _node(_read(read_status, path)), _node(_read(read_json, path / MANIFEST))
     config = _node(_read(lambda p: plain_values(p.read_text("utf-8"), str(p)), path / CONFIG))
     overrides = _read(lambda p: own_values(p.read_text("utf-8")), path / OVERRIDES)
-    state = str(status.get("state") or "damaged")
     last = next(iter([*read_metrics(path, _TAIL)][-1:]), {})
     nodes = map(_node, _node(config.get("callbacks")).values())
     monitor = next((str(n.get("monitor", AUTO)) for n in nodes if "save_top_k" in n), AUTO)
-    metric, best = _best(path, _node(status.get("results")), monitor)
-    return {
-        "run": str(path),
-        "name": str(config.get("name", path.parent.name)),
-        "status": state,
-        "created": created.get("created"),
-        "epoch": last.get("epoch"),
-        "step": last.get("step"),
-        "max_epochs": _node(config.get("trainer")).get("max_epochs"),
-        "metric": metric,
-        "best": best,
-        "seconds": _seconds(status),
-        "bytes": _size(path),
-        "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
-        "overrides": overrides if isinstance(overrides, list) else [],
-        "config": config,
-    }
-
-
-def _read(read: Callable[[Path], Any], path: Path) -> Any:
-    try:
-        return read(path)
-    except (OSError, ValueError, yaml.YAMLError, ConfigError):  # damaged, or not there
-        return None
-
-
-def _node(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _results(path: Path) -> dict[str, Any]:
-    # Of a run that has not ended well, what it has logged last.
-    logged = {k: v for line in read_metrics(path) for k, v in line.items() if "/" in k}
-    return _node(_node(_read(read_status, path)).get("results")) or logged
-
-
-def _best(path: Path, found: Mapping[str, Any], monitor: str) -> tuple[str | None, float | None]:
     # What the run itself recorded as its best, or what its best checkpoint has.
-    for key, value in found.items():
-        if key.startswith(_BEST) and isinstance(value, int | float):
-            return key.removeprefix(_BEST), value
-    node = _node(_read(read_json, path / CHECKPOINTS / "index.json"))
+    results = _node(status.get("results")).items()
+    told = [(k.removeprefix(_BEST), v) for k, v in results if k.startswith(_BEST)]
+    saved = _node(_read(read_json, path / CHECKPOINTS / "index.json"))
     for name in ("names", "best", "metrics"):
-        node = _node(node.get(name))
-    candidates = _USUAL if monitor == AUTO else (epoch_metric(monitor),)
-    return next(((n, node[n]) for n in candidates if node.get(n) is not None), (None, None))
-
-
-def _seconds(status: Mapping[str, Any]) -> float | None:
+        saved = _node(saved.get(name))
+    names = _USUAL if monitor == AUTO else (epoch_metric(monitor),)
+    kept = [(n, saved[n]) for n in names if n in saved]
+    best = [(n, value) for n, value in told or kept if isinstance(value, int | float)]
     seconds = status.get("seconds")
     if not isinstance(seconds, int | float):
-        return None
-    if status.get("state") == "running":
+        seconds = None
+    elif status.get("state") == "running":
         with suppress(ValueError):
             began = datetime.fromisoformat(str(status.get("updated"))).timestamp()
-            return seconds + max(0.0, time.time() - began)
-    return seconds
-
-
-def _size(path: Path) -> int:
+            seconds += max(0.0, time.time() - began)
     sizes = {}  # a file with several names counts once
     for place, _, files in os.walk(path):
         for name in files:
             with suppress(OSError):  # a running run replaced it meanwhile
                 facts = os.lstat(Path(place, name))
                 sizes[facts.st_dev, facts.st_ino] = facts.st_size
-    return sum(sizes.values())
+    return {
+        "run": str(path),
+        "name": str(config.get("name", path.parent.name)),
+        "status": str(status.get("state") or "damaged"),
+        "created": created.get("created"),
+        "epoch": last.get("epoch"),
+        "step": last.get("step"),
+        "max_epochs": _node(config.get("trainer")).get("max_epochs"),
+        "metric": best[0][0] if best else None,
+        "best": best[0][1] if best else None,
+        "seconds": seconds,
+        "bytes": sum(sizes.values()),
+        "sweep": str(path.parent) if (path.parent / "leaderboard.csv").exists() else None,
+        "overrides": overrides if isinstance(overrides, list) else [],
+        "differs": {},
+        "config": config,
+    }
 
 
-def varied(values: Sequence[Any], key: str = "", deep: bool = False) -> Iterator[str]:
-    """Yield the keys at which nested dicts differ.
+def _read(read: Callable[[Path], Any], path: Path) -> Any:
+    with suppress(OSError, ValueError, yaml.YAMLError, ConfigError):  # damaged, or not there
+        return read(path)
+    return None
+
+
+def _node(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def varied(
+    values: Sequence[Any], key: str = "", deep: bool = False
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the keys at which nested dicts differ, with the value of each; "-" where there is none.
 
     A node whose `_target_` differs is one difference, unless `deep`: its keys mean other things.
     """
-    if len({repr(value) for value in values}) == 1:  # by its text: 1 is not true
+    if len({repr(value) for value in values}) < 2:  # by its text: 1 is not true
         return
     nodes = [value for value in values if isinstance(value, dict)]
     alike = len({repr(node.get(_TARGET)) for node in nodes}) == 1
     if len(nodes) < len(values) or not (deep or alike):
-        yield key
+        yield key, values
         return
     for name in dict.fromkeys(name for node in nodes for name in node):
         yield from varied([node.get(name, _ABSENT) for node in nodes], join(key, name), deep)
-
-
-def at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; "-" where there is none."""
-    node: Any = config
-    for name in key.split("."):
-        node = next((v for k, v in _node(node).items() if str(k) == name), _ABSENT)
-    return node
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,6 @@ import yaml
 
 from conf.check import fill_defaults
 from conf.errors import ConfigError, Problem
-from conf.schema import Config
 from conf.yaml_file import plain_values
 from scripts.composition.overrides import trains_the_same
 from trainer import snapshot
@@ -103,36 +102,33 @@ class Resume:
             logger.info("  what the run had beyond step %d is in %s", moment.step, folder)
 
 
-def find_resume(config: Config, runs: Path, raw: dict[str, Any]) -> Resume | None:
-    """Return the run or the checkpoint that `config.resume` selects; None for a new run.
+def find_resume(raw: dict[str, Any], runs: Path) -> Resume | None:
+    """Return the run or the checkpoint that a configuration's `resume` selects; None: a new run.
 
     Raises CheckpointError if it cannot be resumed.
     """
-    if config.resume is None:
+    own = None if raw["run_dir"] is None else Path(raw["run_dir"])
+    if raw["resume"] is None:
         return None
-    if config.resume == "auto":
-        own = Path(config.run_dir) if config.run_dir else None
-        folder = own or find_unfinished(name_folder(runs, config.name))
+    if raw["resume"] == "auto":
+        folder = own or find_unfinished(name_folder(runs, raw["name"]))
         if folder is None or not holds_run(folder):
             logger.info("resume=auto: there is no unfinished run, starting a new one")
             return None
-        return _from_run(folder, config, raw)
-    path = Path(config.resume)
+        return _from_run(folder, raw)
+    path = Path(raw["resume"])
     if not path.exists():
         hint = "give auto, or the path of a run or a checkpoint"
         raise ConfigError(Problem("resume", f"there is no {path}", hint))
-    return _from_run(path, config, raw) if path.is_dir() else _from_file(path, config, raw)
-
-
-def _from_file(path: Path, config: Config, raw: dict[str, Any]) -> Resume:
-    """Go back in the run that a checkpoint belongs to, unless `run_dir` is another directory."""
+    if path.is_dir():
+        return _from_run(path, raw)
     payload = read_checkpoint(path)
+    # Back in the run that the checkpoint belongs to, unless `run_dir` is another directory.
     run = path.absolute().parent.parent
     inside = path.absolute().parent.name == "checkpoints" and holds_run(run)
-    same = config.run_dir is None or Path(config.run_dir).resolve() == run.resolve()
-    if not (inside and same):
-        return _checked(Resume(raw, None, path, payload), config, raw)
-    found = _checked(Resume(raw, run, path, payload), config, raw)
+    if not inside or (own is not None and own.resolve() != run.resolve()):
+        return _checked(Resume(raw, None, path, payload), raw)
+    found = _checked(Resume(raw, run, path, payload), raw)
     step = going_back_to(run)
     if step is not None and snapshot.saved_step(payload) > step:
         raise CheckpointError(
@@ -142,7 +138,7 @@ def _from_file(path: Path, config: Config, raw: dict[str, Any]) -> Resume:
     return found
 
 
-def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
+def _from_run(folder: Path, raw: dict[str, Any]) -> Resume:
     if not holds_run(folder):
         raise ConfigError(Problem("resume", f"{folder} holds no run: it has no manifest.json"))
     newest = CheckpointStore(folder / "checkpoints").newest(going_back_to(folder))
@@ -152,7 +148,7 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     path, payload, passed = newest
     for reason in passed:
         logger.warning("warning: passed over %s", reason)
-    resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), config, raw)
+    resume = _checked(Resume(raw, folder, path, payload, [f"from {path}"]), raw)
     try:
         ended = read_status(folder).get("state")
     except RunDirectoryError as error:
@@ -165,65 +161,51 @@ def _from_run(folder: Path, config: Config, raw: dict[str, Any]) -> Resume:
     return resume
 
 
-def _checked(resume: Resume, config: Config, raw: dict[str, Any]) -> Resume:
+def _checked(resume: Resume, raw: dict[str, Any]) -> Resume:
     """Compare the configuration with that of the checkpoint, and apply `resume_policy`."""
     assert resume.payload is not None
     check_payload(resume.payload, resume.checkpoint)
-    saved = saved_config(resume.payload, resume.checkpoint)
+    saved, policy = saved_config(resume.payload, resume.checkpoint), raw["resume_policy"]
     before, now = (
         {key: value for key, value in config.items() if key not in _OF_A_START}
         for config in (fill_defaults(saved), raw)
     )
-    found = changes(before, now)
-    resume.moved = any(key in _HORIZON for key in found)
-    harmless = {key: pair for key, pair in found.items() if _is_harmless(key, *pair)}
-    serious = []
-    for key, (old, new) in found.items():
-        words = ["(none)" if value is ABSENT else repr(value) for value in (old, new)]
-        shown = f"{key}: {words[0]} -> {words[1]}"
-        if key not in harmless:
-            serious.append(shown)
-        elif old is ABSENT and isinstance(new, dict):  # of a part its name is enough
+    kept, serious = copy.deepcopy(saved), []
+    for key, (old, new) in changes(before, now).items():
+        shown = " -> ".join("(none)" if v is ABSENT else repr(v) for v in (old, new))
+        longer = isinstance(old, int) and isinstance(new, int) and new >= old
+        horizon = key in _HORIZON
+        resume.moved |= horizon
+        if not (new is None or longer if horizon else trains_the_same(key)):
+            serious.append(f"{key}: {shown}")
+            continue
+        resume.new_values |= horizon
+        if old is ABSENT and isinstance(new, dict):  # of a part its name is enough
             resume.notes.append(f"added: {key}")
         elif new is ABSENT and isinstance(old, dict):
             resume.notes.append(f"removed: {key}")
         elif key != "resume_policy":
-            resume.notes.append(f"changed: {shown}")
-    if serious and config.resume_policy == "error":
-        raise CheckpointError(
-            "resume: the configuration differs from that of the checkpoint: choose resume_policy="
-            "keep (the old values) or resume_policy=override (the new ones)"
-            + "".join(f"\n  {text}" for text in serious)
-        )
-    resume.notes += [f"{config.resume_policy}: {text}" for text in serious]
-    override = bool(serious) and config.resume_policy == "override"
-    resume.new_values = override or any(key in _HORIZON for key in harmless)
-    if serious and not override:
-        resume.config = _with_harmless(saved, raw, harmless)
-    return resume
-
-
-def _is_harmless(key: str, old: Any, new: Any) -> bool:
-    if key in _HORIZON:
-        return new is None or (isinstance(old, int) and isinstance(new, int) and new >= old)
-    return trains_the_same(key)
-
-
-def _with_harmless(
-    saved: dict[str, Any], raw: dict[str, Any], harmless: Mapping[str, tuple[Any, Any]]
-) -> dict[str, Any]:
-    """Return the saved configuration with the harmless changes and the keys of this start."""
-    result = copy.deepcopy(saved)
-    for key, (_, new) in harmless.items():
+            resume.notes.append(f"changed: {key}: {shown}")
         *parents, last = key.split(".")
-        node = result
+        node = kept
         for parent in parents:
             node = node.setdefault(parent, {})
         if new is ABSENT:
             node.pop(last, None)
         else:
             node[last] = new
-    return result | {key: raw.get(key) for key in _OF_A_START}
+    if serious and policy == "error":
+        raise CheckpointError(
+            "resume: the configuration differs from that of the checkpoint: choose resume_policy="
+            "keep (the old values) or resume_policy=override (the new ones)"
+            + "".join(f"\n  {text}" for text in serious)
+        )
+    resume.notes += [f"{policy}: {text}" for text in serious]
+    if serious and policy == "override":
+        resume.new_values = True
+    elif serious:  # the saved values, with the harmless changes and the keys of this start
+        resume.config = kept | {key: raw.get(key) for key in _OF_A_START}
+    return resume
 
 
 def saved_config(payload: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
@@ -320,21 +302,18 @@ def go_back(run: Path, moment: Moment) -> Path | None:
     try:
         store.rewind(moment.step, moment.best, folder / "checkpoints")
         for path, size in longer.items():
-            _cut(path, size, folder / path.relative_to(run))
+            into = folder / path.relative_to(run)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "rb") as source, replacing(into) as copied:
+                source.seek(size)
+                shutil.copyfileobj(source, copied, 1 << 20)
+            # The copy is durable by now.
+            if size or path.name == METRICS:
+                os.truncate(path, size)
+            else:  # nothing of it is left
+                path.unlink()
         (away / _NOTE).unlink()
         sync_folder(away)
     except OSError as error:
         raise storage_error(folder, error) from error
     return folder
-
-
-def _cut(path: Path, size: int, into: Path) -> None:
-    """Move what follows `size` bytes; the copy is durable before the file is truncated."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "rb") as source, replacing(into) as copy:
-        source.seek(size)
-        shutil.copyfileobj(source, copy, 1 << 20)
-    if size or path.name == METRICS:
-        os.truncate(path, size)
-    else:  # nothing of it is left
-        path.unlink()

@@ -279,7 +279,7 @@ def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
         if group.is_main:
             make_plan(request, experiment, new_folder(config))
         return None
-    resume = group.broadcast(find_resume(config, RUNS, request.config) if group.is_main else None)
+    resume = group.broadcast(find_resume(request.config, RUNS) if group.is_main else None)
     payload = None
     if resume is not None:
         if resume.finished:

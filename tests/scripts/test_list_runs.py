@@ -198,8 +198,8 @@ def test_what_differs_is_among_the_runs_of_a_name(capsys: pytest.CaptureFixture[
 
 def test_a_key_that_one_has_is_a_difference_and_so_is_a_type() -> None:
     one = {"a": {"b": 1}, "same": [1]}
-    assert list(varied([one, {"a": {"b": 1, "c": None}, "same": [1]}])) == ["a.c"]
-    assert list(varied([one, {"a": {"b": True}, "same": [1]}])) == ["a.b"]
+    assert dict(varied([one, {"a": {"b": 1, "c": None}, "same": [1]}])) == {"a.c": ["-", None]}
+    assert dict(varied([one, {"a": {"b": True}, "same": [1]}])) == {"a.b": [1, True]}
 
 
 def test_two_runs_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

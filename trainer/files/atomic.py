@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import logging
@@ -54,8 +53,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         # With 0o666 the user's umask decides the mode; tempfile would set 0o600.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(descriptor, "wb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             keep_from_children(descriptor)  # they would hold the space of a file that is removed
             try:
                 yield file
@@ -103,18 +100,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_orphans(folder: Path) -> None:
-    """Remove temporary files and folders whose writer is dead; a living one holds a lock."""
+    """Remove the temporary files and folders of dead writers; only who has locked the run may."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            except OSError:  # a file system without locks
-                pass
-            finally:
-                os.close(descriptor)
         _discard(path)
 
 

@@ -80,7 +80,11 @@ class RunDirectory:
         run = cls(path)
         if not is_held(path):  # before anything is created, so that a refusal leaves nothing behind
             run._refuse_existing()
-            run._refuse_foreign()
+            names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(run.path / name)]
+            if names and not (run.path / LOCK_FILE).exists():  # which every run has
+                message = f"{run.path} holds {', '.join(names)}, and no run: they would be"
+                hint = "choose another run_dir"
+                raise RunDirectoryError(Problem("run_dir", f"{message} overwritten", hint))
         run._made = make_folder(run.path)
         with run._held():
             run._refuse_existing()
@@ -167,8 +171,16 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Acquire the lock, and release it if the block fails."""
-        self._refuse_links()
+        """Acquire the lock, and release it if the block fails.
+
+        A link that leads out of a received run is refused: what it names would be changed.
+        """
+        root = os.path.realpath(self.path)
+        for place, folders, files in os.walk(self.path):
+            for path in (Path(place, name) for name in (*folders, *files)):
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                    message = f"{path} is a link that leads out of the run"
+                    raise RunDirectoryError(Problem("run_dir", message, "remove it"))
         holder = self._lock.acquire()
         if holder is not None:
             message = f"{self.path} is in use by {holder}"
@@ -179,15 +191,6 @@ class RunDirectory:
             self.release()
             raise
 
-    def _refuse_links(self) -> None:
-        """Refuse links that lead out of a received run: what they name would be changed."""
-        root = os.path.realpath(self.path)
-        for place, folders, files in os.walk(self.path):
-            for path in (Path(place, name) for name in (*folders, *files)):
-                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                    message = f"{path} is a link that leads out of the run"
-                    raise RunDirectoryError(Problem("run_dir", message, "remove it"))
-
     def _refuse_existing(self) -> None:
         if holds_run(self.path):
             hint = "continue it with resume=auto, or choose another run_dir"
@@ -197,13 +200,6 @@ class RunDirectory:
         """Write the configuration, and what the command line changed of it."""
         write_text(self.path / CONFIG, config_yaml)
         write_text(self.path / OVERRIDES, yaml.safe_dump(list(overrides), allow_unicode=True))
-
-    def _refuse_foreign(self) -> None:
-        """Refuse a folder with files of these names that no run has made: a run has a lock file."""
-        found = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(self.path / name)]
-        if found and not (self.path / LOCK_FILE).exists():
-            message = f"{self.path} holds {', '.join(found)}, and no run: they would be overwritten"
-            raise RunDirectoryError(Problem("run_dir", message, "choose another run_dir"))
 
     def _write_status(self, state: str, **fields: Any) -> None:
         status: dict[str, Any] = {

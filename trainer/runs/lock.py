@@ -7,9 +7,9 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.errors import StorageError
 from trainer.files.atomic import forget, keep_from_children, regular, storage_error
@@ -21,8 +21,7 @@ _held: set[Path] = set()  # lock files that this process has signed
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """The process that holds, or held, a run directory."""
 
     pid: int
@@ -75,7 +74,7 @@ class RunLock:
 
     def _try(self) -> bool:
         now = datetime.now().isoformat(" ", "seconds")
-        content = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), now))).encode()
+        content = json.dumps(Holder(os.getpid(), socket.gethostname(), now)._asdict()).encode()
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:

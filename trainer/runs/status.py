@@ -101,21 +101,19 @@ def find_unfinished(folder: Path) -> Path | None:
     """Return the newest run directly in `folder` that is neither finished nor locked."""
     if not folder.is_dir():
         return None
-    runs = [path for path in folder.iterdir() if holds_run(path)]
-    for path in sorted(runs, key=_created, reverse=True):
+
+    def created(path: Path) -> tuple[str, str]:
+        with contextlib.suppress(RunDirectoryError):
+            return str(read_json(path / MANIFEST).get("created", "")), path.name
+        return "", path.name
+
+    for path in sorted(filter(holds_run, folder.iterdir()), key=created, reverse=True):
         with contextlib.suppress(RunDirectoryError):  # damaged: its checkpoint decides
             if read_status(path).get("state") in ENDED_WELL:
                 continue
         if not is_held(path):
             return path
     return None
-
-
-def _created(path: Path) -> tuple[str, str]:
-    try:
-        return str(read_json(path / MANIFEST).get("created", "")), path.name
-    except RunDirectoryError:
-        return "", path.name
 
 
 def _number(text: str) -> int | float:

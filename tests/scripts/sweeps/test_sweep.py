@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,11 +116,6 @@ def test_keys_that_identify_no_job_cannot_vary(job: Path, varied: str) -> None:
         run(varied)
 
 
-def test_the_same_combination_twice_is_one_job(job: Path) -> None:
-    assert run("run_dir=there", "optimizer.lr=0.1,0.10,1e-1", "seed=1,1") == 0
-    assert [row["job"] for row in board(Path("there"))] == ["0"]
-
-
 def test_a_changed_grid_finds_the_folders_of_its_jobs(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,12 +173,17 @@ def test_a_sweep_held_by_a_process_is_not_resumed(tmp_path: Path) -> None:
     assert newest_unfinished(tmp_path) == tmp_path / stamps[1]
 
 
-def test_a_sweep_uses_run_dir_once(job: Path) -> None:
-    assert run("run_dir=there", "optimizer.lr=0.1") == 0
-    assert board(Path("there"))[0]["run_dir"] == "there/0"
+def test_a_combination_is_one_job_and_a_folder_holds_one_sweep(
+    job: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("run_dir=there", "optimizer.lr=0.1,0.10,1e-1", "seed=1,1") == 0
+    assert [(row["job"], row["run_dir"]) for row in board(Path("there"))] == [("0", "there/0")]
     assert (Path("there") / "0" / "status.json").exists()
+    assert "nothing varies" not in caplog.text
     with pytest.raises(ConfigError, match="holds a run or a sweep"):
         run("run_dir=there", "optimizer.lr=0.1")
+    run("run_dir=one", "optimizer.lr=0.1")
+    assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
 
 
 def test_two_sweeps_of_the_same_second_keep_apart(job: Path) -> None:
@@ -227,22 +226,15 @@ def test_a_job_is_the_run_that_its_overrides_name(tmp_path: Path) -> None:
         subprocess.run(argv, cwd=tmp_path, env=env, timeout=300, capture_output=True, check=True)
     alone, job = tmp_path / "alone", tmp_path / "all" / "1"
     assert (job / "config.yaml").read_text() == (alone / "config.yaml").read_text()
-    assert _without_run_dir(job) == _without_run_dir(alone)
-    assert _facts(job) == _facts(alone)
+    own = {"created", "started", "pid", "exit"}
+    texts = [(run / "overrides.yaml").read_text().splitlines()[:-1] for run in (job, alone)]
+    assert texts[0] == texts[1]  # but for the last, run_dir
+    manifests = [json.loads((run / "manifest.json").read_text()) for run in (job, alone)]
+    facts = [{k: v for k, v in of_one.items() if k not in own} for of_one in manifests]
+    assert facts[0] == facts[1]
     assert _measured(job) == _measured(alone)
     state = [torch.load(run / "checkpoints/last.pt")["model"] for run in (job, alone)]
     torch.testing.assert_close(*state, rtol=0, atol=0)
-
-
-def _without_run_dir(run: Path) -> list[str]:
-    texts = yaml.safe_load((run / "overrides.yaml").read_text())
-    return [text for text in texts if not text.startswith("run_dir=")]
-
-
-def _facts(run: Path) -> dict[str, Any]:
-    own = {"created", "started", "pid", "exit"}
-    manifest = json.loads((run / "manifest.json").read_text())
-    return {key: value for key, value in manifest.items() if key not in own}
 
 
 def _measured(run: Path) -> list[dict[str, float]]:
@@ -251,13 +243,3 @@ def _measured(run: Path) -> list[dict[str, float]]:
         {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
         for line in lines
     ]
-
-
-def test_a_sweep_in_which_nothing_varies_says_so(
-    job: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert run("run_dir=there", "optimizer.lr=0.1") == 0
-    assert "nothing varies: this is one job; several: optimizer.lr=0.1,0.01" in caplog.text
-    caplog.clear()
-    assert run("run_dir=two", "optimizer.lr=0.1,0.2") == 0
-    assert "nothing varies" not in caplog.text
