@@ -163,7 +163,13 @@ def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) 
     told = [Failure(**signed["failure"]) for signed in notes.signed() if signed["failure"]]
     stopping, lost = notes.stopping.exists(), None
     if error is not None:
-        lost = _killed(error)
+        begin = min(failure.timestamp for failure in error.failures.values())
+        ended = [(it.timestamp, rank, it) for rank, it in error.failures.items()]
+        for moment, rank, it in sorted(ended):
+            if lost is None and it.exitcode < 0 and moment < begin + _PATIENCE:
+                name = signal.Signals(-it.exitcode).name
+                why = ", often for lack of memory" if name == "SIGKILL" else ""
+                lost = f"process {rank} (pid {it.pid}) was killed by {name}{why}"
         if not stopping:  # torch's launcher stopped these, since another process had failed
             told = [failure for failure in told if failure.code not in _STOPPED]
     first = min(told, key=lambda failure: (failure.by_peer, failure.time), default=None)
@@ -176,22 +182,6 @@ def first_failure(error: ChildFailedError | None, processes: int, notes: Notes) 
         return first
     text = lost or f"process {min(gone, default=0)} left before the run was over"
     return Failure(0, PeerError.exit_code, text)
-
-
-def _killed(error: ChildFailedError) -> str | None:
-    """Return which process was killed by a signal from outside; None if none was."""
-    begin = min(failure.timestamp for failure in error.failures.values())
-    killed = [
-        (failure.timestamp, rank, failure)
-        for rank, failure in error.failures.items()
-        if failure.exitcode < 0 and failure.timestamp < begin + _PATIENCE
-    ]
-    if not killed:
-        return None
-    _, rank, failure = min(killed)
-    name = signal.Signals(-failure.exitcode).name
-    why = ", often for lack of memory" if name == "SIGKILL" else ""
-    return f"process {rank} (pid {failure.pid}) was killed by {name}{why}"
 
 
 def _answer(first: Failure, request: Request, notes: Notes) -> int:
@@ -223,7 +213,16 @@ def main() -> None:
     try:
         notes.sign(rank)
         if not notes.stopping.exists():
-            code = _work(notes, rank)
+            asked = json.loads((notes.folder / "request").read_text())
+            sys.path[:] = asked["path"]
+            request = Request(**asked["request"])
+            with importing():
+                from scripts.runs.answers import answer
+                from scripts.runs.run import run
+            predicts = request.prediction is not None
+            code = answer(request) if predicts else run(request, notes.run_dir)
+            if rank == 0:
+                notes.finished.touch()
     except BaseException as error:
         code = _fail(error, rank, notes)
     sys.stdout.flush()
@@ -231,21 +230,6 @@ def main() -> None:
     if code:  # without waiting for threads that wait for other processes
         leave_at_once(code)
     sys.exit(0)
-
-
-def _work(notes: Notes, rank: int) -> int:
-    asked = json.loads((notes.folder / "request").read_text())
-    sys.path[:] = asked["path"]
-    request = Request(**asked["request"])
-    with importing():
-        from scripts.runs.answers import answer
-        from scripts.runs.run import run
-
-    predicts = request.prediction is not None
-    code = answer(request) if predicts else run(request, notes.run_dir)
-    if rank == 0:
-        notes.finished.touch()
-    return code
 
 
 def _fail(error: BaseException, rank: int, notes: Notes) -> int:

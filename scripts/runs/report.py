@@ -102,13 +102,18 @@ def final_block(
     averaged = []
     if average is not None and average.begun:
         averaged = [f"val and test use the average of callbacks.{average.name}"]
+    data = [
+        f"{split} {type(it).__name__}{f' {len(it):,}' if hasattr(it, '__len__') else ''}"
+        for split, it in experiment.data.sets.items()
+        if it is not None
+    ]
     validated, tested = _values(results, "val"), _values(results, "test")
     if tested:
         tested.append(f"(checkpoint {'best' if best else 'last'})")
     else:
         tested = ["not tested: the run was pruned" if state.pruned else "no test split: see val"]
     facts: list[tuple[str, list[str], str]] = [
-        ("data", _data(experiment.data.sets), ", "),
+        ("data", data, ", "),
         ("trained", "; ".join(_trained(experiment, spent)).split(" "), " "),
         ("time", time_text(spent).split(", "), ", "),
         ("hint", time_hint(spent, request.config).split(" "), " "),
@@ -138,15 +143,6 @@ def result_line(
     best = [f"best {text}" for text in _best(best_of(experiment))]
     facts = [*best, *tested, *_trained(experiment, spent)]
     return "\n".join(packed(facts, WIDTH, ", "))
-
-
-def _data(sets: Mapping[str, Any]) -> list[str]:
-    found = []
-    for split, dataset in sets.items():
-        if dataset is not None:
-            count = f" {len(dataset):,}" if hasattr(dataset, "__len__") else ""
-            found.append(f"{split} {type(dataset).__name__}{count}")
-    return found
 
 
 def _trained(experiment: Experiment, spent: Mapping[Kind, float]) -> list[str]:

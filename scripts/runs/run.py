@@ -98,19 +98,11 @@ class BuiltRun:
                 folder, config_yaml=text, overrides=overrides, facts=facts, command=command
             )
         if not (self.directory.path / INFERENCE).exists():
-            self._write_inference_facts(self.directory)
+            self.write_inference_facts(self.directory)
         return self.directory
 
-    def record_config(self) -> None:
-        """Write again what a continued run's directory says of a configuration that has changed."""
-        if self.directory is None or self.continued is None:
-            return
-        text, path = self.request.config_text(), self.directory.path / CONFIG
-        if not (path.is_file() and path.read_bytes() == text.encode()):
-            self.directory.configure(text, self.request.overrides)
-            self._write_inference_facts(self.directory)
-
-    def _write_inference_facts(self, directory: RunDirectory) -> None:
+    def write_inference_facts(self, directory: RunDirectory) -> None:
+        """Write what the use of the run needs to know of its data."""
         experiment = self.experiment
         facts = facts_of(experiment.config, experiment.data, experiment.trainer.task)
         facts.write(directory.path)
@@ -129,22 +121,6 @@ class BuiltRun:
             best=best and dict(zip(("metric", "value", "step"), best, strict=True)),
             seconds=self.experiment.trainer.timer.seconds,
         )
-
-    def record_failure(self, error: BaseException, results: Results) -> None:
-        """Record what ended the run; a mistake that kept it from starting leaves no directory."""
-        began = self.experiment.trainer.state.updates or self.continued is not None
-        if self.directory is not None and results.code == ConfigError.exit_code and not began:
-            self.directory.discard()
-            if self.experiment.config.run_dir is None:
-                with suppress(OSError):  # other runs are in it
-                    for folder in (self.directory.path.parent, RUNS.absolute()):
-                        folder.rmdir()
-        elif self.directory is not None:
-            log_file.error("error: %s", results.reason, exc_info=error)
-            try:
-                self.record_end(results)
-            except StorageError:
-                logger.warning("status.json could not be written")
 
 
 def run(request: Request, note: Path | None = None) -> int:
@@ -175,7 +151,14 @@ def run(request: Request, note: Path | None = None) -> int:
             ]
             if problems:
                 raise ConfigError(problems)
-            it = _prepared(_restarted(request, strategy), strategy)
+            place, start = strategy.group.recall_run(), attempt()
+            if start != "0" and strategy.group.is_main:
+                most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+                logger.warning("restart %s of %s", start, most)
+            if place is not None:  # before a launcher has started the processes again
+                again = {**request.config, "run_dir": place, "resume": "auto"}
+                request = replace(request, config=again)
+            it = _prepared(request, strategy)
             if it is not None:
                 # Signals outermost, around all that writes: a closed terminal sends SIGHUP twice.
                 together = strategy.group.failing_together()
@@ -213,7 +196,19 @@ def recorded(run: BuiltRun, log: MemoryHandler) -> Iterator[None]:
         code = exit_code(error)
         state = "preempted" if code in EXIT_CODES.values() else "failed"
         results = Results(state, results_of(run.experiment, {}), code, describe(error))
-        run.record_failure(error, results)
+        began = trainer.state.updates or run.continued is not None
+        if directory is not None and results.code == ConfigError.exit_code and not began:
+            directory.discard()  # a mistake that kept a run from starting leaves nothing behind
+            ours = run.experiment.config.run_dir is None
+            with suppress(OSError):  # other runs are in it
+                for folder in (directory.path.parent, RUNS.absolute()) if ours else ():
+                    folder.rmdir()
+        elif directory is not None:
+            log_file.error("error: %s", results.reason, exc_info=error)
+            try:
+                run.record_end(results)
+            except StorageError:
+                logger.warning("status.json could not be written")
         trainer.end(results)
         raise
     finally:
@@ -256,17 +251,6 @@ def interrupted(request: Request, trainer: Trainer) -> Interrupted:
         saved = f"saved {last} at step {state.global_step}"
     go_on = f"go on with: {request.resume_command(trainer.run_dir)}"
     return Interrupted(f"stopped by {state.stop_reason}; {saved}; {go_on}", state.stop_code)
-
-
-def _restarted(request: Request, strategy: Strategy) -> Request:
-    """Continue in the same directory after a launcher has restarted the processes."""
-    place = strategy.group.recall_run()
-    count = attempt()
-    if count != "0" and strategy.group.is_main:
-        logger.warning("restart %s of %s", count, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?"))
-    if place is None:
-        return request
-    return replace(request, config={**request.config, "run_dir": place, "resume": "auto"})
 
 
 def _prepared(request: Request, strategy: Strategy) -> BuiltRun | None:
@@ -313,7 +297,12 @@ def _train(it: BuiltRun, note: Path | None) -> None:
         if it.resume.payload is not None:
             it.resume.apply(trainer)
         trainer.group.on_main(it.resume.leave_behind)  # after all checks have passed
-        it.record_config()
+        text = request.config_text()  # written again where the configuration has changed
+        if it.directory is not None and it.continued is not None:
+            path = it.directory.path / CONFIG
+            if not (path.is_file() and path.read_bytes() == text.encode()):
+                it.directory.configure(text, request.overrides)
+                it.write_inference_facts(it.directory)
     tested: dict[str, float] = {}
     with suppress(EvaluationAbandoned):
         trainer.fit()

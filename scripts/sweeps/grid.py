@@ -15,7 +15,7 @@ from scripts.cli.console import logger
 from scripts.composition.compose import compose, split_jobs
 from scripts.composition.overrides import Swept, distinct
 from scripts.sweeps.leaderboard import NOT_STARTED
-from scripts.sweeps.sweep import Sweep
+from scripts.sweeps.sweep import Sweep, has_finished
 
 _LAUNCHERS = ("local", "submitit", "ray", "null")  # choices of `sweep` that search nothing
 Found = tuple[list[Problem], str | None, int]  # mistakes, the task's metric, accelerators
@@ -39,7 +39,7 @@ def sweep(arguments: Arguments) -> int:
         logger.warning("warning: nothing varies: this is one job; several: optimizer.lr=0.1,0.01")
     it = Sweep(arguments, configs[0], varied, len(jobs))
     pairs = list(zip(jobs, configs, strict=True))
-    unfinished = [job for job, config in pairs if not it.is_done(job, config)]
+    unfinished = [job for job, config in pairs if not has_finished(it.knows(job), config)]
     if len(unfinished) > 1:  # a single job checks itself
         it.metric, it.devices = check_built(arguments, unfinished)
     with it.held():

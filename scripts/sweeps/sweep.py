@@ -98,11 +98,6 @@ class Sweep:
         """Return the folder that an earlier start gave a job."""
         return self._known.get(identity(override.text for override in overrides))
 
-    def is_done(self, overrides: Sequence[Swept], config: dict[str, Any]) -> bool:
-        """Return whether a job of an earlier start has finished."""
-        folder = self.knows(overrides)
-        return folder is not None and _has_finished(folder, config)
-
     @contextmanager
     def held(self) -> Iterator[None]:
         """Make and lock the sweep's folder, and record signals instead of ending at once.
@@ -156,7 +151,7 @@ class Sweep:
         self._taken.add(folder.name)
         values = {o.key: o.value for o in overrides if not belongs_outside(o.key)}
         job = self._planned[name] = Job(int(folder.name), folder, values, texts, config)
-        if _has_finished(folder, config):
+        if has_finished(folder, config):
             job.end(0)
         return job
 
@@ -377,15 +372,18 @@ def job_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
     return folders
 
 
-def _has_finished(folder: Path, config: dict[str, Any]) -> bool:
+def has_finished(folder: Path | None, config: dict[str, Any]) -> bool:
+    """Return whether the run in a folder, if there is one, has finished with a configuration."""
+    if folder is None:
+        return False
     try:
         if read_status(folder).get("state") not in ENDED_WELL:
             return False
         saved = own_values((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RunDirectoryError):
         return False
-    return isinstance(saved, dict) and _trained(saved) == _trained(config)
-
-
-def _trained(config: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if not belongs_outside(k) and k != "dry_run"}
+    trained, asked = (
+        {k: v for k, v in values.items() if not belongs_outside(k) and k != "dry_run"}
+        for values in (saved if isinstance(saved, dict) else {}, config)
+    )
+    return trained == asked
