@@ -1,11 +1,9 @@
 """What a command line may hold: groups and keys, as --help, TAB and the docs show them.
 
 The keys of a group and their meanings are those of the schema, then those of its files.
-`python -m scripts.help` writes the table of keys in docs/configuration.md anew.
 """
 
 import argparse
-import dataclasses
 import os
 import re
 import shlex
@@ -19,12 +17,11 @@ from pathlib import Path
 
 from conf.check import spelled
 from conf.errors import ConfigError, Problem, did_you_mean
-from conf.fields import REQUIRED, dataclass_in, declared, default_of, is_open, rule_of
+from conf.fields import REQUIRED, dataclass_in, declared, default_of, rule_of
 from conf.interpolation import join
 from conf.schema import Config
 from conf.yaml_file import word
 from scripts.cli.arguments import Arguments, command_parser, parse_command, parser
-from scripts.cli.shadow import ROOT
 from scripts.composition.compose import answer_by_hydra, config_text
 from scripts.composition.folders import CONF
 from trainer.runs.status import MANIFEST
@@ -48,8 +45,6 @@ _GRAMMAR = """\
   +key=value  adds an argument to a node; ~key removes one; +group=x adds a group
   key=a,b     with -m: a job for each; also range(1,4), choice(a,b), glob(*)
 """
-
-
 # Comments that are no description: commands, and lines for Hydra and editors.
 _FOR_PROGRAMS = ("train ", "pip ", "torchrun ", "python ", "@package", "yaml-language-server:")
 Groups = dict[str, dict[str, Path]]  # the file of each choice of each group
@@ -68,8 +63,9 @@ class Key:
 def answer(arguments: Arguments) -> bool:
     """Print what was asked for and return True; return False where a run was asked for."""
     if arguments.help:
+        groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
         topics = [text for text in arguments.overrides if "=" not in text]
-        print("\n".join(topic_text(arguments, topic) for topic in topics) or help_text(arguments))
+        print("\n".join(topic_text(groups, topic) for topic in topics) or help_text(groups))
     elif arguments.version:
         print(f"Regimen {metadata.version('regimen')} (Hydra {metadata.version('hydra-core')})")
     elif arguments.cfg == "job":
@@ -84,39 +80,33 @@ def answer(arguments: Arguments) -> bool:
     return True
 
 
-def help_text(arguments: Arguments) -> str:
+def help_text(groups: Groups) -> str:
     """Return the help: usage, experiments, groups with their choices, options."""
-    groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
-    parts = [_USAGE, "Experiments (experiment=...):"]
-    parts += _described(groups.pop("experiment", {}))
+    parts = [_USAGE, "Experiments (experiment=...):", *_described(groups.get("experiment", {}))]
     parts += ["", "Groups (group=choice):"]
-    parts += [_filled(f"{group}: {', '.join(choices)}") for group, choices in groups.items()]
+    parts += [_filled(f"{g}: {', '.join(groups[g])}") for g in groups if g != "experiment"]
     options = parser().format_help().partition("\noptions:\n")[2]
     return "\n".join([*parts, "", "Overrides:", _GRAMMAR, f"Options:\n{options.rstrip()}"])
 
 
-def topic_text(arguments: Arguments, topic: str) -> str:
+def topic_text(groups: Groups, topic: str) -> str:
     """Return a group's choices and the meaning of its keys; of `trainer.precision` only that key.
 
     Raises ConfigError for a group or a key that does not exist.
     """
-    groups = groups_in([*arguments.config_dirs, arguments.config_path or CONF])
     group, _, rest = topic.partition(".")
     parts: list[str] = []
     known: list[str] = []
     for name, files in below(groups, group).items():
-        keys = keys_of(name, files)
-        known += [key.name for key in keys]
-        if rest:
-            keys = [key for key in keys if f"{key.name}.".startswith(f"{topic}.")]
-        else:
-            parts += [f"{name}=CHOICE:", *_described(files)]
-        for key in keys:
-            some = 0 < len(key.choices) < len(files)
-            text = f"{key.name}={key.value}" if key.value else key.name
-            meaning = f"  {key.meaning}" if key.meaning else ""
-            parts.append(_filled(text + meaning + (f" [{', '.join(key.choices)}]" * some)))
-        parts += [""] if keys or not rest else []
+        parts += [] if rest else [f"{name}=CHOICE:", *_described(files)]
+        for key in keys_of(name, files):
+            known.append(key.name)
+            if rest and not f"{key.name}.".startswith(f"{topic}."):
+                continue
+            value, meaning = f"={key.value}" if key.value else "", f"  {key.meaning}".rstrip()
+            some = f" [{', '.join(key.choices)}]" if 0 < len(key.choices) < len(files) else ""
+            parts.append(_filled(f"{key.name}{value}{meaning}{some}"))
+        parts += [] if rest else [""]
     if not parts:
         raise ConfigError(Problem(topic, "there is no such key", did_you_mean(topic, known)))
     return "\n".join(parts)
@@ -291,39 +281,3 @@ def completions(line: str) -> list[str]:
         runs = (place for place, _, files in os.walk("runs") if MANIFEST in files)
         return [w for w in map(shlex.quote, islice(runs, _MOST_RUNS)) if w.startswith(value)]
     return [choice for choice in groups.get(key.lstrip("+"), ()) if choice.startswith(value)]
-
-
-DOCUMENT = ROOT / "docs" / "configuration.md"
-_START, _END = "<!-- keys: python -m scripts.help -->\n", "<!-- end of keys -->"
-
-
-def with_tables(text: str) -> str:
-    """Return the page of keys with its tables as the schema has them."""
-    before, rest = text.split(_START)
-    return f"{before}{_START}{''.join(_tables(Config, '', 'The root'))}{_END}{rest.split(_END)[1]}"
-
-
-def _tables(schema: type, key: str, title: str) -> Iterator[str]:
-    """Yield a table of a section, then those of the sections in it."""
-    summary = (schema.__doc__ or "").split("\n")[0]
-    yield f"\n### {title}\n\n{summary}\n\n| key | default | takes | meaning |\n|---|---|---|---|\n"
-    hints, inner = typing.get_type_hints(schema), []
-    for name, one in declared(schema).items():
-        rule, default, here = rule_of(one), default_of(one), join(key, name)
-        section = dataclass_in(hints[name])
-        inner += [(known, here) for known in (section, rule.words) if known is not None]
-        takes = "see below" if section else spelled(hints[name], rule)
-        if rule.node or (rule.words and is_open(rule.words)):
-            named = hints[name] == dict[str, dict[str, typing.Any] | None]
-            takes = takes.replace("a section of keys", "named nodes" if named else "a node")
-        value = "required" if default is REQUIRED else f"`{word(default)}`"
-        value = "" if dataclasses.is_dataclass(default) else value
-        only = f" ({', '.join(rule.strategies)} only)" if rule.strategies else ""
-        cells = (f"`{here}`", value, takes, rule.doc + only)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-    for known, here in inner:
-        yield from _tables(known, here, f"`{here}`")
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

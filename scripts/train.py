@@ -47,9 +47,8 @@ def train(argv: Sequence[str]) -> int:
     composed = compose(arguments)
     for doubt in (*clashes(), *_doubts(composed.config)):
         logger.warning("warning: %s", doubt)
-    given = composed.config.get("sweep")
-    if given is not None and given.get("trial"):
-        refuse_untyped("sweep", {"trial": given["trial"]}, composed.overrides)
+    if trial := (composed.config.get("sweep") or {}).get("trial"):
+        refuse_untyped("sweep", {"trial": trial}, composed.overrides)
     request = Request(
         composed.config,
         composed.overrides,

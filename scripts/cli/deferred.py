@@ -5,7 +5,10 @@ sympy and triton, to mark functions that it must not trace. As long as it is not
 nothing, and the marks have no effect: they are set when it is loaded. torchvision also imports all
 of its networks, operators for boxes and data sets; here each does its imports at its first use.
 
-What torch or torchvision do not have under these names is imported as ever.
+Four names here are private to torch, which has no public ones for them: `torch._compile` and its
+`_disable_dynamo` (the decorator that marks), `__dynamo_disable` (the attribute under which it keeps
+the marked form), and `torch._dynamo`. What torch or torchvision do not have under these names is
+imported as ever; tests/scripts/cli/test_imports.py tells when a version changes them.
 """
 
 from __future__ import annotations
@@ -77,10 +80,6 @@ class _Deferred(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self._execute()
         return ModuleType.__getattribute__(self, name)
-
-    def __dir__(self) -> list[str]:
-        self._execute()
-        return list(ModuleType.__dir__(self))
 
     def _execute(self) -> None:
         with self.__lock:

@@ -12,7 +12,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -27,6 +27,9 @@ from scripts.cli.console import asked_device, greet, log_to_stderr
 
 Format = Literal["onnx", "torch_export", "torchscript", "aoti", "safetensors"]
 Split = Literal["test", "val"]
+_DEVICE = r"(cpu|mps|cuda)(:\d+)?"
+_SAVED = r"logits|probabilities|embeddings:\S+"
+_KINDS = "logits, probabilities or embeddings:MODULE"
 _SPLIT = "test, or val where the data have no test split"
 
 
@@ -82,23 +85,18 @@ class Prediction(OfRun):
     overrides = True
     source: str = option(
         REQUIRED,
-        "a folder (all pictures below it), a file, a glob, - (file names on standard input), or a "
-        "split of the run's configuration: val, test, predict (data.predict). Of a language model: "
-        "a file with one prompt a line, or -",
+        "a folder (pictures below it), a file, a glob, - (names on standard input), or val, test, "
+        "predict of the run's data; of a language model a file with one prompt a line, or -",
     )
     out: str = option("predictions.csv", "the suffix says which: .csv, .jsonl, .parquet")
     top_k: int | None = option(None, "the likeliest classes that are written, 1", at_least=1)
     device: str | None = option(
         None,
-        "cpu, cuda, cuda:1, mps; null: what the machine has",
-        check=_matching(r"(cpu|mps|cuda)(:\d+)?", "cpu, cuda, cuda:NUMBER or mps"),
+        "null: what the machine has",
+        check=_matching(_DEVICE, "cpu, mps, cuda or cuda:NUMBER"),
     )
     save: str | None = option(
-        None,
-        "logits, probabilities or embeddings:MODULE, in one array of all samples",
-        check=_matching(
-            r"logits|probabilities|embeddings:\S+", "logits, probabilities or embeddings:MODULE"
-        ),
+        None, f"{_KINDS}, in one array of all samples", check=_matching(_SAVED, _KINDS)
     )
     save_to: str | None = option(None, "its file, .npy or .safetensors; null: beside the table")
     on_error: Literal["raise", "skip"] = option(
@@ -127,11 +125,10 @@ class Prediction(OfRun):
     def conflicts(self) -> Iterator[Problem]:
         """Yield what is wrong with keys that need another, and with files to write."""
         if self.temperature is not None and self.sampling != "random":
-            message = "has no effect on the likeliest token"
-            yield Problem("temperature", message, "add sampling=random")
+            hint = "add sampling=random"
+            yield Problem("temperature", "has no effect on the likeliest token", hint)
         if self.save_to is not None and self.save is None:
-            hint = "add save=logits, probabilities or embeddings:MODULE"
-            yield Problem("save_to", "there is nothing to save", hint)
+            yield Problem("save_to", "there is nothing to save", f"add save={_KINDS}")
         for key, path, suffixes in (
             ("out", Path(self.out), (".csv", ".jsonl", ".parquet")),
             ("save_to", self.array, (".npy", ".safetensors")),
@@ -153,11 +150,7 @@ class Prediction(OfRun):
 class Written(OfRun):
     """What the commands take that write a model."""
 
-    out: str | None = option(
-        None,
-        "a folder; null: RUN_DIR/exports/FORMAT, or quantized. It holds the model, export.json "
-        "(classes, transforms, provenance, what was verified) and card.md",
-    )
+    out: str | None = option(None, "a folder, for card.md and all; null: below RUN_DIR/exports")
     preprocessing: Literal["outside", "inside"] = option(
         "outside", "outside: floats in, logits out; inside: bytes in, probabilities out"
     )
@@ -185,15 +178,10 @@ class Quantization(Written):
 
     method: Literal["auto", "static", "dynamic"] = option(
         "auto",
-        "static: weights and activations, for convolutions. dynamic: weights of matrix products, "
-        "for transformers. auto: static where most weights are of convolutions",
+        "static: weights and activations; dynamic: weights of matrix products, for transformers; "
+        "auto: static where most weights are of convolutions",
     )
-    samples: int = option(
-        512,
-        "training samples that the ranges of static are taken from; a run that was trained with "
-        "callbacks=[default,qat] has its own",
-        at_least=1,
-    )
+    samples: int = option(512, "that ranges are taken from, unless qat has learnt them", at_least=1)
     max_drop: float = option(0.01, "more accuracy lost is an error, nothing written", at_least=0)
     split: Split | None = option(None, f"where it is measured: {_SPLIT}")
 
@@ -208,11 +196,7 @@ class Demo(OfRun):
     """
 
     port: int = option(8000, "0 takes one that is free", at_least=0, at_most=65535)
-    host: str = option(
-        "127.0.0.1",
-        "any other than this machine's own, such as 0.0.0.0, asks for the name and the password "
-        "that are printed with the address",
-    )
+    host: str = option("127.0.0.1", "any other, such as 0.0.0.0, asks for a printed password")
     top_k: int = option(5, "how many of the likeliest classes are shown", at_least=1)
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where it is computed")
 
@@ -250,13 +234,8 @@ def read_keys(command: type[T], argv: Sequence[str]) -> tuple[T, Arguments] | No
         else:
             raw[key] = text  # an unknown one
     keys = parsed(raw, command)
-    composed_of = Arguments(
-        tuple(others),
-        config_name="config",
-        config_dirs=(keys.run,),
-        allow_targets=arguments.allow_targets,
-    )
-    return keys, composed_of
+    own = replace(Arguments(tuple(others)), config_name="config", config_dirs=(keys.run,))
+    return keys, replace(own, allow_targets=arguments.allow_targets)
 
 
 def _value(text: str, annotation: Any) -> Any:

@@ -267,9 +267,7 @@ def curve_lines(curves: Mapping[str, Sequence[float]], updates: int, width: int)
 def plot(values: Sequence[float], updates: int, width: int) -> list[str]:
     """Plot values, not all of them 0, as an area from zero to their maximum."""
     top, last = max(values), len(values) - 1
-    columns = [value for value in values for _ in range(max(1, width // len(values)))]
-    if len(values) > width:  # the first and the last are among them
-        columns = [values[round(column * last / (width - 1))] for column in range(width)]
+    columns = [values[round(column * last / (width - 1))] for column in range(width)]
     # In eighths of a line; values above zero get at least one.
     filled = [max(round(v / top * _HEIGHT * 8), v > 0) for v in columns]
     lines = []

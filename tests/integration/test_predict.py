@@ -243,15 +243,6 @@ def test_other_tasks_answer_in_their_own_form(train, predict, tmp_path, experime
     assert all(check(row) is not False for row in rows)
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=" ".join(r[0])) for r in TABLE["predictions"]])
-def test_mistakes_write_nothing(predict, whole, tmp_path, row):
-    arguments, code, said = row
-    done = predict([f"run={whole}", *arguments], folder=tmp_path)
-    assert done.code == code, done.err
-    assert said in done.err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("more", [[], ["strategy.name=ddp", "strategy.devices=2"]])
 def test_a_run_is_asked_on_one_device_however_it_was_trained(predict, whole, tmp_path, more):
     run = shutil.copytree(whole, tmp_path / "run")
@@ -354,11 +345,15 @@ def test_a_prompt_beyond_the_vocabulary_ends_it_or_has_a_row(predict, speaker, t
     assert ["ö" in row["error"] for row in found] == [False, True, False]
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=" ".join(r[0])) for r in TABLE["texts"]])
-def test_mistakes_about_text_write_nothing(predict, speaker, lines, tmp_path, row):
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [pytest.param(k, r, id=" ".join(r[0])) for k in ("predictions", "texts") for r in TABLE[k]],
+)
+def test_mistakes_write_nothing(predict, whole, speaker, lines, tmp_path, kind, row):
     arguments, code, said = row
-    wanted = [] if arguments[0].startswith("source") else [f"source={lines}"]
-    done = predict([f"run={speaker}", *wanted, *arguments], folder=tmp_path)
+    named = kind == "predictions" or arguments[0].startswith("source")
+    wanted = [f"run={whole if kind == 'predictions' else speaker}"]
+    done = predict([*wanted, *([] if named else [f"source={lines}"]), *arguments], folder=tmp_path)
     assert done.code == code, done.err
     assert said in done.err
     assert list(tmp_path.iterdir()) == []

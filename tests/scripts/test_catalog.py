@@ -97,11 +97,6 @@ def test_a_copy_is_the_file_and_the_command_that_picks_it_is_told(
         compose(shlex.split(use))
 
 
-def test_a_copy_of_the_users_own() -> None:
-    cp(["experiment/mine", "other.yaml", "--config-dir", "conf"])
-    assert Path("other.yaml").read_text() == MINE.read_text()
-
-
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
@@ -122,13 +117,6 @@ def test_what_cp_refuses(source: str, target: str, expected: str) -> None:
     assert caught.value.exit_code == 2
     assert MINE.read_text() == before
     assert [path for path in Path().rglob("*") if path.is_file()] == [MINE]
-
-
-def test_the_umbrella_ends_with_their_exit_code() -> None:
-    argv = [sys.executable, "-P", "-m", "scripts.regimen", "cp", "experiment/resnet18", str(MINE)]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    expected = (2, "", f"error: {MINE} exists: choose another name\n")
-    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest() -> None:

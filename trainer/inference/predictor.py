@@ -296,17 +296,23 @@ class Rows:
     def __call__(self, answers: Answers) -> list[Row]:
         """Return a row for each sample that was read."""
         kind, values = self.facts.outputs["kind"], answers.values
-        output = values.get(OUTPUT)
+        output, rows = values.get(OUTPUT), list[Row]()
         if not answers.indices:
             return []
         if output is None:
             return _columns(values, len(answers.indices))
         if kind == "classes":
             best = output.topk(min(self.top_k, output.shape[1]), dim=1)
-            both = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            return [self._likeliest(numbers, shares) for numbers, shares in both]
+            more = ((f"top{n}", f"probability{n}") for n in range(2, best.indices.shape[1] + 1))
+            names = [("prediction", "probability"), *more]
+            for numbers, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                row: Row = {}
+                for (name, share_name), number, share in zip(names, numbers, shares, strict=True):
+                    row |= {name: self._name(number), share_name: share}
+                rows.append(row)
+            return rows
         if kind == "labels":
-            least, rows = float(self.facts.outputs.get("threshold", 0.5)), []
+            least = float(self.facts.outputs.get("threshold", 0.5))
             for shares in output.tolist():
                 found = {self._name(i): share for i, share in enumerate(shares) if share > least}
                 rows.append({"prediction": list(found), "probability": list(found.values())})
@@ -325,13 +331,6 @@ class Rows:
 
     def _name(self, number: int) -> str:
         return self.facts.classes[number] if self.facts.classes else str(number)
-
-    def _likeliest(self, numbers: Sequence[int], shares: Sequence[float]) -> Row:
-        row: Row = {}
-        for place, (number, share) in enumerate(zip(numbers, shares, strict=True), start=1):
-            row["prediction" if place == 1 else f"top{place}"] = self._name(number)
-            row["probability" if place == 1 else f"probability{place}"] = share
-        return row
 
     def _text(self, tokens: Sequence[int]) -> str:
         if self.facts.inputs.get("encoding") == "bytes":

@@ -19,7 +19,6 @@ from conf.errors import ConfigError
 from conf.fields import declared
 from data.errors import UnreadableError
 from scripts.cli import console as module
-from scripts.cli.arguments import parse_arguments
 from scripts.cli.console import (
     AS_JOB,
     asked_device,
@@ -49,6 +48,7 @@ from trainer.files.layout import aligned, indented_lines, visible
 
 EVIL = "a\nerror: b\x1b[2J\x9b31m\r\u202ec.png"
 TORCH = f"{sysconfig.get_path('purelib')}/torch/utils/data/dataloader.py"
+OURS = str(ROOT / "trainer" / "trainer.py")
 MINE = "/home/me/project/mine.py"
 
 
@@ -155,7 +155,6 @@ with Command():
 """
 PAGES = 8 * 2**24 // 4096
 GIVEN_BACK = (PAGES // 2, 2 * PAGES)
-TUNED = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be told")
@@ -164,7 +163,6 @@ TUNED = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}
     [
         pytest.param({}, (0, PAGES // 20), id="kept"),
         pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, GIVEN_BACK, id="as-asked"),
-        pytest.param(TUNED, GIVEN_BACK, id="as-tuned"),
     ],
 )
 def test_pages_are_not_taken_from_the_system_for_every_update(
@@ -295,15 +293,6 @@ def test_this_machine_is_read_as_torch_reads_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--help"], ["--cfg", "job"], ["--version"], ["--info"], ["--hydra-help"], ["-sc", "x=1"]],
-)
-def test_what_asks_for_text_is_no_run(argv: list[str]) -> None:
-    assert parse_arguments(argv).asks_for_text
-    assert not parse_arguments(["seed=1", "-m"]).asks_for_text
-
-
-@pytest.mark.parametrize(
     ("environment", "words", "told"),
     [
         pytest.param({}, ["sweep.jobs=2"], "sweep has no effect without -m", id="sweep"),
@@ -345,27 +334,14 @@ def test_a_warning_of_one_s_own_code_is_a_line_and_of_a_library_for_the_log(
 ) -> None:
     kept = Kept()
     with console(kept):
+        for file in (TORCH, logging.__file__, "<frozen importlib._bootstrap>", OURS):
+            assert is_library(file)
         warnings.showwarning(UserWarning("too many\n  workers"), UserWarning, TORCH, 3)
         assert capsys.readouterr() == ("", "")
         warnings.showwarning(DeprecationWarning("use x"), DeprecationWarning, MINE, 7)
     line = f"warning: DeprecationWarning: use x ({MINE}:7)"
     assert capsys.readouterr().err == f"{line}\n"
     assert kept.lines == [f"warning: UserWarning: too many workers ({TORCH}:3)", line]
-
-
-@pytest.mark.parametrize(
-    ("file", "theirs"),
-    [
-        (TORCH, True),
-        (logging.__file__, True),
-        ("<frozen importlib._bootstrap>", True),
-        (str(ROOT / "trainer" / "trainer.py"), True),
-        (str(Path(__file__)), False),
-        (MINE, False),
-    ],
-)
-def test_whose_file_it_is(file: str, theirs: bool) -> None:
-    assert is_library(file) is theirs
 
 
 def test_a_job_of_a_sweep_prints_warnings_only(

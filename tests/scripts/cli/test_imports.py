@@ -61,7 +61,7 @@ assert not hasattr(plain, "__dynamo_disable")  # from here on torch's own way
 optimizer.state_dict()
 assert getattr(plain, "__dynamo_disable")._torchdynamo_disable
 assert torchvision.models.resnet18.__module__ == "torchvision.models.resnet"
-assert "nms" in dir(torchvision.ops)
+assert torchvision.ops.nms
 print("done")
 """
 
@@ -96,7 +96,6 @@ def run(tmp_path):
         pytest.param("import large; print(large.value)", ["executed", "3"], id="a name of it"),
         pytest.param("from large import value as v; print(v)", ["executed", "3"], id="from it"),
         pytest.param("from large import *; print(value)", ["executed", "3"], id="all of it"),
-        pytest.param("import large; print('part' in dir(large))", ["executed", "True"], id="dir"),
         pytest.param("import large; large.__path__; large.__file__", [], id="what tools look at"),
         pytest.param("import large; large.absent", ["executed"], id="a name that it has not"),
     ],

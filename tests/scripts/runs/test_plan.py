@@ -94,12 +94,6 @@ def test_a_curve_is_drawn_from_zero_to_its_maximum() -> None:
     assert lines[6].split() == ["0", "100", "updates"]
 
 
-def test_a_long_curve_keeps_its_ends() -> None:
-    lines = plot([1.0, *[0.5] * 998, 0.0], 1000, width=20)
-    assert lines[0].split("│")[1] == "█"
-    assert len(lines[4].split("│")[1]) == 19  # the last column is empty, and cut
-
-
 def counts(n: int, devices: int, micro_batches: int) -> list[int]:
     """Return the samples of each piece that the sampler gives."""
     return [
@@ -151,11 +145,6 @@ def test_an_epochs_last_samples(samples: int | None, drop_last: bool, words: str
     assert first.startswith("10 = ")
     assert len(rest) == (words is not None)
     assert not words or rest[0].startswith(words)
-
-
-def test_fewer_samples_than_a_batch() -> None:
-    text = "100 = 1 device x 2 micro-batches x 50 (loader.batch_size=512 exceeds the samples)"
-    assert batch_split(512, 1, 2, samples=100, drop_last=False) == (50, [text])
 
 
 def test_figures_are_short() -> None:

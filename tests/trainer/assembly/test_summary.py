@@ -47,15 +47,6 @@ def test_figures_of_an_mlp_by_hand() -> None:
     assert summary.rows[3].flops == 2 * 16 * 10
 
 
-def test_figures_of_a_convolution_by_hand() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-    summary = summarize(model, torch.zeros(2, 3, 10, 10))
-    assert summary.flops == 2 * 10 * 10 * 3 * 3 * 3 * 8
-    plane = 8 * 10 * 10 * 4
-    # BatchNorm's input, the ReLU's output, and (shared by the batch) BatchNorm's mean and 1/std.
-    assert summary.activation_bytes == 2 * plane + 2 * 8 * 4 // 2
-
-
 def test_the_loss_counts_in_when_the_call_computes_it() -> None:
     def step(model: nn.Module, batch: Any) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])
