@@ -62,6 +62,9 @@ def test_draws_do_not_depend_on_the_batch(model, size):
     parts = [range(first, min(first + size, 5)) for first in range(0, 5, size)]
     assert [text for part in parts for text in written(generation, model, part)] == whole
     assert written(Generation(30, "random", temperature=0.9, seed=8), model) != whole
+    logits_of = partial(LanguageModel(len(ALPHABET)).prediction_step, model)
+    twins = generation(logits_of, collate([prompts(["a", "a"])[number] for number in (0, 1)]))
+    assert not torch.equal(*twins)  # keyed by the number of the prompt
 
 
 def test_few_and_cold_draws_are_the_likeliest(model):
