@@ -34,7 +34,7 @@ from scripts.cli.arguments import command_parser, parse_command
 from scripts.composition.folders import CONF
 from scripts.help import groups_in
 from trainer.targets.allow_list import locate
-from trainer.targets.instantiate import SPECIAL
+from trainer.targets.signatures import SPECIAL
 
 Schema = dict[str, Any]
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
@@ -193,13 +193,14 @@ def _targets() -> dict[str, dict[str, Schema]]:
         for top, target in _named(content, path.relative_to(CONF).parts[0]):
             parameters = inspect.signature(locate(target)).parameters.values()
             if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-                arguments: Schema = {p.name: True for p in parameters}
-                for p in parameters:
-                    if typing.get_origin(p.annotation) is Literal:
-                        choices = {"enum": typing.get_args(p.annotation)}
-                        arguments[p.name] = {"anyOf": [choices, _OPEN]}
+                arguments = {p.name: _argument(p.annotation) for p in parameters}
                 found.setdefault(top, {})[target] = arguments
     return found
+
+
+def _argument(annotation: Any) -> Any:
+    choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+    return {"anyOf": [{"enum": choices}, _OPEN]} if choices else True
 
 
 def _named(node: Any, top: str) -> Iterator[tuple[str, str]]:
