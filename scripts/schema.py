@@ -34,7 +34,7 @@ from scripts.cli.arguments import command_parser, parse_command
 from scripts.composition.folders import CONF
 from scripts.help import groups_in
 from trainer.targets.allow_list import locate
-from trainer.targets.signatures import SPECIAL
+from trainer.targets.instantiate import SPECIAL
 
 Schema = dict[str, Any]
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
