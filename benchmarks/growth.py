@@ -28,8 +28,8 @@ from torch.optim import SGD
 
 from benchmarks import report
 from benchmarks.report import Report
-from callbacks.metrics_log import MetricsLog
 from callbacks.tensorboard import TensorBoard
+from callbacks.trackers.recorder import MetricsLog
 from data.orders import LowMemory, Shuffled
 from data.updates import Order, UpdateSampler
 from trainer.callback import Callback

@@ -33,9 +33,9 @@ from benchmarks.ours import train
 from benchmarks.report import BARE, OURS, Report
 from callbacks.checkpoint import Checkpoint
 from callbacks.lr_monitor import LRMonitor
-from callbacks.metrics_log import MetricsLog
 from callbacks.progress import Progress
 from callbacks.tensorboard import TensorBoard
+from callbacks.trackers.recorder import MetricsLog
 from models.resnet import ResNet
 from scripts.cli.console import keep_freed_memory
 from trainer.callback import Callback

@@ -40,7 +40,5 @@ def _short_plan(trainer: Trainer) -> Iterator[str]:
     yield f"devices     {strategy.devices} x {strategy.device.type}, strategy {strategy.name}"
     yield f"precision   {trainer.precision.name}"
     yield f"parameters  {sum(size for size, _ in sizes):,}, trained {trained:,}"
-    for name, rate in trainer.learning_rates().items():
-        yield f"group       {name}: first learning rate {rate:.4g}"
     for callback in trainer.callbacks.values():
         yield from (f"{callback.name}: {line}" for line in callback.explain(trainer))

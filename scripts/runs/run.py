@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from callbacks.metrics_log import MetricsLog
+from callbacks.trackers.recorder import MetricsLog
 from callbacks.trial import Trial
 from conf.check import parse
 from conf.errors import ConfigError, Problem

@@ -12,8 +12,8 @@ import torch
 
 from callbacks.checkpoint import Checkpoint, Staging, Write
 from callbacks.ema import EMA
-from callbacks.metrics_log import MetricsLog
 from callbacks.support import CallbackError
+from callbacks.trackers.recorder import MetricsLog
 from same_run import state_of
 from toy_runs import listed
 from trainer.callback import Callback

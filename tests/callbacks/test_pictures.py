@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from callbacks.histograms import Histograms
-from callbacks.metrics_log import MetricsLog
 from callbacks.pictures.classes import ConfusionMatrix, PRCurves
 from callbacks.pictures.generated import GeneratedImages, GeneratedText
 from callbacks.pictures.graph import Graph
@@ -25,6 +24,7 @@ from callbacks.pictures.samples import Misclassified, TrainingSamples, Validatio
 from callbacks.pictures.texts import Texts
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
+from callbacks.trackers.recorder import MetricsLog
 from trainer import rng
 from trainer.callback import Callback
 from trainer.media import PRCurve

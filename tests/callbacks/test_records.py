@@ -21,9 +21,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
 from tensorboard.util import tensor_util
 
-from callbacks.metrics_log import MetricsLog
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.csv import CSV
+from callbacks.trackers.recorder import MetricsLog
 from trainer.callback import Callback, Results
 from trainer.errors import StorageError
 from trainer.media import PRCurve

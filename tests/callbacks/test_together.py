@@ -15,7 +15,6 @@ from callbacks.ema import EMA
 from callbacks.lr_finder import LRFinder
 from callbacks.lr_monitor import LRMonitor
 from callbacks.memory import Memory
-from callbacks.metrics_log import MetricsLog
 from callbacks.model_summary import ModelSummary
 from callbacks.pictures.classes import PRCurves
 from callbacks.pictures.generated import GeneratedText
@@ -27,6 +26,7 @@ from callbacks.support import CallbackError
 from callbacks.swa import SWA
 from callbacks.tensorboard import TensorBoard
 from callbacks.throughput import Throughput
+from callbacks.trackers.recorder import MetricsLog
 from callbacks.unfreeze import Unfreeze
 from scripts.composition.compose import compose
 from trainer.callback import Callback

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from callbacks.metrics_log import MetricsLog
 from callbacks.trackers import recorder as module
 from callbacks.trackers.mlflow import MLflow
-from callbacks.trackers.recorder import Names, Tracker, names_of
+from callbacks.trackers.recorder import MetricsLog, Names, Tracker, names_of
 from callbacks.trackers.wandb import WandB
 from conf.errors import ConfigError
 from trainer import snapshot
