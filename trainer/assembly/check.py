@@ -26,7 +26,7 @@ from conf.schema import OWN_KEYS, Config
 from trainer.assembly.data import build_transforms, cache_problems, fold_problems
 from trainer.assembly.parts import OFFERED, Assembly, with_classes, wrong_class
 from trainer.optimizers.optimizers import UNSHARDED, sections
-from trainer.optimizers.state import takes_closure
+from trainer.optimizers.state import needs_closure
 from trainer.options import horizon
 from trainer.state import epoch_metric
 from trainer.strategies.strategy import Strategy
@@ -158,7 +158,7 @@ def _strategy_problems(config: Config) -> Iterator[Problem]:
             message = f"{kind.__name__} cannot train what strategy=fsdp shards"
             hint = "strategy=ddp keeps parameters whole; most other optimizers train shards"
             yield Problem(f"{section.key}._target_", message, hint)
-        for key in without_effect(options.precision, options) if takes_closure(kind) else ():
+        for key in without_effect(options.precision, options) if needs_closure(kind) else ():
             message = f"has no effect on the gradients that {kind.__name__} computes itself"
             yield Problem(f"trainer.{key}", message, "leave it out, or take another optimizer")
     if config.strategy.comm_hook == "powersgd":  # torch sees them once all processes have met
@@ -215,7 +215,7 @@ def _part_problems(parts: Assembly) -> list[Problem]:
                 names = sorted(parts.optimizers.names[p] for p in dense)
                 message = f"SparseAdam takes sparse gradients, and that of {names[0]} is dense"
                 hint = "Embedding(sparse=True) makes them; other optimizers take both"
-                found.append(Problem(f"{parts.optimizers.keys[name]}._target_", message, hint))
+                found.append(Problem(f"{parts.optimizers.sections[name].key}._target_", message, hint))
         _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
         with noted(found), problems_at(f"callbacks.{name}"):

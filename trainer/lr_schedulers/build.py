@@ -79,8 +79,9 @@ def build_lr_schedule(
         tracks = {}
         for name, optimizer in chosen.items():
             section, where = node, key
-            if (own := optimizers.lr_schedulers.get(name)) is not None:
-                section, where = own, f"{optimizers.keys[name]}.lr_scheduler"
+            configured = optimizers.sections.get(name)
+            if configured and (own := configured.own["lr_scheduler"]) is not None:
+                section, where = own, f"{configured.key}.lr_scheduler"
             if section:
                 names = [group.name for group in groups if group.optimizer_name == name]
                 lengths = total_steps, steps_per_epoch

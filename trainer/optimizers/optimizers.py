@@ -16,10 +16,11 @@ from torch.optim import SGD, Optimizer
 from conf.errors import ConfigError, Problem, did_you_mean, raise_problems
 from trainer.optimizers.param_groups import (
     DEFAULT,
-    Candidate,
     Claim,
+    GroupRule,
     ParamGroup,
     ParamGroupError,
+    Selector,
     candidates,
     divide,
     first_rule,
@@ -36,6 +37,15 @@ SINGLE = "optimizer"  # the name of the only optimizer
 SHARDED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 UNSHARDED = (torch.optim.Adafactor,)
 OWN = ("param_groups", "params", "lr_scheduler")  # keys that are not arguments of the target
+
+
+class Section(NamedTuple):
+    """An optimizer of the config: the arguments of its target, and the keys in `OWN`."""
+
+    name: str
+    key: str
+    target: dict[str, Any]
+    own: Mapping[str, Any]
 
 
 class TorchGroup(NamedTuple):
@@ -61,9 +71,8 @@ class Optimizers:
     """Hold torch optimizers by name; the loop steps each of them directly.
 
     `names` maps each parameter to the name that its state is saved under; `frozen` holds the
-    parameters that are not trained. `configured` keeps the hyper-parameters of each optimizer's
-    groups as they were before any schedule changed them. `lr_schedulers` holds the schedule nodes
-    of single optimizers, `keys` the config key of each optimizer.
+    parameters that are not trained, `sections` what was configured. `configured` keeps the
+    hyper-parameters of each optimizer's groups as they were before any schedule changed them.
     """
 
     def __init__(
@@ -71,14 +80,12 @@ class Optimizers:
         optimizers: Mapping[str, Optimizer],
         names: Mapping[Tensor, str],
         frozen: Mapping[str, Tensor] | None = None,
-        lr_schedulers: Mapping[str, Any] | None = None,
-        keys: Mapping[str, str] | None = None,
+        sections: Sequence[Section] = (),
     ) -> None:
         self.optimizers = dict(optimizers)
-        self.keys = {name: name for name in optimizers} | dict(keys or {})
         self.names = dict(names)
         self.frozen = dict(frozen or {})
-        self.lr_schedulers = dict(lr_schedulers or {})
+        self.sections = {section.name: section for section in sections}
         self._used: list[Any] = []  # the learning rates of the last update
         self.configured = {
             name: [copy.deepcopy(hyper_parameters(group)) for group in optimizer.param_groups]
@@ -96,23 +103,28 @@ class Optimizers:
         model: nn.Module,
         others: Mapping[str, nn.Module] | None = None,
     ) -> Optimizers:
-        """Wrap plain torch optimizers over `model`; each trainable parameter must be in one.
+        """Wrap plain torch optimizers over `model`; each trainable parameter must be in one (I8).
 
         `others` are modules besides the model that are trained. Raises `ParamGroupError` with the
         parameters that are in no optimizer, in two, or not in the model.
         """
         found = candidates(model, others)
-        if isinstance(optimizer, Optimizers):
-            apart = {p for module in (others or {}).values() for p in module.parameters()}
-            forgotten = [c for c in found if c.tensor in apart - optimizer.names.keys()]
-            _check_members(forgotten, [])
-            return optimizer
-        optimizers = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
-        taken = [p for o in optimizers.values() for g in o.param_groups for p in g["params"]]
-        _check_members(found, taken)
         names: dict[Tensor, str] = {c.tensor: c.name for c in found}
-        members = set(taken)
-        return cls(optimizers, names, {c.name: c.tensor for c in found if c.tensor not in members})
+        plain = {SINGLE: optimizer} if isinstance(optimizer, Optimizer) else optimizer
+        members = [p for _, o in plain.items() for group in o.param_groups for p in group["params"]]
+        taken = Counter[Tensor](plain.names.keys() if isinstance(plain, Optimizers) else members)
+        problems = []
+        if any(p not in names for p in taken):
+            problems.append(Problem("", "the optimizer has parameters that are not in the model"))
+        if missing := [c.name for c in found if c.tensor.requires_grad and c.tensor not in taken]:
+            hint = "add them, or freeze them with requires_grad_(False)"
+            problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
+        if double := [names[p] for p, count in taken.items() if count > 1 and p in names]:
+            problems.append(Problem("", f"two groups have {some(double)}"))
+        raise_problems(problems, ParamGroupError)
+        if isinstance(plain, Optimizers):
+            return plain
+        return cls(plain, names, {name: p for p, name in names.items() if p not in taken})
 
     def items(self) -> ItemsView[str, Optimizer]:
         """Return the names and the torch optimizers."""
@@ -120,19 +132,14 @@ class Optimizers:
 
     def groups(self) -> list[TorchGroup]:
         """Return all parameter groups; their names are unique."""
-        return [
-            TorchGroup(self._group_name(name, i, options), name, options)
-            for name, optimizer in self.optimizers.items()
-            for i, options in enumerate(optimizer.param_groups)
-        ]
-
-    def _group_name(self, optimizer: str, index: int, options: Mapping[str, Any]) -> str:
-        if "name" in options:
-            return str(options["name"])
-        prefix = [optimizer] if len(self.optimizers) > 1 else []
-        if len(self.optimizers[optimizer].param_groups) > 1:
-            prefix.append(f"group_{index}")
-        return ".".join(prefix) or DEFAULT
+        found = []
+        for name, optimizer in self.optimizers.items():
+            prefix = [name] if len(self.optimizers) > 1 else []
+            for i, options in enumerate(optimizer.param_groups):
+                number = [f"group_{i}"] if len(optimizer.param_groups) > 1 else []
+                known = options.get("name", ".".join([*prefix, *number]) or DEFAULT)
+                found.append(TorchGroup(str(known), name, options))
+        return found
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all groups."""
@@ -173,15 +180,15 @@ class Optimizers:
         """Return the groups as configured, and the frozen parameters, as rows of the plan."""
         rows = []
         configured = {name: iter(groups) for name, groups in self.configured.items()}
-        for group in self.groups():
-            kind = type(self.optimizers[group.optimizer_name]).__name__
-            title = kind if group.optimizer_name == SINGLE else f"{group.optimizer_name} ({kind})"
-            options = next(configured[group.optimizer_name], group.options)  # some are added later
+        for name, optimizer, group in self.groups():
+            kind = type(self.optimizers[optimizer]).__name__
+            options = next(configured[optimizer], group)  # some are added later
             lr, decay = (
-                None if (value := options.get(name)) is None else float(value)
-                for name in ("lr", "weight_decay")
+                None if (value := options.get(key)) is None else float(value)
+                for key in ("lr", "weight_decay")
             )
-            rows.append(GroupRow(group.name, title, *_counts(group.options["params"]), lr, decay))
+            title = kind if optimizer == SINGLE else f"{optimizer} ({kind})"
+            rows.append(GroupRow(name, title, *_counts(group["params"]), lr, decay))
         if self.frozen:
             rows.append(GroupRow("frozen", "-", *_counts(self.frozen.values()), None, None))
         return rows
@@ -205,23 +212,6 @@ def _counts(parameters: Collection[Tensor]) -> tuple[int, int]:
     return len(parameters), sum(p.numel() for p in parameters)
 
 
-def _check_members(found: Sequence[Candidate], taken: Sequence[Tensor]) -> None:
-    # The parameters of a model against those of plain optimizers (I8).
-    names: dict[Tensor, str] = {c.tensor: c.name for c in found}
-    counts = Counter(taken)
-    missing = [c.name for c in found if c.tensor.requires_grad and c.tensor not in counts]
-    double = [names[p] for p, count in counts.items() if count > 1 and p in names]
-    problems = []
-    if any(p not in names for p in counts):
-        problems.append(Problem("", "the optimizer has parameters that are not in the model"))
-    if missing:
-        hint = "add them, or freeze them with requires_grad_(False)"
-        problems.append(Problem("", f"no optimizer has {some(missing)}", hint))
-    if double:
-        problems.append(Problem("", f"two groups have {some(double)}"))
-    raise_problems(problems, ParamGroupError)
-
-
 def build_optimizers(
     model: nn.Module,
     node: Mapping[str, Any],
@@ -235,38 +225,24 @@ def build_optimizers(
     where the node leaves the choice open. Raises `ParamGroupError` with all problems.
     """
     problems: list[Problem] = []
-    found = sections(node, key, problems)
+    found, known = sections(node, key, problems), candidates(model, others)
     shared = []  # rules that hold within each of several optimizers
     if "optimizers" in node:
         shared = parse_rules(node.get("param_groups"), f"{key}.param_groups", problems)
     claims = {}
     for section in found:
         rules = parse_rules(section.own["param_groups"], f"{section.key}.param_groups", problems)
-        claim = Claim(section.key, [*rules, *shared])
+        rest = GroupRule("", section.key)
+        takes: Selector = rest.accepts
         if (chosen := section.own["params"]) is not None:
             takes = parse_selector(chosen, f"{section.key}.params", problems)
-            claim = claim._replace(takes=takes)
         elif rules and section is not found[-1]:  # which takes what is left
-            claim = claim._replace(takes=partial(first_rule, rules))
-        claims[section.name] = claim
+            takes = partial(first_rule, rules)
+        claims[section.name] = Claim(takes, [*rules, *shared, rest])
     raise_problems(problems, ParamGroupError)
-    groups, frozen = divide(model, claims, others)
-    return Optimizers(
-        {s.name: _build(s, groups[s.name], prefer_fused) for s in found},
-        {c.tensor: c.name for c in candidates(model, others)},
-        frozen,
-        {s.name: s.own["lr_scheduler"] for s in found if s.own["lr_scheduler"] is not None},
-        {s.name: s.key for s in found},
-    )
-
-
-class Section(NamedTuple):
-    """An optimizer of the config: the arguments of its target, and the keys in `OWN`."""
-
-    name: str
-    key: str
-    target: dict[str, Any]
-    own: Mapping[str, Any]
+    groups, frozen = divide(model, known, claims)
+    built = {s.name: _build(s, groups[s.name], prefer_fused) for s in found}
+    return Optimizers(built, {c.tensor: c.name for c in known}, frozen, found)
 
 
 def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list[Section]:
@@ -297,52 +273,45 @@ def sections(node: Mapping[str, Any], key: str, problems: list[Problem]) -> list
 
 
 def _build(section: Section, groups: Sequence[ParamGroup], prefer_fused: bool) -> Optimizer:
-    kind, key, target = Optimizer, section.key, section.target
+    key, target = section.key, section.target
+    made = partial(construct, Optimizer, ParamGroupError, key)
     shards = {n: p for g in groups for n, p in g.parameters.items() if hasattr(p, "device_mesh")}
-    resolved: list[dict[str, Any]] = [
-        {"params": list(group.parameters.values()), "name": group.name} for group in groups
-    ]
-    if not (prefer_fused or shards or any(g.overrides or g.lr_factor != 1.0 for g in groups)):
-        return construct(kind, ParamGroupError, key, target, resolved)
+    resolved = [{"params": list(g.parameters.values()), "name": g.name} for g in groups]
+    if not (prefer_fused or shards or any(g.rule.overrides or g.lr_factor != 1.0 for g in groups)):
+        return made(target, resolved)
     # Only an instance shows which hyper-parameters a group can have, and their defaults.
-    probe = construct(kind, ParamGroupError, key, target, [nn.Parameter(torch.zeros(1, 1))])
+    probe = made(target, [nn.Parameter(torch.zeros(1, 1))])
+    defaults, kind = probe.defaults, type(probe).__name__
     problems: list[Problem] = []
     for options, group in zip(resolved, groups, strict=True):
-        options |= _resolved(group, probe.defaults, problems)
-    problems += _sharding_problems(section, probe, shards)
+        options |= _resolved(group, defaults, problems)
+    shardable = not shards or isinstance(probe, SHARDED_FUSED)
+    if defaults.get("fused") and not shardable:
+        message = f"torch has no fused kernel of {kind} for strategy=fsdp"
+        problems.append(Problem(f"{key}.fused", message, "leave it out"))
+    uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
+    if uneven and isinstance(probe, torch.optim.LBFGS):
+        message = (
+            f"{kind} flattens its parameters into one vector, which torch cannot do with uneven "
+            f"shards: the rows of {some(uneven)} cannot be divided evenly among the processes"
+        )
+        problems.append(Problem(key, message, "strategy=ddp trains it"))
     raise_problems(problems, ParamGroupError)
     # The choice is open; fused SGD cannot apply dampening to a parameter whose first gradient
     # comes later than others'.
     if (
         prefer_fused
-        and probe.defaults.get("fused", True) is None
-        and not (probe.defaults.get("foreach") or probe.defaults.get("differentiable"))
-        and not any(damped({**probe.defaults, **group}) for group in resolved)
-        and (not shards or isinstance(probe, SHARDED_FUSED))
+        and defaults.get("fused", True) is None
+        and not (defaults.get("foreach") or defaults.get("differentiable"))
+        and not any(damped({**defaults, **group}) for group in resolved)
+        and shardable
     ):
-        of_its_own = [dict(group) for group in resolved]
-        built = construct(kind, ParamGroupError, key, target | {"fused": True}, of_its_own)
+        built = made(target | {"fused": True}, [dict(group) for group in resolved])
         # torch 2.11's fused Adagrad runs on CPUs only and lacks this attribute, which all fused
         # optimizers for GPUs have.
         if hasattr(built, "_step_supports_amp_scaling"):
             return built
-    return construct(kind, ParamGroupError, key, target, resolved)
-
-
-def _sharding_problems(
-    section: Section, optimizer: Optimizer, shards: Mapping[str, Any]
-) -> Iterator[Problem]:
-    kind = type(optimizer).__name__
-    if shards and optimizer.defaults.get("fused") and not isinstance(optimizer, SHARDED_FUSED):
-        message = f"torch has no fused kernel of {kind} for strategy=fsdp"
-        yield Problem(f"{section.key}.fused", message, "leave it out")
-    uneven = [n for n, p in shards.items() if p.ndim > 1 and len(p) % p.device_mesh.size()]
-    if uneven and isinstance(optimizer, torch.optim.LBFGS):
-        message = (
-            f"{kind} flattens its parameters into one vector, which torch cannot do with uneven "
-            f"shards: the rows of {some(uneven)} cannot be divided evenly among the processes"
-        )
-        yield Problem(section.key, message, "strategy=ddp trains it")
+    return made(target, resolved)
 
 
 def construct(
@@ -371,8 +340,8 @@ def _resolved(
 ) -> dict[str, Any]:
     # The hyper-parameters of a group that differ from the optimizer's defaults.
     resolved: dict[str, Any] = {}
-    for name, value in group.overrides.items():
-        key, stem = f"{group.key}.{name}", name.removesuffix("_scale")
+    for name, value in group.rule.overrides.items():
+        key, stem = f"{group.rule.key}.{name}", name.removesuffix("_scale")
         if name in defaults:
             resolved[name] = _checked(key, value, defaults[name], problems)
         elif stem == name or type(defaults.get(stem)) not in (int, float):
@@ -381,7 +350,7 @@ def _resolved(
                 " and lr_scale for a multiple of lr"
             )
             problems.append(Problem(key, message, did_you_mean(name, [*defaults, "lr_scale"])))
-        elif stem in group.overrides:
+        elif stem in group.rule.overrides:
             problems.append(Problem(key, f"{stem} is set as well", "remove one of the two"))
         else:
             resolved[stem] = defaults[stem] * _checked(key, value, 1.0, problems)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from operator import eq, ge, gt, le, lt
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from conf.errors import ConfigError, Problem, did_you_mean, problems_at, raise_problems
+from conf.errors import ConfigError, Problem, did_you_mean, noted, problems_at, raise_problems
 from trainer.targets.allow_list import locate
 
 DEFAULT = "default"  # the group of the parameters that no rule accepts
@@ -18,6 +20,7 @@ _OWN = (*SELECTORS, "name", "frozen", "layers", "layer_decay")
 
 _NORM_NAME = re.compile(r"Norm([123]d)?$")
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    "norm": (),  # by the name of the class, or of a base: there is no base of all
     "conv": (
         *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -30,13 +33,7 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 _SHAPES = {"vector": "ndim<=1", "matrix": "ndim==2", "kernel": "ndim>=3"}
 _KINDS = ("bias", "weight", "norm", "embedding", *_SHAPES)
 _NDIM = re.compile(r"ndim\s*(<=|>=|==|<|>)\s*([0-9]{1,3})")
-_COMPARE = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+_COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 
 
 class ParamGroupError(ConfigError, ValueError):
@@ -46,7 +43,7 @@ class ParamGroupError(ConfigError, ValueError):
 class Candidate(NamedTuple):
     """A parameter with all its names (a tied one has several) and the modules that contain it."""
 
-    names: tuple[str, ...]  # its state is saved under the first
+    names: tuple[str, ...]
     tensor: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that it is registered in
     path: tuple[nn.Module, ...]  # the owners and all modules that contain them
@@ -56,21 +53,9 @@ class Candidate(NamedTuple):
         """The name that its state is saved under."""
         return self.names[0]
 
-    def is_kind(self, kind: str) -> bool:
-        """Return whether it is of a kind: "bias", "norm", "matrix", "ndim<=1", ..."""
-        if comparison := _NDIM.fullmatch(_SHAPES.get(kind, kind)):
-            return bool(_COMPARE[comparison[1]](self.tensor.ndim, int(comparison[2])))
-        if kind in ("bias", "weight"):  # also an LSTM's `bias_ih_l0`, attention's `in_proj_bias`
-            word = re.compile(rf"{kind}$|{kind}_.*|.*_{kind}$")
-            return any(word.match(name.rpartition(".")[2]) for name in self.names)
-        return _one_is(kind, self.owners)
 
-
-def _one_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
-    if kind == "norm":  # by its name, or a base's: there is no base of all
-        return any(_NORM_NAME.search(base.__name__) for m in modules for base in type(m).__mro__)
-    classes = _MODULES[kind] if isinstance(kind, str) else kind
-    return any(isinstance(m, classes) for m in modules)
+Selector = Callable[[Candidate], object]
+T = TypeVar("T")
 
 
 def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> list[Candidate]:
@@ -81,23 +66,13 @@ def candidates(model: nn.Module, others: Mapping[str, nn.Module] | None = None) 
         modules |= dict(part.named_modules(prefix=root, remove_duplicate=False))
         for name, tensor in part.named_parameters(prefix=root, remove_duplicate=False):
             names.setdefault(tensor, []).append(name)
-    return [
-        Candidate(
-            tuple(aliases),
-            tensor,
-            tuple(modules[alias.rpartition(".")[0]] for alias in aliases),
-            tuple(modules[p] for alias in aliases for p in _prefixes(alias) if p in modules),
-        )
-        for tensor, aliases in names.items()
-    ]
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
-
-
-Selector = Callable[[Candidate], object]
+    found = []
+    for tensor, aliases in names.items():
+        owners = [alias.rpartition(".")[0] for alias in aliases]
+        above = [p for o in owners for p in ["", *accumulate(o.split("."), "{}.{}".format)]]
+        path = tuple(modules[p] for p in above if p in modules)
+        found.append(Candidate(tuple(aliases), tensor, tuple(modules[o] for o in owners), path))
+    return found
 
 
 class GroupRule(NamedTuple):
@@ -105,19 +80,27 @@ class GroupRule(NamedTuple):
 
     name: str
     key: str  # its key in the config
-    accepts: Selector
-    overrides: Mapping[str, Any]
+    accepts: Selector = lambda candidate: True
+    overrides: Mapping[str, Any] = {}
     frozen: bool = False
     layer_decay: float | None = None
-    layers: tuple[re.Pattern[str], ...] = ()
+    layers: Sequence[re.Pattern[str]] = ()
 
 
 class Claim(NamedTuple):
-    """Which parameters an optimizer takes, and the rules that divide them."""
+    """Which parameters an optimizer takes, and its rules, of which the last accepts all others."""
 
-    key: str
+    takes: Selector
     rules: Sequence[GroupRule]
-    takes: Selector = lambda candidate: True
+
+
+class ParamGroup(NamedTuple):
+    """Parameters that share hyper-parameters."""
+
+    name: str
+    rule: GroupRule
+    lr_factor: float  # from `layer_decay` and the depth of the layer
+    parameters: dict[str, nn.Parameter]
 
 
 def first_rule(rules: Sequence[GroupRule], candidate: Candidate) -> GroupRule | None:
@@ -125,67 +108,48 @@ def first_rule(rules: Sequence[GroupRule], candidate: Candidate) -> GroupRule | 
     return next((rule for rule in rules if rule.accepts(candidate)), None)
 
 
-class ParamGroup(NamedTuple):
-    """Parameters that share hyper-parameters."""
-
-    name: str
-    key: str  # of the rule, for messages
-    overrides: Mapping[str, Any]
-    lr_factor: float  # from `layer_decay` and the depth of the layer
-    parameters: dict[str, nn.Parameter]
-
-
 def divide(
-    model: nn.Module,
-    claims: Mapping[str, Claim],
-    others: Mapping[str, nn.Module] | None = None,
+    model: nn.Module, found: Sequence[Candidate], claims: Mapping[str, Claim]
 ) -> tuple[dict[str, list[ParamGroup]], dict[str, nn.Parameter]]:
     """Assign each trainable parameter to the first claim that takes it, and to one group (I8).
 
     Returns the groups of each claim and the frozen parameters; those of rules with `frozen` are
     frozen here. With several claims, the name of a group begins with that of its optimizer.
-    `others`: modules besides the model that are trained (those of a task), by name. Raises
-    `ParamGroupError` with all problems.
+    Raises `ParamGroupError` with all problems.
     """
-    found = candidates(model, others)
     problems: list[Problem] = []
-    rules = [rule for claim in claims.values() for rule in claim.rules]
+    rules = [rule for claim in claims.values() for rule in claim.rules[:-1]]
     layers = {r.key: _layers(r, model, found, problems) for r in rules if r.layer_decay is not None}
     groups: dict[tuple[str, int, int], ParamGroup] = {}  # by optimizer, rule and layer
     frozen: dict[str, nn.Parameter] = {}
     used: set[str] = set()
     homeless: list[str] = []
     for candidate in found:
-        owner = next((name for name, claim in claims.items() if claim.takes(candidate)), None)
-        rule = None if owner is None else first_rule(claims[owner].rules, candidate)
+        owner = next((name for name, claim in claims.items() if claim.takes(candidate)), "")
+        rule = first_rule(claims[owner].rules if owner else (), candidate)
         used |= {rule.key} if rule else set()
         if not candidate.tensor.requires_grad or (rule and rule.frozen):
             frozen[candidate.name] = candidate.tensor
-            continue
-        if owner is None:
-            homeless.append(candidate.name)
-            continue
-        prefix, key, own = owner if len(claims) > 1 else "", claims[owner].key, claims[owner].rules
-        group, place, depth = ParamGroup(prefix or DEFAULT, key, {}, 1.0, {}), len(own), 0
-        if rule:
-            depth, above = layers.get(rule.key, {}).get(candidate.name, (0, 0))
+        elif rule:
+            depth, factor = layers.get(rule.key, {}).get(candidate.name, (0, 1.0))
             layer = str(depth) if rule.layer_decay is not None else ""
-            name = ".".join(filter(None, (prefix, rule.name, layer)))
-            factor = (rule.layer_decay or 1.0) ** above
-            group, place = ParamGroup(name, rule.key, rule.overrides, factor, {}), own.index(rule)
-        members = groups.setdefault((owner, place, depth), group).parameters
-        members[candidate.name] = candidate.tensor
+            words = (owner if len(claims) > 1 else "", rule.name, layer)
+            group = ParamGroup(".".join(filter(None, words)) or DEFAULT, rule, factor, {})
+            place = owner, claims[owner].rules.index(rule), depth
+            groups.setdefault(place, group).parameters[candidate.name] = candidate.tensor
+        else:
+            homeless.append(candidate.name)
     ordered = {name: [groups[key] for key in sorted(groups) if key[0] == name] for name in claims}
     problems += unused(rules, used, found)
     if homeless:
         problems.append(Problem("optimizer.optimizers", f"no optimizer takes {some(homeless)}"))
     for name, claim in claims.items():
         if not ordered[name]:
-            problems.append(Problem(claim.key, "has no trainable parameter left"))
-    names = [group.name for group in groups.values()]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        message = f"two parameter groups would be called {name!r}"
-        problems.append(Problem("optimizer", message, "rename a rule"))
+            problems.append(Problem(claim.rules[-1].key, "has no trainable parameter left"))
+    for name, count in Counter(group.name for group in groups.values()).items():
+        if count > 1:
+            message = f"two parameter groups would be called {name!r}"
+            problems.append(Problem("optimizer", message, "rename a rule"))
     raise_problems(problems, ParamGroupError)
     for tensor in frozen.values():
         tensor.requires_grad_(False)
@@ -194,20 +158,22 @@ def divide(
 
 def _layers(
     rule: GroupRule, model: nn.Module, found: Sequence[Candidate], problems: list[Problem]
-) -> dict[str, tuple[int, int]]:
-    # Of each parameter: the number of its layer from the input on, and of layers above it.
+) -> dict[str, tuple[int, float]]:
+    # Of each parameter: the number of its layer from the input on, and the factor of its rate.
     places: Mapping[str, Any] = {c.name: _place(c.name, rule.layers) for c in found}
     if len(set(places.values()) - {None}) < 2:
         places = _timm_layers(model) or places
-    numbers = sorted(set(places.values()) - {None})
+    layers = sorted(set(places.values()) - {None})
     missing = [c.name for c in found if rule.accepts(c) and places.get(c.name) is None]
     if missing:
         problems.append(Problem(f"{rule.key}.layers", f"no pattern matches {missing[0]}"))
-    elif len(numbers) < 2:
+    elif len(layers) < 2:
         hint = r"give patterns from the input on, such as blocks\.(\d+)"
         problems.append(Problem(f"{rule.key}.layers", "finds one layer only", hint))
-    order = {place: (i, len(numbers) - 1 - i) for i, place in enumerate(numbers)}
-    return {name: order[place] for name, place in places.items() if place is not None}
+    decays = {
+        p: (i, (rule.layer_decay or 1.0) ** (len(layers) - 1 - i)) for i, p in enumerate(layers)
+    }
+    return {name: decays[place] for name, place in places.items() if place is not None}
 
 
 def _place(name: str, layers: Sequence[re.Pattern[str]]) -> tuple[int, int] | None:
@@ -251,50 +217,46 @@ def some(names: Sequence[str], limit: int = 8) -> str:
 
 def parse_rules(rules: Any, key: str, problems: list[Problem]) -> list[GroupRule]:
     """Parse a dict (null entries are dropped) or a list of rules; append to `problems`."""
-    named: list[tuple[str, Any]] = []
-    if isinstance(rules, Mapping):
-        named = [(str(name), node) for name, node in rules.items() if node is not None]
-    elif isinstance(rules, list | tuple):
-        for i, node in enumerate(rules):
-            own = node.get("name") if isinstance(node, Mapping) else None
-            named.append((str(own or f"rule_{i}"), node))
-        if len(dict(named)) < len(named):
+    if isinstance(rules, list | tuple):
+        names = [node.get("name") if isinstance(node, Mapping) else None for node in rules]
+        named = {str(name or f"rule_{i}"): rules[i] for i, name in enumerate(names)}
+        if len(named) < len(rules):
             problems.append(Problem(key, "gives the same name to two rules"))
-    elif rules is not None:
+        rules = named
+    if not isinstance(rules, Mapping | None):
         problems.append(Problem(key, f"must be a dict or a list of rules, not {rules!r}"))
+        return []
     parsed = []
-    for name, node in named:
-        if not isinstance(node, Mapping):
+    for name, node in (rules or {}).items():
+        where = f"{key}.{name}"
+        if name == DEFAULT or not re.fullmatch(r"[\w\-./]+", str(name)):
+            message = f"a rule's name has letters, digits and ._-/ only, and is not {DEFAULT!r}"
+            problems.append(Problem(where, message))
+        elif isinstance(node, Mapping):
+            parsed.append(_parse_rule(str(name), node, where, problems))
+        elif node is not None:
             message = f"must be a rule such as {{match: bias$}}, not {node!r}"
-            problems.append(Problem(f"{key}.{name}", message))
-        elif name == DEFAULT or not re.fullmatch(r"[\w\-./]+", name):
-            message = (
-                "the name of a rule may have letters, digits and ._-/ only, and must not be"
-                f" {DEFAULT!r}, the group of the parameters without a rule"
-            )
-            problems.append(Problem(f"{key}.{name}", message))
-        else:
-            parsed.append(_parse_rule(name, node, f"{key}.{name}", problems))
+            problems.append(Problem(where, message))
     return parsed
 
 
 def _parse_rule(name: str, node: Mapping[str, Any], key: str, problems: list[Problem]) -> GroupRule:
-    if not any(word in node for word in SELECTORS):
+    selector = {word: node[word] for word in SELECTORS if word in node}
+    if not selector:
         hint = f"give it {', '.join(SELECTORS[:-1])} or except"
         problems.append(Problem(key, "selects nothing", hint))
-    frozen, decay = node.get("frozen", False), node.get("layer_decay")
+    frozen, decay, layers = node.get("frozen", False), node.get("layer_decay"), node.get("layers")
     if not isinstance(frozen, bool):
         problems.append(Problem(f"{key}.frozen", f"must be true or false, not {frozen!r}"))
-    if (decay is None) != (node.get("layers") is None):
+    if (decay is None) != (layers is None):
         problems.append(Problem(key, "needs both layer_decay and layers, or neither"))
     if decay is not None and not (type(decay) in (int, float) and 0 < decay <= 1):
         message = f"must be a number in (0, 1], not {decay!r}"
         problems.append(Problem(f"{key}.layer_decay", message))
-    selector = {word: node[word] for word in SELECTORS if word in node}
-    overrides = {word: value for word, value in node.items() if word not in _OWN}
-    layers = _patterns(node.get("layers"), f"{key}.layers", problems)
+    patterns = [] if layers is None else _each(_pattern, layers, f"{key}.layers", problems)
     accepts = parse_selector(selector, key, problems)
-    return GroupRule(name, key, accepts, overrides, frozen is True, decay, layers)
+    overrides = {word: value for word, value in node.items() if word not in _OWN}
+    return GroupRule(name, key, accepts, overrides, frozen is True, decay, patterns)
 
 
 def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
@@ -302,79 +264,82 @@ def parse_selector(node: Any, key: str, problems: list[Problem]) -> Selector:
 
     Appends to `problems`.
     """
-    hold, unless = _conditions(node, SELECTORS, key, problems), []
+    hold, unless = _tests(node, SELECTORS, key, problems), []
     if isinstance(node, Mapping) and node.get("except") is not None:
-        unless = _conditions(node["except"], SELECTORS[:-1], f"{key}.except", problems)
-    return lambda c: not any(holds(c) for holds in unless) and all(holds(c) for holds in hold)
+        unless = _tests(node["except"], SELECTORS[:-1], f"{key}.except", problems)
+    return lambda c: (
+        all(any(holds(c) for holds in tests) for tests in hold)
+        and not any(holds(c) for tests in unless for holds in tests)
+    )
 
 
-def _conditions(
+def _tests(
     node: Any, words: Sequence[str], key: str, problems: list[Problem]
-) -> list[Selector]:
+) -> list[list[Selector]]:
+    # For each key the tests of its values, of which one must hold.
     if not isinstance(node, Mapping):
-        message = f"must be a dict with {', '.join(words)}, not {node!r}"
-        problems.append(Problem(key, message))
+        problems.append(Problem(key, f"must be a dict with {', '.join(words)}, not {node!r}"))
         return []
-    problems += [
-        Problem(f"{key}.{word}", "unknown key", did_you_mean(str(word), words))
-        for word in node
-        if word not in words
-    ]
-    patterns = _patterns(node.get("match"), f"{key}.match", problems)
-    modules = _modules(node.get("module"), f"{key}.module", problems)
-    kinds = _strings(node.get("kind"), f"{key}.kind", problems)
-    for kind in kinds:
-        if kind not in _KINDS and not _NDIM.fullmatch(kind):
-            known = f"neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1"
-            hint = did_you_mean(kind, _KINDS)
-            problems.append(Problem(f"{key}.kind", f"{kind!r} is {known}", hint))
-    conditions: list[Selector] = []
-    if patterns:
-        conditions.append(lambda c: any(p.search(name) for p in patterns for name in c.names))
-    if modules:
-        conditions.append(lambda c: any(_one_is(module, c.path) for module in modules))
-    if kinds:
-        conditions.append(lambda c: any(map(c.is_kind, kinds)))
-    return conditions
+    makers = {"match": _matches, "module": _lies_in, "kind": _is_kind}
+    found = []
+    for word, value in node.items():
+        if word not in words:
+            hint = did_you_mean(str(word), words)
+            problems.append(Problem(f"{key}.{word}", "unknown key", hint))
+        elif word in makers and value is not None:
+            found.append(_each(makers[word], value, f"{key}.{word}", problems))
+    return found
 
 
-def _strings(value: Any, key: str, problems: list[Problem]) -> list[str]:
-    values = [value] if isinstance(value, str) else value
-    if values is None:
-        return []
-    if isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values):
-        return list(values)
-    problems.append(Problem(key, f"must be a string or a list of strings, not {value!r}"))
-    return []
+def _each(make: Callable[[str], T], value: Any, key: str, problems: list[Problem]) -> list[T]:
+    # What is made of a text, or of each text of a list.
+    texts = [value] if isinstance(value, str) else value
+    made: list[T] = []
+    if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
+        for text in texts:
+            with noted(problems), problems_at(key):
+                made.append(make(text))
+    else:
+        problems.append(Problem(key, f"must be a string or a list of strings, not {value!r}"))
+    return made
 
 
-def _patterns(value: Any, key: str, problems: list[Problem]) -> tuple[re.Pattern[str], ...]:
-    compiled = []
-    for text in _strings(value, key, problems):
-        try:
-            compiled.append(re.compile(text))
-        except re.error as error:
-            problems.append(Problem(key, f"{text!r} is not a valid regular expression: {error}"))
-    return tuple(compiled)
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        message = f"{text!r} is not a valid regular expression: {error}"
+        raise ParamGroupError(message) from None
 
 
-def _modules(value: Any, key: str, problems: list[Problem]) -> list[str | type]:
-    modules: list[str | type] = []
-    known = ("norm", *_MODULES)
-    for text in _strings(value, key, problems):
-        try:
-            with problems_at(key):
-                found = text if text in known else locate(text) if "." in text else None
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        except Exception as error:  # whatever a user's module raises when imported
-            problems.append(Problem(key, f"{text!r} cannot be imported: {error}"))
-            continue
-        if isinstance(found, str | type):
-            modules.append(found)
-        else:
-            known_text = f"neither the import path of a class nor one of {', '.join(known)}"
-            hint = did_you_mean(text, known)
-            problems.append(Problem(key, f"{text!r} is {known_text}", hint))
-    return modules
+def _matches(text: str) -> Selector:
+    pattern = _pattern(text)
+    return lambda c: any(map(pattern.search, c.names))
+
+
+def _is_kind(kind: str) -> Selector:
+    if comparison := _NDIM.fullmatch(_SHAPES.get(kind, kind)):
+        compare, limit = _COMPARE[comparison[1]], int(comparison[2])
+        return lambda c: compare(c.tensor.ndim, limit)
+    if kind in ("bias", "weight"):  # also an LSTM's `bias_ih_l0`, attention's `in_proj_bias`
+        word = re.compile(rf"{kind}$|{kind}_.*|.*_{kind}$")
+        return lambda c: any(word.match(name.rpartition(".")[2]) for name in c.names)
+    if kind in _KINDS:
+        return lambda c: _one_is(kind, c.owners)
+    known = f"neither one of {', '.join(_KINDS)} nor a comparison such as ndim<=1"
+    raise ParamGroupError(Problem("", f"{kind!r} is {known}", did_you_mean(kind, _KINDS)))
+
+
+def _lies_in(text: str) -> Selector:
+    kind = text if text in _MODULES else locate(text) if "." in text else None
+    if not isinstance(kind, str | type):
+        known = f"neither the import path of a class nor one of {', '.join(_MODULES)}"
+        raise ParamGroupError(Problem("", f"{text!r} is {known}", did_you_mean(text, _MODULES)))
+    return lambda c: _one_is(kind, c.path)
+
+
+def _one_is(kind: str | type, modules: Iterable[nn.Module]) -> bool:
+    if kind == "norm":
+        return any(_NORM_NAME.search(base.__name__) for m in modules for base in type(m).__mro__)
+    classes = _MODULES[kind] if isinstance(kind, str) else kind
+    return any(isinstance(m, classes) for m in modules)

@@ -32,6 +32,17 @@ _ON_HOST = ("step", "mu_product")
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
+class _Place(NamedTuple):
+    # Where a parameter is, in this run or as it was saved.
+    group: str  # with its optimizer; empty if it is frozen
+    shape: list[int]
+    dtype: str
+
+
+_NOWHERE = _Place("", [], "")
+_NOTHING: Mapping[str, Any] = {"groups": {}, "state": {}, "shared": {}}
+
+
 def take_step(optimizer: Optimizer) -> None:
     """Call `optimizer.step()`, without what torch puts around it where nothing needs that.
 
@@ -72,13 +83,8 @@ def _unlabelled(optimizer: Optimizer) -> Any:
     return labelled.__wrapped__  # type: ignore[attr-defined]
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` requires a closure that computes the loss, as LBFGS does."""
-    return takes_closure(type(optimizer))
-
-
-def takes_closure(kind: type[Any]) -> bool:
-    """Return whether the `step` of a class requires a closure."""
+def needs_closure(kind: type[Any]) -> bool:
+    """Return whether the `step` of a class requires a closure for the loss, as LBFGS's does."""
     step = getattr(kind, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
     return closure is not None and closure.default is inspect.Parameter.empty
@@ -114,14 +120,6 @@ def begin_with_zeros(optimizer: Optimizer, *_: Any) -> None:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-class _Place(NamedTuple):
-    # Where a parameter is, in this run or as it was saved; no optimizer has a frozen one.
-    optimizer: str
-    group: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def type_name(instance: object) -> str:
     """Return the import path of an object's class."""
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
@@ -134,35 +132,33 @@ def hyper_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def pack(of: Optimizers) -> dict[str, Any]:
     """Return types, groups, hyper-parameters and state; the tensors are shared, not copied."""
-    packed = {name: _packed(name, optimizer, of.names) for name, optimizer in of.items()}
+    packed: dict[str, Any] = {}
+    for name, optimizer in of.items():
+        kind = type_name(optimizer)
+        section: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
+        packed[name] = section
+        try:
+            for owner, values in optimizer.state.items():
+                if isinstance(owner, Tensor):
+                    section["state"][of.names[owner]] = plain(dict(values))
+                else:  # state that belongs to no parameter
+                    section["shared"][str(owner)] = plain(values)
+        except NotPlainError as error:
+            raise CheckpointError(
+                f"optimizer {name!r} ({kind}) keeps a {error} in its state; only tensors and plain "
+                "containers can be saved"
+            ) from None
     for group in of.groups():
         packed[group.optimizer_name]["groups"][group.name] = {
             "hyper_parameters": plain_part(hyper_parameters(group.options)),
             "parameters": {of.names[p]: _described(p) for p in group.options["params"]},
         }
-    described = {name: _described(tensor) for name, tensor in of.frozen.items()}
-    return {"optimizers": packed, "frozen": described}
+    frozen = {name: _described(tensor) for name, tensor in of.frozen.items()}
+    return {"optimizers": packed, "frozen": frozen}
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def _packed(name: str, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    kind = type_name(optimizer)
-    packed: dict[str, Any] = {"type": kind, "groups": {}, "state": {}, "shared": {}}
-    try:
-        for owner, values in optimizer.state.items():
-            if isinstance(owner, Tensor):
-                packed["state"][names[owner]] = plain(dict(values))
-            else:  # state that belongs to no parameter
-                packed["shared"][str(owner)] = plain(values)
-    except NotPlainError as error:
-        raise CheckpointError(
-            f"optimizer {name!r} ({kind}) keeps a {error} in its state; only tensors and plain "
-            "containers can be saved"
-        ) from None
-    return packed
 
 
 def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: bool) -> list[str]:
@@ -170,112 +166,83 @@ def unpack(of: Optimizers, saved: Mapping[str, Any], restore_hyper_parameters: b
 
     Returns remarks on parameters that were frozen or unfrozen since the state was saved.
     """
-    groups = of.groups()
+    loaded = []
     try:
         here, there = _places(pack(of)), _places(saved)
-        problems = [*_other_optimizers(of, saved["optimizers"]), *_other_parameters(here, there)]
-        if problems:
+        if problems := [*_misfits(here, there)]:
             more = f" (+{len(problems) - 1} more)" if len(problems) > 1 else ""
             raise CheckpointError(f"the optimizer state does not fit: {problems[0]}{more}")
-        sections = [saved["optimizers"][name] for name in of.optimizers]
-        states = [
-            _state(optimizer, of.names, section["state"], there)
-            for optimizer, section in zip(of.optimizers.values(), sections, strict=True)
-        ]
-        shared = [dict(section["shared"]) for section in sections]
-        known = [saved["optimizers"][group.optimizer_name]["groups"] for group in groups]
-        # A group that was frozen as a whole when it was saved keeps the values of this run.
-        options = [
-            dict(known_there[group.name]["hyper_parameters"]) if group.name in known_there else {}
-            for group, known_there in zip(groups, known, strict=True)
-        ]
+        for group in of.groups():
+            # A group that was frozen as a whole when it was saved keeps the values of this run.
+            section = saved["optimizers"].get(group.optimizer_name, _NOTHING)
+            known = section["groups"].get(group.name, {"hyper_parameters": {}, "parameters": {}})
+            order, names = [*known["parameters"]], [of.names[p] for p in group.options["params"]]
+            # Its state is one vector over all parameters.
+            if needs_closure(type(of.optimizers[group.optimizer_name])) and order not in (
+                [],
+                names,
+            ):
+                raise CheckpointError(
+                    f"the parameters of {group.optimizer_name!r} are in another order"
+                )
+            on_host = not (group.options.get("capturable") or group.options.get("fused"))
+            states = {
+                parameter: {
+                    key: _like(value, parameter, on_host and key in _ON_HOST, there[name].dtype)
+                    for key, value in section["state"].get(name, {}).items()
+                }
+                for name, parameter in zip(names, group.options["params"], strict=True)
+                if there[name].group  # else it was frozen, and begins without state
+            }
+            options, shared = dict(known["hyper_parameters"]), dict(section["shared"])
+            loaded.append((group, states, options, shared))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {error!r}") from None
-    for optimizer, found, others in zip(of.optimizers.values(), states, shared, strict=True):
-        for parameter, values in found.items():
-            optimizer.state.pop(parameter, None)
+    for group, states, options, shared in loaded:
+        state = of.optimizers[group.optimizer_name].state
+        for parameter, values in states.items():
+            state.pop(parameter, None)
             if values:
-                optimizer.state[parameter] = values
-        optimizer.state.update(others)
-    if restore_hyper_parameters:
-        for group, values in zip(groups, options, strict=True):
-            group.options.update({k: v for k, v in values.items() if k not in _IMPLEMENTATION})
+                state[parameter] = values
+        state.update(shared)
+        if restore_hyper_parameters:
+            group.options.update({k: v for k, v in options.items() if k not in _IMPLEMENTATION})
     remarks = {
         "unfrozen since the checkpoint, they begin without state": (here, there),
         "frozen since the checkpoint, their state is dropped": (there, here),
     }
     changed = {
-        remark: [name for name, place in a.items() if place.optimizer and not b[name].optimizer]
+        remark: [name for name, place in a.items() if place.group and not b[name].group]
         for remark, (a, b) in remarks.items()
     }
     return [f"{remark}: {', '.join(names)}" for remark, names in changed.items() if names]
 
 
 def _places(packed: Mapping[str, Any]) -> dict[str, _Place]:
-    def place(optimizer: str, group: str, described: Mapping[str, Any]) -> _Place:
-        return _Place(optimizer, group, tuple(described["shape"]), str(described["dtype"]))
-
-    frozen = {name: place("", "", described) for name, described in packed["frozen"].items()}
-    return frozen | {
-        name: place(optimizer, group, described)
-        for optimizer, section in packed["optimizers"].items()
-        for group, content in section["groups"].items()
-        for name, described in content["parameters"].items()
+    groups: dict[str, Any] = {"": packed["frozen"]}
+    for name, section in packed["optimizers"].items():
+        for group, content in section["groups"].items():
+            groups[f"group {group!r} of {name!r} ({section['type']})"] = content["parameters"]
+    return {
+        name: _Place(group, [*described["shape"]], described["dtype"])
+        for group, parameters in groups.items()
+        for name, described in parameters.items()
     }
 
 
-def _other_optimizers(of: Optimizers, saved: Mapping[str, Any]) -> Iterator[str]:
-    for name in saved.keys() - of.optimizers.keys():
-        yield f"the checkpoint has an optimizer {name!r}, this run has {', '.join(of.optimizers)}"
-    for name, optimizer in of.items():
-        if name not in saved:
-            yield f"optimizer {name!r} is not in the checkpoint, which has {', '.join(saved)}"
-        elif saved[name]["type"] != type_name(optimizer):
-            yield f"optimizer {name!r} is {type_name(optimizer)}, it was {saved[name]['type']}"
-    for group in of.groups():  # LBFGS: its state is one vector over all parameters
-        name = group.optimizer_name
-        if name in saved and needs_closure(of.optimizers[name]):
-            content = saved[name]["groups"].get(group.name)
-            if content and [*content["parameters"]] != [
-                of.names[p] for p in group.options["params"]
-            ]:
-                yield f"the parameters of {name!r} are in another order"
-
-
-def _other_parameters(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterator[str]:
-    trained = [name for places in (here, there) for name, at in places.items() if at.optimizer]
-    for name in dict.fromkeys(trained):
-        now, was = here.get(name), there.get(name)
-        if was is None:
-            yield f"parameter {name} (group {here[name].group}) is not in the checkpoint"
-        elif now is None:
-            yield f"parameter {name} (group {was.group}) of the checkpoint is not in this run"
+def _misfits(here: Mapping[str, _Place], there: Mapping[str, _Place]) -> Iterator[str]:
+    for name in {**here, **there}:
+        now, was = here.get(name, _NOWHERE), there.get(name, _NOWHERE)
+        if not (now.group or was.group):
+            continue
+        if was is _NOWHERE:
+            yield f"parameter {name} ({now.group}) is not in the checkpoint"
+        elif now is _NOWHERE:
+            yield f"parameter {name} ({was.group}) of the checkpoint is not in this run"
         elif now.shape != was.shape:
-            yield f"parameter {name} has shape {list(now.shape)}, it had {list(was.shape)}"
-        elif now.optimizer and was.optimizer and now[:2] != was[:2]:
-            yield (
-                f"parameter {name} is in group {now.group!r} of {now.optimizer!r}, it was in "
-                f"{was.group!r} of {was.optimizer!r}"
-            )
-
-
-def _state(
-    optimizer: Optimizer,
-    names: Mapping[Tensor, str],
-    saved: Mapping[str, Any],
-    there: Mapping[str, _Place],
-) -> dict[Tensor, dict[str, Any]]:
-    states = {}
-    for group in optimizer.param_groups:
-        on_host = not (group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            place = there[names[parameter]]
-            if place.optimizer:  # else it was frozen, and begins without state
-                states[parameter] = {
-                    key: _like(value, parameter, on_host and key in _ON_HOST, place.dtype)
-                    for key, value in saved.get(names[parameter], {}).items()
-                }
-    return states
+            yield f"parameter {name} has shape {now.shape}, it had {was.shape}"
+        elif now.group and was.group and now.group != was.group:
+            yield f"parameter {name} is in {now.group}, it was in {was.group}"
 
 
 def _like(value: Any, parameter: Tensor, on_host: bool, dtype: str) -> Any:

@@ -37,8 +37,8 @@ class Turn:
         self.name = name
         self.every = optimizers
         # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
-        self.optimizers = [o for o in optimizers if not needs_closure(o)]
-        self.searching = [o for o in optimizers if needs_closure(o)]
+        self.optimizers = [o for o in optimizers if not needs_closure(type(o))]
+        self.searching = [o for o in optimizers if needs_closure(type(o))]
         self._sizes: list[int] = []
         self._parameters: list[Tensor] = []
         self.alike = False  # whether the parameters are of one device and dtype

@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizers: list[Optimizer], updates: int = 4) -> li
         closure()
         for optimizer in optimizers:
             needs = isinstance(optimizer, torch.optim.LBFGS)
-            assert needs_closure(optimizer) is needs
+            assert needs_closure(type(optimizer)) is needs
             optimizer.step(closure) if needs else optimizer.step()
     return [p.detach() for p in model.parameters()]
 
