@@ -17,18 +17,16 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from conf.errors import Problem, raise_problems
+from conf.errors import Problem, problems_at, raise_problems
 from conf.interpolation import RESERVED, fill, leaves
 from trainer.lr_schedulers.functions import functions_of_groups
 from trainer.lr_schedulers.schedule import (
     Interval,
     LRSchedule,
     ScheduleError,
-    StandIn,
     Track,
     Warmup,
     refuse,
-    takes_metric,
 )
 from trainer.optimizers.optimizers import Optimizers, construct
 from trainer.targets.allow_list import locate
@@ -37,6 +35,7 @@ logger = logging.getLogger("regimen")
 
 OUTER = ("interval", "monitor", "warmup")  # keys of ours, in the outermost node only
 EXAMINED = 10_000  # updates, at most, that are walked before a run
+_WARMUP: Mapping[str, Any] = {"steps": 0, "epochs": 0, "start_factor": 0.01, "shape": "linear"}
 
 
 def _inner_nodes(node: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
@@ -73,38 +72,17 @@ def build_lr_schedule(
     unless the lengths are `guessed`.
     """
     groups = optimizers.groups()
-    every = [group.name for group in groups]
-
-    def over(chosen: Mapping[str, Optimizer]) -> LRSchedule:
-        tracks = {}
-        for name, optimizer in chosen.items():
-            section, where = node, key
-            configured = optimizers.sections.get(name)
-            if configured and (own := configured.own["lr_scheduler"]) is not None:
-                section, where = own, f"{configured.key}.lr_scheduler"
-            if section:
-                names = [group.name for group in groups if group.optimizer_name == name]
-                lengths = total_steps, steps_per_epoch
-                builder = _Builder(optimizer, names, every, *lengths, guessed)
-                tracks[name] = builder.track(section, where)
-        return LRSchedule(tracks, steps_per_epoch, rehearsal)
-
-    def rehearsal() -> LRSchedule:
-        stand_ins = {
-            name: StandIn(optimizers.configured[name], optimizer.defaults)
-            for name, optimizer in optimizers.items()
-        }
-        schedule = over(stand_ins)
-        for optimizer in stand_ins.values():
-            optimizer.step()
-        return schedule
-
-    schedule = over(optimizers.optimizers)
-    _examine(schedule, total_steps, key, guessed)
-    return schedule
-
-
-def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: bool) -> None:
+    tracks = {}
+    for name, optimizer in optimizers.items():
+        section, where, own = node, key, optimizers.sections.get(name)
+        if own and own.own["lr_scheduler"] is not None:
+            section, where = own.own["lr_scheduler"], f"{own.key}.lr_scheduler"
+        if section:
+            names = [group.name for group in groups if group.optimizer_name == name]
+            every = [group.name for group in groups]
+            builder = _Builder(optimizer, names, every, total_steps, steps_per_epoch, guessed)
+            tracks[name] = builder.track(section, where)
+    schedule = LRSchedule(tracks, steps_per_epoch)
     # torch validates few arguments, so the learning rates of the run are looked at.
     last = min(total_steps or 1000, EXAMINED)
     steps = [*range(0, last, max(1, last // 50)), last]
@@ -119,6 +97,7 @@ def _examine(schedule: LRSchedule, total_steps: int | None, key: str, guessed: b
     except ValueError as error:
         if not (guessed and "Tried to step" in str(error)):  # beyond the end of a OneCycleLR
             raise
+    return schedule
 
 
 def warn_of_long_warmups(
@@ -136,30 +115,25 @@ def parse_warmup(node: Any, key: str, interval: str, steps_per_epoch: int | None
 
     With `epochs` the factor changes after every update, or once an epoch if the schedule does.
     """
-    if node is None:
-        return Warmup()
-    if not isinstance(node, Mapping):
+    if not isinstance(node, Mapping | None):
         refuse(key, f"must be a dict with steps or epochs, not {node!r}")
-    given = {"steps": 0, "epochs": 0, "start_factor": 0.01, "shape": "linear"} | dict(node)
-    steps, epochs, start, shape, *_ = given.values()
-    steps, epochs = steps or 0, epochs or 0
-    positive = shape == "exponential"
-    wrong = {  # by key: whether it is, and what it must be
-        "steps": (isinstance(steps, bool | float) or not _in(steps), "a number of updates"),
-        "epochs": (not _in(epochs), "a number of epochs"),
-        "shape": (shape not in ("linear", "exponential"), "one of linear, exponential"),
-        "start_factor": (
-            not _in(start, 1) or (positive and not start),
-            "from 0 to 1 (exponential: above 0)",
-        ),
+    given = {**_WARMUP, **{word: v for word, v in (node or {}).items() if v is not None}}
+    steps, epochs, start, shape = (given[word] for word in _WARMUP)
+    need = {
+        "steps": None if _in(steps) and isinstance(steps, int) else "a number of updates",
+        "epochs": None if _in(epochs) else "a number of epochs",
+        "shape": None if shape in ("linear", "exponential") else "one of linear, exponential",
+        "start_factor": None
+        if _in(start, 1) and (start or shape != "exponential")
+        else "from 0 to 1 (exponential: above 0)",
     }
     problems = [
-        Problem(f"{key}.{word}", f"must be {need}, not {given[word]!r}")
-        for word, (is_wrong, need) in wrong.items()
-        if is_wrong
+        Problem(f"{key}.{word}", f"must be {wanted}, not {given[word]!r}")
+        for word, wanted in need.items()
+        if wanted
     ]
-    hint = f"there are {', '.join(wrong)}"
-    problems += [Problem(f"{key}.{word}", "unknown key", hint) for word in node.keys() - wrong]
+    hint = f"there are {', '.join(_WARMUP)}"
+    problems += [Problem(f"{key}.{word}", "unknown key", hint) for word in given.keys() - _WARMUP]
     if steps and epochs:
         problems.append(Problem(key, "has steps and epochs", "remove one of the two"))
     if epochs and steps_per_epoch is None and interval == "step":
@@ -180,7 +154,7 @@ def _in(value: Any, highest: float = math.inf) -> bool:
 class _Builder:
     """Build the track of one optimizer: its scheduler, and those inside it.
 
-    `settings` collects their arguments, which are compared when a run is resumed. In a node
+    `settings` collects their arguments by key, which are compared when a run is resumed. In a node
     "${total_steps}" stands for the `steps` of its scheduler, updates or epochs; None if unknown.
     """
 
@@ -206,22 +180,15 @@ class _Builder:
             steps = self.updates = max(1, steps - warmup.updates(per_epoch))
             if self.interval == "epoch":
                 steps = math.ceil(steps / per_epoch) if per_epoch else None
-        scheduler = self.scheduler(node, steps, key)
-        monitor, follows = node.get("monitor"), takes_metric(scheduler)
-        if follows and not monitor:
-            message = "must be the metric that the scheduler monitors, such as val/loss"
-            refuse(f"{key}.monitor", message)
-        if monitor and not follows:
-            refuse(f"{key}.monitor", f"{type(scheduler).__name__} does not monitor a metric")
+        scheduler, monitor = self.scheduler(node, steps, key), node.get("monitor")
+        settings = {where.removeprefix(f"{key}."): v for where, v in self.settings.items()}
         ramp = warmup._asdict() if warmup.ticks else {}
-        self.settings |= {f"warmup.{name}": value for name, value in ramp.items()}
-        self.settings |= {"interval": self.interval, "monitor": monitor}
-        return Track(scheduler, self.interval, monitor, warmup, self.group_names, self.settings)
+        settings |= {f"warmup.{name}": value for name, value in ramp.items()}
+        settings |= {"interval": self.interval, "monitor": monitor}
+        with problems_at(f"{key}.monitor"):
+            return Track(scheduler, self.interval, monitor, warmup, self.group_names, settings)
 
-    def scheduler(
-        self, node: Mapping[str, Any], steps: int | None, key: str, path: str = ""
-    ) -> Any:
-        # `path`: the prefix of the node in `settings`.
+    def scheduler(self, node: Mapping[str, Any], steps: int | None, key: str) -> Any:
         kind = locate(node["_target_"])
         own = (*OUTER, "functions", "schedulers")  # keys that are not arguments of the target
         lengths = {"total_steps": steps, "steps_per_epoch": self.steps_per_epoch}
@@ -236,40 +203,38 @@ class _Builder:
             milestones = arguments["milestones"] = [_share(m, steps, where) for m in milestones]
         if isinstance(size, float):
             arguments["step_size"] = max(1, _share(size, steps, f"{key}.step_size"))
-        self.settings |= {f"{path}{name}": value for name, value in arguments.items()}
-        objects: dict[str, Any] = {}  # arguments that are not plain data
+        self.settings |= {f"{key}.{name}": value for name, value in arguments.items()}
+        # Arguments that are not plain data; the optimizer is the last one of a ChainedScheduler.
+        chained = kind is ChainedScheduler
+        objects: dict[str, Any] = {"optimizer": self.optimizer} if chained else {}
         if "functions" in node:
             if "lr_lambda" in arguments:
                 hint = 'write functions: {default: ...} instead, such as "0.97 ** epoch"'
                 refuse(f"{key}.lr_lambda", "is what functions gives", hint)
-            objects["lr_lambda"] = self.functions(node["functions"], steps, key, path)
+            objects["lr_lambda"] = self.functions(node["functions"], steps, key)
         if children := _inner_nodes(node, key):
             parts, ends = [steps] * len(children), milestones or []
             if kind is SequentialLR and len(ends) == len(children) - 1:
                 ends = zip([0, *ends], [*ends, steps], strict=True)
                 parts = [None if end is None else max(1, end - begin) for begin, end in ends]
-            objects["schedulers"] = [
-                self.scheduler(child, part, where, f"{path}{where.removeprefix(key + '.')}.")
-                for (where, child), part in zip(children.items(), parts, strict=True)
-            ]
+            pairs = zip(children.items(), parts, strict=True)
+            objects["schedulers"] = [self.scheduler(c, part, where) for (where, c), part in pairs]
         if kind in (OneCycleLR, CyclicLR) and arguments.get("max_lr") is None:
             arguments["max_lr"] = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # The optimizer is the last argument of a ChainedScheduler.
-        objects |= {"optimizer": self.optimizer} if kind is ChainedScheduler else {}
-        first = [] if kind is ChainedScheduler else [self.optimizer]
+        first = [] if chained else [self.optimizer]
         made = construct(LRScheduler, ScheduleError, key, arguments, *first, **objects)
         if isinstance(made, OneCycleLR) and made.total_steps < (steps or 0) and not self.guessed:
             message = f"total steps is {made.total_steps}, but the run has {self.updates} updates"
             refuse(key, message, "set lr_scheduler.total_steps to ${total_steps}")
         return made
 
-    def functions(self, functions: Any, steps: int | None, key: str, path: str) -> list[Any]:
+    def functions(self, functions: Any, steps: int | None, key: str) -> list[Any]:
         per_epoch, by_step = self.steps_per_epoch, self.interval == "step"
-        self.settings[f"{path}functions"] = functions
+        self.settings[f"{key}.functions"] = functions
         if "total_steps" in str(functions):
-            self.settings[f"{path}total_steps"] = self.updates
+            self.settings[f"{key}.total_steps"] = self.updates
         if not by_step or "epoch" in str(functions):
-            self.settings[f"{path}steps_per_epoch"] = per_epoch
+            self.settings[f"{key}.steps_per_epoch"] = per_epoch
         lengths = {"total_steps": self.updates, "steps_per_epoch": per_epoch}
         known = {name: float(length) for name, length in lengths.items() if length is not None}
 

@@ -168,20 +168,18 @@ def _aliases(group: str) -> list[str]:
 
 
 def _function_of(source: Any, values: Values, last: int, key: str) -> Function:
-    if isinstance(source, Mapping):
-        function = instantiate(dict(source), _key_=key)
-    elif isinstance(source, str) and _IMPORT_PATH.fullmatch(source):
+    path = isinstance(source, str) and _IMPORT_PATH.fullmatch(source)
+    if isinstance(source, Mapping) or path:
         with problems_at(key):
-            function = locate(source)
-    elif isinstance(source, str | int | float) and not isinstance(source, bool):
-        factor = expression(str(source), values, key)
-        for step in sorted({0, 1, last // 2, last}):
-            if (value := factor(step)) < 0:
-                refuse(key, f"{source!r} is negative, {value:g}, at step {step}")
-        return factor
-    else:
+            made = locate(source) if path else instantiate(dict(source), _key_=key)
+        if not callable(made):
+            refuse(key, f"is not a function of a step: {made!r}")
+        # torch saves the attributes of callable objects, but nothing of functions.
+        return lambda step: made(step)
+    if isinstance(source, bool) or not isinstance(source, str | int | float):
         refuse(key, f"must be an expression or an import path, not {source!r}")
-    if not callable(function):
-        refuse(key, f"is not a function of a step: {function!r}")
-    # torch saves the attributes of callable objects, but nothing of functions.
-    return lambda step: function(step)
+    factor = expression(str(source), values, key)
+    for step in sorted({0, 1, last // 2, last}):
+        if (value := factor(step)) < 0:
+            refuse(key, f"{source!r} is negative, {value:g}, at step {step}")
+    return factor

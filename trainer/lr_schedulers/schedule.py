@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from conf.errors import ConfigError, Problem
 from trainer.checkpoints.archive import plain_part
@@ -65,7 +64,7 @@ class Track:
     The warm-up ends at the scheduler's first value, so it can precede any scheduler; the
     scheduler's steps start after it. The position of a track follows from the run's updates and
     epochs. `settings` are the arguments that the track was built from; a scheduler of the caller's
-    has none.
+    has none. Raises `ScheduleError` for a `monitor` without need, or a scheduler without one.
     """
 
     def __init__(
@@ -77,6 +76,15 @@ class Track:
         group_names: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        follows = any(p.default is p.empty and p.kind not in variadic for p in parameters)
+        if follows and not monitor:
+            message = "must be the metric that the scheduler monitors, such as val/loss"
+            hint = None if settings else 'LRSchedule.wrap(scheduler, monitor="val/loss")'
+            raise ScheduleError(Problem("", message, hint))
+        if monitor and not follows:
+            raise ScheduleError(f"{type(scheduler).__name__} does not monitor a metric")
         self.groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
         self.scheduler = scheduler
         self.monitor = monitor
@@ -141,22 +149,21 @@ class Track:
             "lr": [float(group["lr"]) for group in self.groups],
         }
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the settings that differ from those of `state`."""
-        if state["type"] != type_name(self.scheduler):
-            return [f"it is {type_name(self.scheduler)}, it was {state['type']}"]
-        there, here = state["settings"], self.settings
-        found = [
-            f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
-            for key in here | there
-            if here.get(key) != there.get(key)
-        ]
-        new = [name for name in self.group_names if name not in state["groups"]]
-        found += [f"group {name!r} had no schedule" for name in new]
-        own = not self.settings or not state["type"].startswith("torch.")
-        if own and self.group_names != state["groups"]:
-            found.append("the parameter groups, or their order, have changed")
-        return found
+    def differences(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the settings that differ from those of `state`."""
+        there, here, own = state["settings"], self.settings, type_name(self.scheduler)
+        if state["type"] != own:
+            yield f"it is {own}, it was {state['type']}"
+            return
+        for key in here | there:
+            if here.get(key) != there.get(key):
+                yield f"lr_scheduler.{key} is {here.get(key)!r}, it was {there.get(key)!r}"
+        for name in self.group_names:
+            if name not in state["groups"]:
+                yield f"group {name!r} had no schedule"
+        # Only of torch's schedulers it is known which of their lists are by group.
+        if not (here and own.startswith("torch.")) and self.group_names != state["groups"]:
+            yield "the parameter groups, or their order, have changed"
 
     def load_state_dict(self, state: Mapping[str, Any], updates: int, epochs: int) -> None:
         """Restore `state` exactly; the optimizer's state has the hyper-parameters."""
@@ -222,13 +229,6 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def takes_metric(scheduler: Any) -> bool:
-    """Return whether a scheduler's `step` has a required argument, which is a metric."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is p.empty and p.kind not in variadic for p in parameters)
-
-
 def _reordered(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
     # Of a scheduler and of those inside it: lists by position follow the groups.
     found = dict(state)
@@ -241,22 +241,13 @@ def _reordered(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
 
 
 class LRSchedule:
-    """Set the learning rates of one or several optimizers, each by its own track.
+    """Set the learning rates of one or several optimizers, each by its own track."""
 
-    `rehearsal` makes the same schedule over optimizers that train nothing.
-    """
-
-    def __init__(
-        self,
-        tracks: Mapping[str, Track],
-        steps_per_epoch: int | None = None,
-        rehearsal: Callable[[], LRSchedule] | None = None,
-    ) -> None:
+    def __init__(self, tracks: Mapping[str, Track], steps_per_epoch: int | None = None) -> None:
         self.tracks = dict(tracks)
         self.updates = 0  # applied
         self.epochs = 0
         self._steps_per_epoch = steps_per_epoch
-        self._rehearsal = rehearsal or (lambda: LRSchedule({}))
 
     @classmethod
     def wrap(
@@ -270,11 +261,6 @@ class LRSchedule:
             return scheduler
         if scheduler is None:
             return cls({})
-        if takes_metric(scheduler) and monitor is None:
-            raise ScheduleError(
-                f"{type(scheduler).__name__} monitors a metric: name it with"
-                ' LRSchedule.wrap(scheduler, monitor="val/loss")'
-            )
         return cls({"optimizer": Track(scheduler, interval, monitor)})
 
     def after_update(self) -> None:
@@ -312,15 +298,6 @@ class LRSchedule:
             "tracks": {name: track.state_dict() for name, track in self.tracks.items()},
         }
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the settings that differ from those of `state`."""
-        saved = state["tracks"]
-        found = [f"{name!r} has no schedule here" for name in saved.keys() - self.tracks.keys()]
-        for name, track in self.tracks.items():
-            known = name in saved
-            found += track.differences(saved[name]) if known else [f"{name!r} had no schedule"]
-        return found
-
     def load_state_dict(self, state: Mapping[str, Any], hyper_parameters: bool = True) -> None:
         """Load `state`; the optimizers must be loaded first.
 
@@ -329,10 +306,13 @@ class LRSchedule:
         """
         try:
             updates, epochs, saved = int(state["updates"]), int(state["epochs"]), state["tracks"]
-            differences = self.differences(state) if hyper_parameters else []
-            if differences:
-                more = f" (+{len(differences) - 1} more)" if len(differences) > 1 else ""
-                raise CheckpointError(f"the lr_scheduler does not fit: {differences[0]}{more}")
+            found = [f"{n!r} has no schedule here" for n in saved.keys() - self.tracks.keys()]
+            for name, track in self.tracks.items():
+                there = name in saved
+                found += track.differences(saved[name]) if there else [f"{name!r} had no schedule"]
+            if found and hyper_parameters:
+                more = f" (+{len(found) - 1} more)" if len(found) > 1 else ""
+                raise CheckpointError(f"the lr_scheduler does not fit: {found[0]}{more}")
             for name, track in self.tracks.items():
                 if hyper_parameters:
                     track.load_state_dict(saved[name], updates, epochs)
@@ -342,23 +322,33 @@ class LRSchedule:
             raise CheckpointError(f"the lr_scheduler's state is malformed: {error!r}") from None
         self.updates, self.epochs = updates, epochs
 
-    def preview(self, steps: Sequence[int]) -> Iterator[dict[str, float]]:
-        """Yield each group's learning rate after each of `steps` updates, which ascend.
+    def preview(self, steps: Sequence[int]) -> list[dict[str, float]]:
+        """Return each group's learning rate after each of `steps` updates, which ascend.
 
-        For a schedule with a metric it is assumed that the metric always improves. The schedule is
-        walked over optimizers that train nothing, at some microseconds an update.
+        For a schedule with a metric it is assumed that the metric always improves. A copy is
+        walked, over optimizers that have neither parameters nor state, at some microseconds an
+        update. A schedule of the caller's is not: who knows what it holds.
         """
-        walked = self._rehearsal()
-        for step in steps:
-            while walked.updates < step:
-                walked.after_update()
-                if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
-                    walked.after_epoch()
-            yield {
-                name: float(group["lr"])
-                for track in walked.tracks.values()
-                for name, group in zip(track.group_names, track.groups, strict=True)
-            }
+        nothing: dict[int, Any] = {}
+        for track in self.tracks.values():
+            optimizer = track.scheduler.optimizer
+            nothing |= {id(group["params"]): [] for group in track.groups}
+            nothing |= {id(optimizer.state): {}}
+        known = LRSchedule({n: t for n, t in self.tracks.items() if t.settings})
+        walked, rates = copy.deepcopy(known, nothing), []
+        with warnings.catch_warnings():  # torch misses a step of the optimizer
+            warnings.simplefilter("ignore", UserWarning)
+            for step in steps:
+                while walked.updates < step:
+                    walked.after_update()
+                    if self._steps_per_epoch and walked.updates % self._steps_per_epoch == 0:
+                        walked.after_epoch()
+                tracks = walked.tracks.values()
+                pairs = [
+                    (n, g) for t in tracks for n, g in zip(t.group_names, t.groups, strict=True)
+                ]
+                rates.append({name: float(group["lr"]) for name, group in pairs})
+        return rates
 
     def refuse_to_wait(self, has_data: bool, validates: bool) -> None:
         """Raise `ScheduleError` if a validation is monitored and there is none."""
@@ -370,24 +360,6 @@ class LRSchedule:
                     f"{track.monitor}: there is {reason}, and the rates would never change",
                     "monitor train/loss, or choose a schedule without a metric",
                 )
-
-
-class StandIn(Optimizer):
-    """An optimizer over one empty parameter for each group, to walk a schedule on."""
-
-    def __init__(self, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-        # Tensors stay tensors, so that the scheduler rounds as it does on the device.
-        params = [
-            {
-                **{k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in group.items()},
-                "params": [nn.Parameter(torch.empty(0))],
-            }
-            for group in groups
-        ]
-        super().__init__(params, dict(defaults))
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing; torch warns if schedulers step before it."""
 
 
 def curve(

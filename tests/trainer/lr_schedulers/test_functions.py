@@ -151,9 +151,9 @@ def test_each_optimizer_can_bring_its_own_schedule() -> None:
         {"optimizers": {"a": {**sgd, "params": {"match": "^0"}, "lr_scheduler": own}, "b": sgd}},
     )
     schedule = build_lr_schedule(node("linear"), over, 4, 2)
+    drawn = curve(schedule, over, 4)
     rates = [values[::2] for values in walk(over, schedule, 0, 4)]
     assert rates == [[1.0, 1.0], [1.0, 0.75], [0.5, 0.5], [0.5, 0.25]]
-    drawn = curve(schedule, over, 4)
     assert [lr for _, lr in drawn["a"]] == [1.0, 1.0, 0.5, 0.5]
 
 
