@@ -82,9 +82,7 @@ def fine_tune(
     if not weights_wanted():
         return model
     found = load_weights(model, read_weights(weights, checkpoint, prefix, average), drop, head)
-    count = len(found.pop("loaded")) + len(found["adapted"])
-    parts = [f"{kind}: {_first(names)}" for kind, names in found.items() if names]
-    report = "; ".join([f"{count} tensors loaded", *parts])
+    report = "; ".join(f"{kind}: {_first(names)}" for kind, names in found.items() if names)
     differing = bool(found["missing"] or found["unexpected"])
     if strict and differing:
         raise WeightsError(
@@ -110,39 +108,38 @@ def load_weights(
     for pattern in drop:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise NetworkError(f"model.drop: {pattern!r} matches no name among {_first(names)}")
-    dropped = {name for name in names for pattern in drop if fnmatchcase(name, pattern)}
+    dropped = [n for n in dict.fromkeys(names) if any(fnmatchcase(n, p) for p in drop)]
     layers = [name for name, module in model.named_modules() if isinstance(module, Head)]
     head = layers[-1] if head is None and layers else head
     first = next((n for n, p in model.named_parameters() if p.ndim == 4), None)
-    kinds = ("loaded", "adapted", "resized", "dropped", "missing", "unexpected")
-    found: dict[str, list[str]] = {kind: [] for kind in kinds}
-    found["missing"] = [name for name in own if name not in state and name not in dropped]
+    kept: dict[str, Tensor] = {}
+    adapted, resized = [], []
     for name, value in state.items():
-        if name in dropped or name not in own:
-            found["dropped" if name in dropped else "unexpected"].append(name)
-            continue
-        wanted = own[name].shape
-        if value.shape == wanted:
-            kind = "loaded"
-        elif name.startswith(f"{head}.") and value.shape[1:] == wanted[1:]:
-            kind = "resized"
-        elif name == first and (*value.shape[:1], *value.shape[2:]) == (wanted[0], *wanted[2:]):
-            kind, value = "adapted", _adapted(value, wanted[1])
-        else:
-            raise WeightsError(
-                f"{name} has shape {tuple(value.shape)} in the weights and {tuple(wanted)} in the "
-                f"network; exclude it with model.drop=[{name}]"
-            )
-        found[kind].append(name)
-        if kind != "resized":
-            with torch.no_grad():
-                own[name].copy_(value)
-    if not found["loaded"] and not found["adapted"]:
+        wanted = own.get(name, value).shape
+        body = value.shape[1:] == wanted[1:]
+        if name not in dropped and body and name.startswith(f"{head}.") and value.shape != wanted:
+            resized.append(name)
+        elif name not in dropped:
+            adapted += [name] if name == first and value.shape[1] != wanted[1] else []
+            kept[name] = _adapted(value, wanted[1]) if name in adapted else value
+    try:
+        result = model.load_state_dict(kept, strict=False)
+    except RuntimeError as error:  # of torch: a line for each of another shape
+        reason = str(error).splitlines()[1].strip()
+        raise WeightsError(f"{reason} exclude names with model.drop") from error
+    if len(result.unexpected_keys) == len(kept):
         raise WeightsError(
             f"no name of the weights is in the network: {_first(list(state))} "
             f"against {_first(list(own))}; see model.prefix"
         )
-    return found
+    return {
+        "loaded": [name for name in kept if name not in result.unexpected_keys],
+        "adapted": adapted,
+        "resized": resized,
+        "dropped": [name for name in state if name in dropped],
+        "missing": [n for n in result.missing_keys if n not in (*dropped, *resized)],
+        "unexpected": result.unexpected_keys,
+    }
 
 
 def _first(names: Sequence[str], show: int = 4) -> str:
@@ -174,9 +171,9 @@ def read_weights(
         state: Mapping[str, Tensor] = fetch(entry)
     else:
         path = Path(source).expanduser()
-        if path.is_dir():
-            path = path / "checkpoints" / f"{checkpoint}.pt"
-        state = _from_file(path, average)
+        state = _from_file(
+            path / f"checkpoints/{checkpoint}.pt" if path.is_dir() else path, average
+        )
     chosen = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
     if not chosen:
         raise WeightsError(f"{source} has no name with the prefix {prefix!r}")
@@ -205,8 +202,8 @@ def _from_file(path: Path, average: bool) -> Mapping[str, Tensor]:
         for kept in (loaded.get("ema"), *(loaded.get("callbacks") or {}).values()):
             if isinstance(kept, Mapping) and kept.get("model") and kept.get("averaged", 1):
                 log.info("%s: loading the average of the weights instead of the last ones", path)
-                averaged: Mapping[str, Tensor] = kept["model"]
-                return averaged
+                loaded = {"model": kept["model"]}
+                break
     for key in ("model", "state_dict"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]

@@ -97,11 +97,19 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.act1 = make_activation(activation)
         self.maxpool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, 2, padding=1)
+
+        def stage(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
+            first = block(channels, width, stride, activation)
+            wide = width * block.expansion
+            return nn.Sequential(
+                first, *(block(wide, width, 1, activation) for _ in range(blocks - 1))
+            )
+
         wider = block.expansion
-        self.layer1 = _stage(block, 64, 64, counts[0], 1, activation)
-        self.layer2 = _stage(block, 64 * wider, 128, counts[1], 2, activation)
-        self.layer3 = _stage(block, 128 * wider, 256, counts[2], 2, activation)
-        self.layer4 = _stage(block, 256 * wider, 512, counts[3], 2, activation)
+        self.layer1 = stage(64, 64, counts[0], 1)
+        self.layer2 = stage(64 * wider, 128, counts[1], 2)
+        self.layer3 = stage(128 * wider, 256, counts[2], 2)
+        self.layer4 = stage(256 * wider, 512, counts[3], 2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(512 * wider, num_classes)
@@ -124,16 +132,3 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
         return nn.Identity()
     conv = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(out_channels))
-
-
-def _stage(
-    block: type[BasicBlock | Bottleneck],
-    in_channels: int,
-    width: int,
-    blocks: int,
-    stride: int,
-    activation: str,
-) -> nn.Sequential:
-    first = block(in_channels, width, stride, activation)
-    rest = (block(width * block.expansion, width, 1, activation) for _ in range(blocks - 1))
-    return nn.Sequential(first, *rest)

@@ -32,23 +32,19 @@ def from_layers(
     x = torch.zeros(1, *input_shape)
     way = [f"input {_shape(x)}"]
     for name, layer in model.named_children():
-        x = _called(f"model.layers.{name} ({layer})", layer, x, way)
+        what = f"model.layers.{name} ({layer})"
+        try:
+            out = layer(x)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reason = f"{str(error).strip().splitlines()[0]} [{' -> '.join(way)}]"
+            message = f"{what} does not accept its input of shape {_shape(x)}: {reason}"
+            raise NetworkError(message) from error
+        if not isinstance(out, Tensor):
+            kind = type(out).__name__
+            raise NetworkError(f"{what} returns a {kind}; layers in a list must return one tensor")
+        x = out
         way.append(f"{name} {_shape(x)}")
     return model.train()
-
-
-def _called(what: str, layer: nn.Module, x: Tensor, way: Sequence[str]) -> Tensor:
-    try:
-        out = layer(x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise NetworkError(
-            f"{what} does not accept its input of shape {_shape(x)}: {reason} [{' -> '.join(way)}]"
-        ) from error
-    if not isinstance(out, Tensor):
-        kind = type(out).__name__
-        raise NetworkError(f"{what} returns a {kind}; layers in a list must return one tensor")
-    return out
 
 
 def _shape(x: Tensor) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from conf.errors import Problem
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.losses import Loss
 from trainer.tasks.supervised import Scores, Supervised
 
 
@@ -30,7 +31,7 @@ class Classification(Supervised):
         top_k: Sequence[int] = (1,),
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        super().__init__(Losses(loss or nn.CrossEntropyLoss()), metrics)
+        super().__init__(loss or nn.CrossEntropyLoss(), metrics)
         self.num_classes = num_classes
         if min(top_k, default=1) < 1:
             raise ModelError(Problem("task.top_k", f"expected numbers >= 1, got {list(top_k)}"))
@@ -49,14 +50,9 @@ class Classification(Supervised):
         """Return the probability of each class."""
         return output.float().softmax(1)
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ModelError unless the output has one logit for each class."""
-        if output.ndim != 2 or output.shape[1] != self.num_classes:
-            raise ModelError(
-                f"the model's output has shape {list(output.shape)}, but {self.num_classes} "
-                f"classes require [{len(target)}, {self.num_classes}]: set model.num_classes to "
-                f"data.num_classes={self.num_classes}"
-            )
+    def shape(self, target: Tensor) -> Sequence[Any]:
+        """Return that of one logit for each class."""
+        return len(target), self.num_classes
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the samples whose class is among the k with the largest logits."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import Perplexity
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -31,8 +31,8 @@ class LanguageModel(Supervised):
         ignore_index: int = -100,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
-        super().__init__(losses, {"perplexity": Perplexity(ignore_index), **(metrics or {})})
+        loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
+        super().__init__(loss, {"perplexity": Perplexity(ignore_index), **(metrics or {})})
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 

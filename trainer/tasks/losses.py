@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from trainer.errors import ModelError
 from trainer.task import SUM
 from trainer.tasks.penalties import GradientPenalty
 
-_REMEMBERED = 256  # batches whose denominators are known; an update has as many micro-batches
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 Loss = nn.Module | Mapping[str, nn.Module | None]
@@ -35,11 +33,6 @@ class Term(nn.Module):
         self.weight = weight
 
 
-# Labels, how often they were changed in place, and their denominators.
-_Known = tuple[Callable[[], Tensor | None], int | None, Mapping[str, Tensor | int]]
-_NOTHING: _Known = (lambda: None, None, {})
-
-
 class Losses:
     """Compute a loss, or several by name, and the denominators of their means.
 
@@ -50,8 +43,8 @@ class Losses:
 
     def __init__(self, loss: Loss) -> None:
         given = loss if isinstance(loss, Mapping) else {"": loss}
-        named = {name: module for name, module in given.items() if module is not None}
-        self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in named.items()}
+        kept = {name: module for name, module in given.items() if module is not None}
+        self.terms = {n: m if isinstance(m, Term) else Term(m) for n, m in kept.items()}
         parts = {name: term.loss for name, term in self.terms.items()}
         # What a penalty is taken with respect to; None for a loss on the output.
         self.wrt = {n: m.wrt if isinstance(m, GradientPenalty) else None for n, m in parts.items()}
@@ -68,10 +61,6 @@ class Losses:
         self.summed = [n for n, m in parts.items() if getattr(m, "reduction", "mean") == "sum"]
         # `ignore_index` of the first cross entropy.
         self.ignored = next((module.ignore_index for module in entropies.values()), None)
-        # A loss that needs neither terms nor denominators.
-        plain = isinstance(loss, nn.Module) and not isinstance(loss, Term)
-        self.single = parts[""] if plain and not self.counted and not self.summed else None
-        self._known: dict[int, _Known] = {}  # by the `id` of labels
 
     @property
     def names(self) -> list[str]:
@@ -85,15 +74,8 @@ class Losses:
             return target.argmax(1), target.shape[0]
         if self.ignored is None:
             return target, target.shape[0]
-        count: Tensor | None = None
-        for name, known in self.counts(target).items():
-            if isinstance(known, int):
-                return target, target.shape[0]
-            loss = self.terms[name].loss
-            if loss.weight is None and loss.ignore_index == self.ignored:
-                count = known  # of the same labels
-        if count is None:
-            count = (target != self.ignored).count_nonzero()
+        if isinstance(count := _valid(target, self.ignored), int):
+            return target, target.shape[0]
         labels = target if self.ignored < 0 else target.where(target != self.ignored, -1)
         return labels, count
 
@@ -103,17 +85,18 @@ class Losses:
         return {f"loss.{name}" if name else "loss": t.loss for name, t in self.terms.items()}
 
     def counts(self, target: Tensor) -> Mapping[str, Tensor | int]:
-        """Return the denominators for a batch of labels; a repeated call returns the same ones."""
-        if not self.counted:
-            return {}
-        version = None if target.is_inference() else target._version  # changed in place since?
-        labels, then, known = self._known.get(id(target), _NOTHING)
-        if labels() is target and then == version:
-            return known
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        found = {name: _count(self.terms[name].loss, target) for name in self.counted}
-        self._known[id(target)] = ref(target), version, found
+        """Return the denominators for a batch of labels; an int where the host knows it."""
+        found: dict[str, Tensor | int] = {}
+        for name in self.counted:
+            loss: Any = self.terms[name].loss
+            if target.is_floating_point():  # of shares torch's mean is over the samples
+                found[name] = target.numel() // (target.shape[1] if target.ndim > 1 else 1)
+            elif loss.weight is None:
+                found[name] = _valid(target, loss.ignore_index)
+            else:
+                known = target.clamp(min=0, max=len(loss.weight) - 1)
+                weights = loss.weight.to(target.device)[known]
+                found[name] = (weights * (target != loss.ignore_index)).sum()
         return found
 
     def watched(self, inputs: Any) -> Any:
@@ -133,8 +116,6 @@ class Losses:
 
         Gradient penalties need `inputs` (from `watched`) and `model`.
         """
-        if self.single is not None:
-            return _value(self.single, output, target), {}
         values = {}
         for name, term in self.terms.items():
             wrt = self.wrt.get(name)
@@ -163,32 +144,22 @@ def by_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(loss: nn.Module, output: Any, target: Any) -> Tensor:
-    if not isinstance(loss, _CROSS_ENTROPIES) or output.ndim < 3 or target.is_floating_point():
-        value: Tensor = loss(output, target)
-        return value
-    value = loss(*by_place(output, target))
-    return value.view(target.shape) if value.ndim else value
+    places = isinstance(loss, _CROSS_ENTROPIES)
+    value: Tensor = loss(*(by_place(output, target) if places else (output, target)))
+    by_label = places and value.ndim and not target.is_floating_point()
+    return value.view(target.shape) if by_label else value
 
 
-def _count(loss: nn.Module, target: Tensor) -> Tensor | int:
-    """Return the total weight of the labels that are not ignored; an int if known on the host."""
-    assert isinstance(loss, _CROSS_ENTROPIES)
-    if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return target.numel() // (target.shape[1] if target.ndim > 1 else 1)
-    if loss.weight is None:
-        if _all_count(target, loss.ignore_index):
-            return target.numel()
-        return (target != loss.ignore_index).count_nonzero()
-    valid = target != loss.ignore_index
-    weights: Tensor = loss.weight.to(target.device)[target.clamp(min=0, max=len(loss.weight) - 1)]
-    return (weights * valid).sum()
+def _valid(target: Tensor, ignored: int) -> Tensor | int:
+    """Return the number of labels that are not ignored; an int if the host knows that all count.
 
-
-def _all_count(target: Tensor, ignored: int) -> bool:
-    if target.device.type != "cpu":
+    It is remembered until the labels are changed in place.
+    """
+    version = 0 if target.is_inference() else target._version
+    then, known, count = getattr(target, "_valid", (None, None, 0))
+    if (then, known) != (version, ignored):
         least = least_of(target)
-        return least is not None and ignored < 0 <= least
-    # One reduction suffices for the usual negative index, which is below all labels.
-    if ignored < 0 and target.numel() and target.min().item() >= 0:
-        return True
-    return not (target == ignored).any().item()
+        whole = least is not None and ignored < 0 <= least
+        count = target.numel() if whole else (target != ignored).count_nonzero()
+        target._valid = version, ignored, count  # type: ignore[attr-defined]
+    return count

@@ -136,38 +136,30 @@ class ConfusionMatrix(Running):
         # bincount would synchronize with the device to find the largest entry.
         self.total.index_add_(0, pairs, torch.ones_like(pairs, dtype=self.total.dtype))
 
-    def compute(self) -> float | dict[str, float]:
-        """Return the mean of the accuracies of the classes that occur."""
-        return _mean(self.accuracies())
-
-    def accuracies(self) -> Tensor:
+    def values(self) -> Tensor:
         """Return the accuracy of each true class; NaN for a class that does not occur."""
         return self.counts.diagonal() / self.counts.sum(1)
 
-    def ious(self) -> Tensor:
+    def compute(self) -> float | dict[str, float]:
+        """Return the mean over the classes that have a value."""
+        return float(self.values().nanmean())
+
+
+class MeanIoU(ConfusionMatrix):
+    """Intersection over union, averaged over the classes that occur or are predicted."""
+
+    def values(self) -> Tensor:
         """Return the IoU of each class; NaN for a class that neither occurs nor is predicted."""
         hits = self.counts.diagonal()
         return hits / (self.counts.sum(0) + self.counts.sum(1) - hits)
 
-    def f1s(self) -> Tensor:
-        """Return the F1 of each class; NaN for a class that neither occurs nor is predicted."""
-        return 2 * self.counts.diagonal() / (self.counts.sum(0) + self.counts.sum(1))
-
-
-class MeanIoU(ConfusionMatrix):
-    """Intersection over union, averaged over the classes that occur."""
-
-    def compute(self) -> float:
-        """Return the mean."""
-        return _mean(self.ious())
-
 
 class MacroF1(ConfusionMatrix):
-    """F1, averaged over the classes that occur."""
+    """F1, averaged over the classes that occur or are predicted."""
 
-    def compute(self) -> float:
-        """Return the mean."""
-        return _mean(self.f1s())
+    def values(self) -> Tensor:
+        """Return the F1 of each class; NaN for a class that neither occurs nor is predicted."""
+        return 2 * self.counts.diagonal() / (self.counts.sum(0) + self.counts.sum(1))
 
 
 class PerClassAccuracy(ConfusionMatrix):
@@ -181,8 +173,4 @@ class PerClassAccuracy(ConfusionMatrix):
 
     def compute(self) -> dict[str, float]:
         """Return the accuracies."""
-        return dict(zip(self.keys, self.accuracies().tolist(), strict=True))
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.nanmean())
+        return dict(zip(self.keys, self.values().tolist(), strict=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MicroF1
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -29,8 +29,9 @@ class MultiLabel(Supervised):
         threshold: float = 0.5,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses(loss or nn.BCEWithLogitsLoss())
-        super().__init__(losses, {"f1": MicroF1(threshold), **(metrics or {})})
+        super().__init__(
+            loss or nn.BCEWithLogitsLoss(), {"f1": MicroF1(threshold), **(metrics or {})}
+        )
         self.threshold = threshold
 
     def monitor(self) -> str:
@@ -41,13 +42,9 @@ class MultiLabel(Supervised):
         """Return the probability of each label."""
         return output.float().sigmoid()
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ModelError unless the output has one logit for each label."""
-        if output.shape != target.shape:
-            raise ModelError(
-                f"the model's output has shape {list(output.shape)}, the labels "
-                f"{list(target.shape)}: set model.num_classes to data.num_classes"
-            )
+    def shape(self, target: Tensor) -> Sequence[Any]:
+        """Return that of one logit for each label."""
+        return target.shape
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the correct labels, and the samples with all labels correct."""

@@ -54,13 +54,7 @@ class GradientPenalty(nn.Module):
             squares = torch.stack([g.flatten(1).square().sum(1) for g in found]).sum(0)
         else:
             squares = torch.stack([g.square().sum() for g in found]).sum()
-        return penalty(squares, self.target)
-
-
-def penalty(squares: Tensor, target: float = 0.0) -> Tensor:
-    """Return `(norm - target)**2` for squared norms."""
-    if not target:
-        return squares
-    return (
-        (squares + 1e-12).sqrt() - target
-    ).square()  # the square root is not differentiable at 0
+        if not self.target:
+            return squares
+        # The square root is not differentiable at 0.
+        return ((squares + 1e-12).sqrt() - self.target).square()

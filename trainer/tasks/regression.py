@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import R2
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -28,20 +27,16 @@ class Regression(Supervised):
         loss: Loss | None = None,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        super().__init__(Losses(loss or nn.MSELoss()), {"r2": R2(), **(metrics or {})})
+        super().__init__(loss or nn.MSELoss(), {"r2": R2(), **(metrics or {})})
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the values [n], or [n, outputs]."""
         output: Tensor = model(inputs)
         return output.squeeze(1) if output.ndim == 2 and output.shape[1] == 1 else output
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ModelError where the shapes differ, which broadcasting would hide."""
-        if output.shape != target.shape:
-            raise ModelError(
-                f"the model's output has shape {list(output.shape)}, the values "
-                f"{list(target.shape)}: set model.num_classes to the number of values of a sample"
-            )
+    def shape(self, target: Tensor) -> Sequence[Any]:
+        """Return the shape of the values."""
+        return target.shape
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Return the sum of the absolute errors."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from trainer.errors import ModelError
 from trainer.task import Metric
-from trainer.tasks.losses import Loss, Losses
+from trainer.tasks.losses import Loss
 from trainer.tasks.metrics import MeanIoU
 from trainer.tasks.supervised import Scores, Supervised
 
@@ -31,8 +32,8 @@ class Segmentation(Supervised):
         ignore_index: int = 255,
         metrics: Mapping[str, Metric | None] | None = None,
     ) -> None:
-        losses = Losses(loss or nn.CrossEntropyLoss(ignore_index=ignore_index))
-        super().__init__(losses, {"miou": MeanIoU(num_classes), **(metrics or {})})
+        loss = loss or nn.CrossEntropyLoss(ignore_index=ignore_index)
+        super().__init__(loss, {"miou": MeanIoU(num_classes), **(metrics or {})})
         self.num_classes = num_classes
         self._ignore_index = ignore_index
 
@@ -44,19 +45,14 @@ class Segmentation(Supervised):
         """Return the predicted class of each pixel."""
         return output.argmax(1)
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ModelError unless the output has one logit for each class and pixel."""
+    def shape(self, target: Tensor) -> Sequence[Any]:
+        """Return that of one logit for each class and pixel. Raises ModelError without masks."""
         if target.ndim < 2:
             raise ModelError(
                 f"segmentation takes masks [n, H, W] of class numbers, not {list(target.shape)}: "
                 "one class for each sample is task=classification"
             )
-        wanted = (len(target), self.num_classes, *target.shape[1:])
-        if output.shape != wanted:
-            raise ModelError(
-                f"the model's output has shape {list(output.shape)}, but masks of "
-                f"{self.num_classes} classes require {list(wanted)}"
-            )
+        return len(target), self.num_classes, *target.shape[1:]
 
     def scores(self, output: Tensor, target: Tensor) -> Scores:
         """Count the pixels that are predicted correctly."""

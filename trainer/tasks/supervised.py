@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data.batch import inputs_of
 from trainer.errors import ModelError, SampleError, called, spelled
 from trainer.task import Metric, StepOutput, Task
-from trainer.tasks.losses import Losses
+from trainer.tasks.losses import Loss, Losses
 
 Scores = dict[str, tuple[Tensor, Tensor | int]]
 
@@ -20,15 +20,15 @@ class Supervised(Task):
     """Train on batches `(inputs, target)` with a loss, scores that are means, and metrics.
 
     A subclass may override `answer`, which calls the model, `scores` and `score_names`, the values
-    reported besides the loss, and `check`, which validates an output.
+    reported besides the loss, and `shape` or `check`, which say which outputs fit.
     """
 
     score_names: Sequence[str] = ()
     num_classes: int | None = None  # set by tasks whose targets are class indices
 
-    def __init__(self, losses: Losses, metrics: Mapping[str, Metric | None] | None = None) -> None:
-        self.losses = losses
-        self.count_names = losses.counted
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric | None] | None = None) -> None:
+        self.losses = Losses(loss)
+        self.count_names = self.losses.counted
         self._metrics = {name: m for name, m in (metrics or {}).items() if m is not None}
         for name, metric in self._metrics.items():
             if lacking := [n for n in ("reset", "update", "compute") if not hasattr(metric, n)]:
@@ -42,8 +42,20 @@ class Supervised(Task):
         """Return for each of `score_names` the sum over the batch and the number of summands."""
         return {}
 
+    def shape(self, target: Any) -> Sequence[Any] | None:
+        """Return the shape of an output that fits a target; None if any does."""
+        return None
+
     def check(self, output: Any, target: Any) -> None:
-        """Raise ModelError or SampleError where output and target do not match."""
+        """Raise ModelError where the shape differs, which broadcasting could hide."""
+        wanted = self.shape(target)
+        if wanted is not None and [*output.shape] != [*wanted]:
+            classes = f"={self.num_classes}" if self.num_classes else ""
+            raise ModelError(
+                f"the model's output has shape {[*output.shape]}, but the targets, "
+                f"{[*target.shape]}, require {[*wanted]}: set model.num_classes to "
+                f"data.num_classes{classes}"
+            )
 
     def metric_names(self) -> list[str]:
         """Return the names of the metrics of an evaluation."""
