@@ -215,7 +215,8 @@ def _part_problems(parts: Assembly) -> list[Problem]:
                 names = sorted(parts.optimizers.names[p] for p in dense)
                 message = f"SparseAdam takes sparse gradients, and that of {names[0]} is dense"
                 hint = "Embedding(sparse=True) makes them; other optimizers take both"
-                found.append(Problem(f"{parts.optimizers.sections[name].key}._target_", message, hint))
+                where = f"{parts.optimizers.sections[name].key}._target_"
+                found.append(Problem(where, message, hint))
         _ = parts.schedule
     for name, callback in vars(parts).get("callbacks", {}).items():
         with noted(found), problems_at(f"callbacks.{name}"):

@@ -98,30 +98,26 @@ def test_functions_go_by_group() -> None:
     assert_close([values[::2] for values in rates], expected)
 
 
-def test_functions_can_name_optimizers() -> None:
+@pytest.mark.parametrize(
+    ("functions", "rates"),
+    [
+        ({"a": "0.1", "b": "0.2"}, {"a.body.0": 0.05, "a.body.1": 0.1, "b": 0.2}),
+        ({"a.body": "0.1", "a.body.1": "0.3", "default": 1}, {"a.body.0": 0.05, "a.body.1": 0.3}),
+        ("0.2", {"a.body.0": 0.1, "a.body.1": 0.2, "b": 0.2}),
+    ],
+)
+def test_a_function_is_for_the_groups_of_the_longest_name_that_fits(
+    functions: Any, rates: dict[str, float]
+) -> None:
+    rule = {"match": "^[01]", "layer_decay": 0.5, "layers": [r"^(0|1)"]}
     sgd = {"_target_": "torch.optim.SGD", "lr": 1.0}
     over = build_optimizers(
-        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
-        {"optimizers": {"a": {**sgd, "params": {"match": "^0"}}, "b": sgd}},
+        nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))),
+        {"optimizers": {"a": sgd | {"param_groups": {"body": rule}}, "b": sgd}},
     )
-    chosen = {"_target_": f"{TORCH}.LambdaLR", "functions": {"a": "0.1", "b": "0.2"}}
+    chosen = {"_target_": f"{TORCH}.LambdaLR", "functions": functions}
     build_lr_schedule(chosen, over, TOTAL, PER_EPOCH)
-    assert over.learning_rates() == {"a": 0.1, "b": 0.2}
-
-
-def test_a_function_of_a_rule_is_for_all_its_layers_and_one_of_all_for_all() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    rule = {"match": ".*", "layer_decay": 0.5, "layers": [r"^(\d)"]}
-    sgd = {"_target_": "torch.optim.SGD", "lr": 1.0, "param_groups": {"body": rule}}
-    over = build_optimizers(model, sgd)
-    assert over.learning_rates() == {"body.0": 0.5, "body.1": 1.0}
-    target = {"_target_": f"{TORCH}.LambdaLR"}
-    functions = {"body": "0.1", "body.1": "0.3"}  # the longest name that fits decides
-    build_lr_schedule(target | {"functions": functions}, over, TOTAL, PER_EPOCH)
-    assert over.learning_rates() == pytest.approx({"body.0": 0.05, "body.1": 0.3})
-    over = build_optimizers(model, sgd)
-    build_lr_schedule(target | {"functions": "0.2"}, over, TOTAL, PER_EPOCH)
-    assert over.learning_rates() == pytest.approx({"body.0": 0.1, "body.1": 0.2})
+    assert over.learning_rates() == pytest.approx({"b": 1.0} | rates)
 
 
 def test_a_function_can_be_named_by_its_import_path(

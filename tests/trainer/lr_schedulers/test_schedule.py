@@ -1,6 +1,5 @@
 """Schedules against torch's own, walked by hand; warm-ups, curves, resumes."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,20 +42,12 @@ def test_a_shipped_schedule_is_torchs_own(name: str) -> None:
     assert (len({tuple(values) for values in ours}) == 1) == (name == "constant")
 
 
-@pytest.mark.parametrize(
-    "name", ["constant", "cosine", "exponential", "linear", "polynomial", "lambda", "multi_step"]
-)
+@pytest.mark.parametrize("name", ["constant", "cosine", "exponential"])
 def test_a_warm_up_is_torchs_linear_one_in_sequence(name: str) -> None:
-    after: dict[str, Callable[[Optimizer], Any]] = {
-        "cosine": lambda o: by_torch.CosineAnnealingLR(o, 42),
-        "lambda": lambda o: by_torch.LambdaLR(o, lambda t: 0.5 * (1 + math.cos(math.pi * t / 42))),
-        "linear": lambda o: by_torch.LinearLR(o, 1.0, 0.0, 42),
-        "multi_step": lambda o: by_torch.MultiStepLR(o, [21, round(31.5)], 0.1),
-        "polynomial": lambda o: by_torch.PolynomialLR(o, 42, 1.0),
-    }
-    parameter = nn.Parameter(torch.zeros(1))
-    plain = SGD([parameter], lr=0.4)
-    parts = [by_torch.LinearLR(plain, 0.1, 1.0, 6), after.get(name, BY_HAND[name][1])(plain)]
+    plain = SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    cosine = name == "cosine"
+    after = by_torch.CosineAnnealingLR(plain, 42) if cosine else BY_HAND[name][1](plain)
+    parts = [by_torch.LinearLR(plain, 0.1, 1.0, 6), after]
     sequence = by_torch.SequentialLR(plain, parts, [6])
     expected = []
     for _ in range(TOTAL):
@@ -64,9 +55,8 @@ def test_a_warm_up_is_torchs_linear_one_in_sequence(name: str) -> None:
         plain.step()
         sequence.step()
     over = optimizers()
-    chosen = node(name, "lr_scheduler.interval=step") | {
-        "warmup": {"steps": 6, "start_factor": 0.1}
-    }
+    warmup = {"warmup": {"steps": 6, "start_factor": 0.1}}
+    chosen = node(name, "lr_scheduler.interval=step") | warmup
     ours = walk(over, build_lr_schedule(chosen, over, TOTAL, PER_EPOCH))
     assert_close([values[:1] for values in ours], expected)
 
@@ -118,15 +108,6 @@ def test_horizons_are_those_of_the_schedule_itself() -> None:
     assert schedule.tracks["optimizer"].scheduler.T_max == 6
     walk(over, schedule)
     assert over.learning_rates()["first"] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_a_skipped_update_moves_nothing() -> None:
-    over = optimizers()
-    schedule = build_lr_schedule(node("cosine"), over, TOTAL, PER_EPOCH)
-    before = over.learning_rates()
-    schedule.after_validation({"val/loss": 1.0})
-    assert over.learning_rates() == before
-    assert (schedule.updates, schedule.epochs) == (0, 0)
 
 
 @pytest.mark.parametrize("warmup", [None, {"steps": 4}, {"epochs": 2}, {"steps": 9}])

@@ -166,20 +166,12 @@ def test_shipped_rules_do_what_groups_written_out_do(name: str) -> None:
     assert (name == "none") == (len(optimizers.groups()) == 1 and not optimizers.frozen)
 
 
-def test_rules_can_be_combined_and_stay_with_another_optimizer() -> None:
+def test_rules_can_be_combined_and_shared_ones_hold_within_each_optimizer() -> None:
     chosen = node("optimizer=sgd", "optimizer/param_groups=[no_decay,head]")
-    optimizers = build_optimizers(network(), chosen)
-    assert [row[:2] for row in optimizers.table()] == [
-        ("no_decay", "SGD"),
-        ("head", "SGD"),
-        ("default", "SGD"),
-    ]
-
-
-def test_shared_rules_of_several_optimizers_hold_within_each() -> None:
+    groups = [row[:2] for row in build_optimizers(network(), chosen).table()]
+    assert groups == [("no_decay", "SGD"), ("head", "SGD"), ("default", "SGD")]
     chosen = node("optimizer=muon", "optimizer/param_groups=no_decay", "optimizer.lr=0.5")
-    optimizers = build_optimizers(network(), chosen)
-    assert optimizers.table() == [
+    assert build_optimizers(network(), chosen).table() == [
         ("muon", "muon (Muon)", 2, 32, 0.5, 0.05),
         ("adamw.no_decay", "adamw (AdamW)", 8, 30, 0.5, 0.0),
         ("adamw", "adamw (AdamW)", 2, 20, 0.5, 0.05),
@@ -208,34 +200,25 @@ def test_the_two_networks_of_a_gan_have_an_optimizer_each() -> None:
 
 
 def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest() -> None:
-    optimizers = build_optimizers(
-        network(),
-        {
-            "optimizers": {
-                "slow": {
-                    "_target_": "torch.optim.SGD",
-                    "lr": 0.1,
-                    "param_groups": {"norm": {"module": "norm"}, "head": {"match": "^head"}},
-                },
-                "fast": {"_target_": "torch.optim.Adam", "lr": 0.2, "param_groups": None},
-            }
-        },
-    )
-    assert [(g.name, len(g.options["params"])) for g in optimizers.groups()] == [
-        ("slow.norm", 4),
-        ("slow.head", 2),
-        ("fast", 6),
-    ]
+    rules = {"norm": {"module": "norm"}, "head": {"match": "^head"}}
+    slow = {"_target_": "torch.optim.SGD", "lr": 0.1, "param_groups": rules}
+    fast = {"_target_": "torch.optim.Adam", "lr": 0.2, "param_groups": None}
+    optimizers = build_optimizers(network(), {"optimizers": {"slow": slow, "fast": fast}})
+    sizes = [(g.name, len(g.options["params"])) for g in optimizers.groups()]
+    assert sizes == [("slow.norm", 4), ("slow.head", 2), ("fast", 6)]
     assert optimizers.learning_rates() == {"slow.norm": 0.1, "slow.head": 0.1, "fast": 0.2}
+
+
+PLAIN = {"_target_": "torch.optim.SGD"}
 
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
         ({"lr": 0.1}, "optimizer: has no _target_"),
-        ({"_target_": "torch.optim.SGD", "lr": "abc"}, "optimizer.lr: expected float"),
-        ({"_target_": "torch.optim.SGD", "lr": -1}, "Invalid learning rate: -1"),
-        ({"_target_": "torch.optim.SGD", "lrr": 1}, "lrr"),
+        (PLAIN | {"lr": "abc"}, "optimizer.lr: expected float"),
+        (PLAIN | {"lr": -1}, "Invalid learning rate: -1"),
+        (PLAIN | {"lrr": 1}, "lrr"),
         ({"_target_": "torch.nn.ReLU"}, "ReLU"),
         ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
         (
@@ -247,28 +230,18 @@ def test_several_optimizers_take_parameters_by_their_rules_and_the_last_the_rest
         (
             {
                 "optimizers": {
-                    "a": {"_target_": "torch.optim.SGD", "params": {"match": "^head"}},
-                    "b": {"_target_": "torch.optim.SGD", "params": {"match": "^blocks"}},
+                    "a": PLAIN | {"params": {"match": "^head"}},
+                    "b": PLAIN | {"params": {"match": "^blocks"}},
                 }
             },
             "no optimizer takes patch_embed.weight, patch_embed.bias",
         ),
         (
-            {
-                "optimizers": {
-                    "a": {"_target_": "torch.optim.SGD"},
-                    "b": {"_target_": "torch.optim.SGD"},
-                }
-            },
+            {"optimizers": {"a": PLAIN, "b": PLAIN}},
             "optimizer.optimizers.b: has no trainable parameter left",
         ),
         (
-            {
-                "optimizers": {
-                    "a": {"_target_": "torch.optim.SGD", "params": {"kind": "matrixx"}},
-                    "b": {"_target_": "torch.optim.SGD"},
-                }
-            },
+            {"optimizers": {"a": PLAIN | {"params": {"kind": "matrixx"}}, "b": PLAIN}},
             "optimizer.optimizers.a.params.kind: 'matrixx'",
         ),
     ],
@@ -291,7 +264,7 @@ def test_fused_kernels_are_preferred_where_the_choice_is_open() -> None:
     build_optimizers(network(), {"_target_": "torch.optim.RMSprop"}, prefer_fused=True)
 
 
-def test_plain_optimizers_are_wrapped_as_they_are() -> None:
+def test_plain_optimizers_are_wrapped_as_they_are_and_their_groups_get_names() -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = Optimizers.wrap(plain, model)
@@ -299,18 +272,17 @@ def test_plain_optimizers_are_wrapped_as_they_are() -> None:
     assert wrapped.learning_rates() == {"default": 0.1}
     assert Optimizers.wrap(wrapped, model) is wrapped
     assert list(wrapped.parameters()) == list(model.parameters())
-
-
-def test_groups_of_plain_optimizers_get_names() -> None:
-    model = network()
     head = {"params": list(model.head.parameters()), "name": "head"}
     rest = [p for n, p in model.named_parameters() if not n.startswith("head")]
     pair = {"a": torch.optim.SGD([head], lr=0.1), "b": torch.optim.SGD(rest, lr=0.2)}
     assert Optimizers.wrap(pair, model).learning_rates() == {"head": 0.1, "b": 0.2}
-    model = network()
     groups = [{"params": [p]} for p in model.parameters()]
     wrapped = Optimizers.wrap(torch.optim.SGD(groups, lr=0.1), model)
     assert list(wrapped.learning_rates()) == [f"group_{i}" for i in range(12)]
+    model.blocks.requires_grad_(False)  # what is frozen may be left out
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wrapped = Optimizers.wrap(torch.optim.SGD(trained, lr=0.1), model)
+    assert wrapped.table()[-1][:3] == ("frozen", "-", 8)
 
 
 def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> None:
@@ -324,14 +296,6 @@ def test_wrapping_refuses_parameters_that_are_left_out_foreign_or_double() -> No
     pair = {n: torch.optim.SGD(model.parameters(), lr=0.1) for n in "ab"}
     with pytest.raises(ParamGroupError, match=r"two groups have patch_embed.weight"):
         Optimizers.wrap(pair, model)
-
-
-def test_frozen_parameters_may_be_left_out_of_a_plain_optimizer() -> None:
-    model = network()
-    model.blocks.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    wrapped = Optimizers.wrap(torch.optim.SGD(trained, lr=0.1), model)
-    assert wrapped.table()[-1][:3] == ("frozen", "-", 8)
 
 
 def test_zero_grad_drops_the_gradients_of_all() -> None:

@@ -206,6 +206,8 @@ def test_a_metric_of_the_users_tells_of_all_processes_samples(ranks) -> None:
             evaluated({"mine": Accuracy()}, 8, strategy)
         return metrics, str(refused.value)
 
+    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):  # the plan
+        check_metrics({"mine": Accuracy()}, Planned("ddp", 2, "cpu"))
     alone = evaluated({"mine": Accuracy()})
     for metrics, refused in ranks(3, in_group(evaluate)):
         assert metrics["val/accuracy"] == pytest.approx(alone["val/accuracy"])
@@ -213,9 +215,3 @@ def test_a_metric_of_the_users_tells_of_all_processes_samples(ranks) -> None:
         assert metrics["val/gathered"] == pytest.approx(alone["val/mine"])
         assert "task.metrics.mine" in refused
         assert "merge(reduce)" in refused
-
-
-def test_the_plan_refuses_them_too() -> None:
-    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
-        check_metrics({"mine": Accuracy()}, Planned("ddp", 2, "cpu"))
-    check_metrics({"mine": Accuracy()}, Strategy("cpu"))
