@@ -16,6 +16,7 @@ from callbacks.support import AUTO, CallbackError, Monitor
 from conf.errors import problems_at
 from trainer import snapshot
 from trainer.callback import Saver
+from trainer.checkpoints import shards
 from trainer.checkpoints.archive import on_host, write_safetensors
 from trainer.checkpoints.store import CheckpointStore
 from trainer.errors import StorageError
@@ -324,7 +325,9 @@ class Checkpoint(Saver):
         strategy.group.on_main(store.prepare)
         if not written:
             copy = self._staging.copy if self.background else on_host
-            payload = strategy.write_shards(snapshot.take(trainer, copy), store.path_of(step))
+            payload = snapshot.take(trainer, copy)
+            if strategy.sharded_checkpoint:
+                payload = shards.write(payload, store.path_of(step), strategy.group)
         metrics, kept = self._values(trainer.state), [at for at, _ in self._ranking]
         names = {"last": step} if self._save_last else {}
         names |= {"best": kept[0]} if kept else {}

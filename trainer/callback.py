@@ -196,25 +196,16 @@ class Hooks:
     """Call each hook on the callbacks that override it, in the order of the config."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        callbacks = list(callbacks)
+        self._listeners: dict[str, list[Any]] = {name: [] for name in _HOOKS}
+        self.asks_for_batches = False
         for callback in callbacks:
-            check_hooks(callback)
-            _warn_of_near_misses(callback)
-        others = ("setup", "teardown", "scalars")
-        names = [n for n in vars(Callback) if n.startswith("on_") or n in others]
-        self._listeners = {
-            name: [
-                getattr(callback, name)
-                for callback in callbacks
-                if getattr(type(callback), name) is not getattr(Callback, name)
-            ]
-            for name in names
-        }
-        updates = [(hook, further_parameters(hook)) for hook in self._listeners["on_update_end"]]
-        self.asks_for_batches = any(names for _, names in updates)
-        self._listeners["on_update_end"] = [
-            _with_batch(hook, names) if names else hook for hook, names in updates
-        ]
+            parts = check_hooks(callback)
+            self.asks_for_batches |= bool(parts)
+            for name, base in _HOOKS.items():
+                hook = getattr(callback, name)
+                if getattr(type(callback), name) is not base:
+                    asks = name == "on_update_end" and parts
+                    self._listeners[name].append(_with_batch(hook, parts) if asks else hook)
 
     def emit(self, hook: str, *args: Any) -> None:
         """Call `hook` of every callback that overrides it."""
@@ -226,51 +217,34 @@ class Hooks:
         return self._listeners[hook]
 
 
-def check_hooks(callback: Callback) -> None:
-    """Raise ModelError for a hook with wrong parameters."""
-    for name in _HOOKS:
-        hook, base = getattr(type(callback), name), getattr(Callback, name)
-        if name == "on_update_end":
-            further_parameters(getattr(callback, name))
-        elif hook is not base:
-            given = list(inspect.signature(base).parameters)[1:]
-            try:
-                inspect.signature(getattr(callback, name)).bind(*given)
-            except TypeError:
-                taken = ", ".join(["self", *given])
-                raise ModelError(f"{hook.__qualname__} must take ({taken})") from None
+_HOOKS = {n: hook for n, hook in vars(Callback).items() if n[0] != "_" and inspect.isfunction(hook)}
 
 
-_HOOKS = [n for n, hook in vars(Callback).items() if n[0] != "_" and inspect.isfunction(hook)]
+def check_hooks(callback: Callback) -> list[str]:
+    """Return which of `batch` and `outputs` its `on_update_end` asks for.
 
-
-def _warn_of_near_misses(callback: Callback) -> None:
-    """Warn of methods named nearly as a hook, which are never called."""
+    Raises ModelError for a hook with wrong parameters; warns of names that are nearly a hook's.
+    """
+    asked: list[str] = []
+    for name, base in _HOOKS.items():
+        hook = getattr(callback, name)
+        if getattr(type(callback), name) is base:
+            continue
+        given, own = list(inspect.signature(base).parameters)[1:], inspect.signature(hook)
+        further = UPDATE_PARTS if name == "on_update_end" else ()
+        parts = [part for part in further if part in own.parameters]
+        try:
+            own.bind(*given, **dict.fromkeys(parts))
+        except TypeError as error:
+            taken = ", ".join(["self", *given])
+            more = f", and may have {' and '.join(further)}" if further else ""
+            raise ModelError(f"{hook.__qualname__} must take ({taken}){more}: {error}") from None
+        asked += parts
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in _HOOKS and (hint := did_you_mean(name, _HOOKS)):
             message = "warning: %s.%s is no hook and is never called; %s"
             _log.warning(message, type(callback).__qualname__, name, hint)
-
-
-def further_parameters(hook: Any) -> list[str]:
-    """Return which of `batch` and `outputs` an `on_update_end` has as parameters.
-
-    Raises ModelError for other parameters without a default.
-    """
-    others = list(inspect.signature(hook).parameters.values())[1:]
-    wrong = [
-        p.name
-        for p in others
-        if p.name not in UPDATE_PARTS
-        and p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if wrong:
-        raise ModelError(
-            f"{hook.__qualname__} has the parameter {wrong[0]!r}: on_update_end is given trainer, "
-            "and batch and outputs where it has parameters of these names"
-        )
-    return [p.name for p in others if p.name in UPDATE_PARTS]
+    return asked
 
 
 def _with_batch(hook: Any, names: list[str]) -> Any:

@@ -162,6 +162,7 @@ class Group:
     rank = 0
     local_rank = 0  # on this machine
     world_size = 1
+    control: dist.ProcessGroup | None = None  # of several: between hosts, whatever devices use
 
     def join(self, device: torch.device) -> None:
         """Initialize the group; `device` is the device that this process computes on."""
@@ -226,13 +227,8 @@ class Group:
 
 
 class ProcessGroup(Group):
-    """The processes that a launcher started, over torch.distributed.
+    """The processes that a launcher started, over torch.distributed."""
 
-    `control` is the gloo group for communication between hosts, whichever backend the devices use.
-    It exists from `join` on.
-    """
-
-    control: dist.ProcessGroup
     _board: Board
 
     def __init__(self, backend: str, timeout: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,8 @@ from trainer import rng
 from trainer.errors import MISFITS, ModelError, misfit
 from trainer.strategies.strategy import Strategy
 from trainer.task import Metric, as_output, unsound
-from trainer.update.batch import BatchSource, Waiting, as_source
-from trainer.update.sums import Labels, Sums
+from trainer.update.batch import as_source
+from trainer.update.sums import Sums
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -27,121 +27,102 @@ class EvaluationAbandoned(Exception):  # noqa: N818 (not an error: a signal came
     """A stop was requested while evaluating."""
 
 
-class Evaluator:
-    """Evaluate a trainer's model with the metrics of its task."""
+@torch.no_grad()
+def evaluate(
+    trainer: Trainer,
+    loader: Any,
+    stage: str,
+    limit: int | None,
+    step: int,
+    watchers: Sequence[Watcher] = (),
+) -> dict[str, float]:
+    """Return `<stage>/<name>` of the first `limit` batches; see `Trainer.evaluate`.
 
-    def __init__(self, trainer: Trainer, waiting: Waiting) -> None:
-        check_metrics(trainer.task.metrics(), trainer.strategy)
-        wraps = trainer.strategy.evaluates_wrapped
-        self._module = trainer.wrapped if wraps else trainer.compiled
-        self._trainer, self._waiting, self._labels = trainer, waiting, Labels()
+    `watchers` are called with each batch and what the model answered. Raises EvaluationAbandoned
+    when a signal has requested a stop.
+    """
+    group, state = trainer.group, trainer.state
+    sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
+    for metric in metrics.values():
+        metric.reset()
+    source, batches = trainer.waiting.attend(as_source(loader, f"{stage}_loader")), limit
+    with suppress(TypeError):  # a stream has no length
+        batches = len(source) if limit is None else min(limit, len(source))
+    done, stream = 0, source.epoch(0, 0, limit)
+    with prepared(trainer, step):
+        while (micro_batch := trainer.waiting.next(stream)) is not None:
+            _add(trainer, micro_batch, sums, watchers)
+            done += 1
+            trainer.hooks.emit("on_evaluation_batch", trainer, stage, done, batches)
+            group.agree(state, at_once=False)
+            if state.stop_code:
+                break
+    if state.stop_code:
+        raise EvaluationAbandoned
+    sums.join(group)
+    values = sums.means(group.reduce)
+    trainer.updater.warn_of_labels(stage, sums)
+    for name, metric in metrics.items():
+        values |= named_values(name, merged(metric, trainer.strategy).compute())
+    return {f"{stage}/{name}": value for name, value in values.items()}
 
-    @torch.no_grad()
-    def run(
-        self,
-        loader: Any,
-        stage: str,
-        weights: AbstractContextManager[Any],
-        limit: int | None,
-        step: int,
-        watchers: Sequence[Watcher] = (),
-    ) -> dict[str, float]:
-        """Return `<stage>/<name>` of the first `limit` batches, within the context `weights`.
 
-        `watchers` are called with each batch and what the model answered.
+@contextmanager
+def prepared(trainer: Trainer, step: int) -> Iterator[None]:
+    """Bring the model into the state of an evaluation, without gradients.
 
-        The evaluation has its own random states, derived from the seed and `step`: it does not
-        change the training that follows, and a repeated evaluation draws the same numbers.
+    With the weights to evaluate, the buffers of the main process on all, and random states derived
+    from the seed and `step`: the training that follows is not changed, and a repeated evaluation
+    draws the same numbers. Each module's mode and the buffers of the task's modules are as before
+    afterwards.
+    """
+    strategy, others = trainer.strategy, list(trainer.task.own_modules().values())
+    parts = [trainer.wrapped, *others]
+    modes = [(module, module.training) for part in parts for module in part.modules()]
+    seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.rank)
+    with torch.no_grad(), rng.preserved(strategy.device, seed):
+        for part in parts:
+            part.eval()
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            with trainer.evaluation_weights(), strategy.evaluating(trainer.model):
+                if strategy.group.world_size == 1:
+                    yield
+                    return
+                kept = [(b, b.clone()) for module in others for b in module.buffers()]
+                with strategy.evaluating(torch.nn.ModuleList(others)):
+                    yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+            for module, mode in modes:  # a frozen module stays in evaluation mode
+                module.training = mode
 
-        Raises EvaluationAbandoned when a signal has requested a stop.
-        """
-        trainer, group = self._trainer, self._trainer.group
-        sums, metrics = Sums(trainer.strategy.device), trainer.task.metrics()
-        for metric in metrics.values():
-            metric.reset()
-        source = as_source(loader, f"{stage}_loader")
-        stream, batches = self._waiting.attend(source).epoch(0, 0, limit), _batches(source, limit)
-        done = 0
-        with self.prepared(weights, step):
-            while (micro_batch := self._waiting.next(stream)) is not None:
-                self._add(micro_batch, sums, watchers)
-                done += 1
-                trainer.hooks.emit("on_evaluation_batch", trainer, stage, done, batches)
-                group.agree(trainer.state, at_once=False)
-                if trainer.state.stop_code:
-                    break
-        if trainer.state.stop_code:
-            raise EvaluationAbandoned
-        # A process may have had no sample at all, but must take part in the reduction.
-        for names in group.gather(sums.names):
-            sums.take_part(names)
-        values = sums.means(group.reduce)
-        self._labels.look(stage, sums, group.is_main)
-        for name, metric in metrics.items():
-            values |= named_values(name, merged(metric, trainer.strategy).compute())
-        return {f"{stage}/{name}": value for name, value in values.items()}
 
-    @contextmanager
-    def prepared(self, weights: AbstractContextManager[Any], step: int) -> Iterator[None]:
-        """Bring the model into the state of an evaluation, without gradients.
-
-        With random states of its own, the context `weights`, and the buffers of the main process on
-        all; each module's mode and the buffers of the task's modules are as before afterwards.
-        """
-        trainer, strategy = self._trainer, self._trainer.strategy
-        others = list(trainer.task.own_modules().values())
-        parts = [trainer.wrapped, *others]
-        modes = [(module, module.training) for part in parts for module in part.modules()]
-        seed = rng.derived(trainer.options.seed, "evaluation", step, strategy.group.rank)
-        with torch.no_grad(), rng.keyed(strategy.device, seed):
-            for part in parts:
-                part.eval()
-            kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-            try:
-                with weights, strategy.evaluating(trainer.model):
-                    if strategy.group.world_size == 1:
-                        yield
-                        return
-                    kept = [(b, b.clone()) for module in others for b in module.buffers()]
-                    with strategy.evaluating(torch.nn.ModuleList(others)):
-                        yield
-            finally:
-                for buffer, value in kept:
-                    buffer.copy_(value)
-                for module, mode in modes:  # a frozen module stays in evaluation mode
-                    module.training = mode
-
-    def _add(self, micro_batch: MicroBatch, sums: Sums, watchers: Sequence[Watcher]) -> None:
-        trainer, task, count = self._trainer, self._trainer.task, micro_batch.piece.count
-        batch = trainer.to_device(micro_batch.batch)
-        with trainer.precision.autocast():
-            if not count:
-                if trainer.strategy.evaluates_in_step:
-                    # The other processes wait for this process's shards of the parameters.
-                    task.prediction_step(self._module, batch)
-                return
-            try:
-                result = task.evaluation_step(self._module, batch)
-                output = as_output(result, task, "evaluation_step")
-            except MISFITS as error:
-                if known := misfit(error, batch, trainer.state.updates, _UNFIT):
-                    raise known from error
-                raise
-            try:
-                sums.add_output(output, count)
-                sums.pack()
-            except MISFITS as error:
+def _add(
+    trainer: Trainer, micro_batch: MicroBatch, sums: Sums, watchers: Sequence[Watcher]
+) -> None:
+    task, strategy, count = trainer.task, trainer.strategy, micro_batch.piece.count
+    model = trainer.wrapped if strategy.evaluates_wrapped else trainer.compiled
+    batch, output = trainer.to_device(micro_batch.batch), None
+    with trainer.precision.autocast():
+        if not count:
+            if strategy.evaluates_in_step:
+                # The other processes wait for this process's shards of the parameters.
+                task.prediction_step(model, batch)
+            return
+        try:
+            output = as_output(task.evaluation_step(model, batch), task, "evaluation_step")
+            sums.add_output(output, count)
+            sums.pack()
+        except MISFITS as error:
+            if output is not None:
                 raise unsound(output, task, "evaluation_step") or error from None
-            for watch in watchers:
-                watch(trainer, batch, output.output)
-
-
-def _batches(source: BatchSource, limit: int | None) -> int | None:
-    try:
-        length = len(source)
-    except TypeError:
-        return limit
-    return length if limit is None else min(limit, length)
+            if known := misfit(error, batch, trainer.state.updates, _UNFIT):
+                raise known from error
+            raise
+        for watch in watchers:
+            watch(trainer, batch, output.output)
 
 
 def check_metrics(metrics: Mapping[str, Metric], strategy: Strategy) -> None:

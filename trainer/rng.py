@@ -10,41 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-
-def capture(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
-    """Return the states of torch, `random` and numpy.
-
-    The states of torch are those of the CPU and of the CUDA devices among `devices`, which this
-    process computes on; None means the current one, if CUDA is in use. `weights_only` loads accept
-    the result.
-    """
-    return _savable(_states(devices))
-
-
-def restore(state: dict[str, Any], devices: Sequence[torch.device] | None = None) -> list[str]:
-    """Restore the generators; return a description of what could not be restored.
-
-    `devices` are those of this process, in the order in which `capture` was given its own; they may
-    be other devices than those.
-    """
-    python, numpy, here, saved = state["python"], state["numpy"], _cuda(devices), state["cuda"]
-    rest = (numpy[part] for part in ("position", "has_gauss", "cached_gaussian"))
-    states = (
-        state["torch"].cpu(),
-        (python["version"], tuple(python["internal"].tolist()), python["gauss_next"]),
-        (numpy["name"], numpy["keys"].numpy().astype(np.uint32), *rest),
-        [own.cpu() for own in saved],
-    )
-    _put_back(states, here)
-    lost = len(saved) - len(here)
-    return [f"the random state of {lost} GPUs (this process has {len(here)})"] if lost > 0 else []
+# Of torch, `random` and numpy, and of the CUDA devices: as their libraries return them.
+_States = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
+# How their parts are saved.
+_PYTHON = ("version", "internal", "gauss_next")
+_NUMPY = ("name", "keys", "position", "has_gauss", "cached_gaussian")
 
 
 class RandomStates:
     """The random states that a run trains with, whatever is imported or drawn beside the training.
 
-    `seed` returns that of what is drawn beside it: so a callback draws the same numbers after a
-    resume, and others at another time.
+    `devices`: those that this process computes on. `seed` returns that of what is drawn beside it:
+    so a callback draws the same numbers after a resume, and others at another time.
     """
 
     def __init__(self, devices: Sequence[torch.device], seed: Callable[[], int]) -> None:
@@ -74,40 +51,51 @@ class RandomStates:
                 _put_back(kept, self._devices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `capture` would return if only the training went on."""
-        return _savable(self._kept or _states(self._devices))
+        """Return the states if only the training went on; loads with `weights_only` accept them."""
+        ours, python, numpy, cuda = self._kept or _states(self._devices)
+        python = dict(zip(_PYTHON, python, strict=True))
+        python["internal"] = torch.tensor(python["internal"], dtype=torch.int64)
+        numpy = dict(zip(_NUMPY, numpy, strict=True))
+        numpy["keys"] = torch.from_numpy(numpy["keys"].astype(np.int64))
+        return {"torch": ours, "cuda": cuda, "python": python, "numpy": numpy}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Let the training go on from a state; return what could not be restored, in words."""
-        lost = restore(state, self._devices)
+        """Let the training go on from a state; return what could not be restored, in words.
+
+        The devices may be others than those that it was saved on.
+        """
+        python, numpy, cuda = dict(state["python"]), dict(state["numpy"]), state["cuda"]
+        python["internal"] = tuple(python["internal"].tolist())
+        numpy["keys"] = numpy["keys"].numpy().astype(np.uint32)
+        parts = tuple(python[key] for key in _PYTHON), tuple(numpy[key] for key in _NUMPY)
+        _put_back((state["torch"].cpu(), *parts, [own.cpu() for own in cuda]), self._devices)
         if self._kept is not None:
             self.keep()
-        return lost
+        here = len(_cuda(self._devices))
+        lost = len(cuda) - here
+        return [f"the random state of {lost} GPUs (this process has {here})"] if lost > 0 else []
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Restore the generators afterwards: torch's (CPU and `device`), `random` and numpy's."""
+def preserved(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Restore the generators afterwards: torch's (CPU and `device`), `random` and numpy's.
+
+    Within the context they are seeded, if there is a seed.
+    """
     before = _states([device])
     try:
+        if seed is not None:
+            _seed_all([device], seed)
         yield
     finally:
         _put_back(before, [device])
 
 
-@contextmanager
-def keyed(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators within the context, and restore those of the run afterwards."""
-    with preserved(device):
-        _seed_all([device], seed)
-        yield
+def _cuda(devices: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in devices if device.type == "cuda"]
 
 
-# Of torch, `random` and numpy, and of the CUDA devices: as their libraries return them.
-_States = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
-
-
-def _states(devices: Sequence[torch.device] | None) -> _States:
+def _states(devices: Sequence[torch.device]) -> _States:
     cuda = [torch.cuda.get_rng_state(device) for device in _cuda(devices)]
     return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
 
@@ -128,34 +116,6 @@ def _seed_all(devices: Sequence[torch.device], seed: int) -> None:
             torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-
-
-def _savable(states: _States) -> dict[str, Any]:
-    ours, (version, internal, gauss_next), (name, keys, position, has_gauss, gauss), cuda = states
-    return {
-        "torch": ours,
-        "cuda": cuda,
-        "python": {
-            "version": version,
-            "internal": torch.tensor(internal, dtype=torch.int64),
-            "gauss_next": gauss_next,
-        },
-        "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached_gaussian": float(gauss),
-        },
-    }
-
-
-def _cuda(devices: Sequence[torch.device] | None) -> list[torch.device]:
-    if devices is not None:
-        return [device for device in devices if device.type == "cuda"]
-    # Reading the state would initialize CUDA, which a run on the CPU does not use.
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.device("cuda", torch.cuda.current_device())] if used else []
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from data.batch import MicroBatch
-from trainer.callback import Average, saver_of
+from trainer.callback import Average, Callback, saver_of
 from trainer.checkpoints import shards as checkpoint_shards
 from trainer.checkpoints.archive import on_host
 from trainer.checkpoints.reader import (
@@ -26,7 +26,6 @@ from trainer.errors import CheckpointError
 from trainer.state import LogPoint
 from trainer.strategies.strategy import describe_device
 from trainer.task import Task
-from trainer.update.sums import Sums
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -41,24 +40,26 @@ def take(trainer: Trainer, on_main: Callable[[Any], Any] | None = None) -> dict[
     they are.
     """
     strategy = trainer.strategy
-    callbacks = strategy.to_save(
-        {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
-    )
+    sharded = strategy.sharded_checkpoint
+    whole: Callable[[Any], Any] = dict if sharded else strategy.gather_tensors
+    callbacks = whole({name: call.state_dict() for name, call in trainer.callbacks.items()})
+    own = {} if strategy.shares_buffers else dict(trainer.model.named_buffers())
+    skips = hasattr(trainer.train_loader, "skipped_state")  # a plain loader loads all samples
     average, saver = trainer.average, saver_of(trainer.callbacks)
-    gather, updater = strategy.group.gather, trainer.updater
+    gather, updater, loader = strategy.group.gather, trainer.updater, trainer.train_loader
     payload = {
-        "model": strategy.to_save(dict(trainer.model.state_dict())),
-        "optimizer": strategy.to_save(trainer.optimizers.state_dict()),
+        "model": whole(dict(trainer.model.state_dict())),
+        "optimizer": whole(trainer.optimizers.state_dict()),
         "lr_scheduler": trainer.lr_schedule.state_dict(),
         "scaler": trainer.precision.state_dict(),
         "ema": callbacks.pop(average.name, {}) if average else {},
         "callbacks": callbacks,
         "state": {
             "counters": trainer.state.state_dict(),
-            "sums": gather(on_host(updater.sums.state_dict())),
-            "epoch_sums": gather(on_host(updater.epoch_sums.state_dict())),
-            "loader": gather(_left_out(trainer.train_loader)),
-            "own": gather(on_host(strategy.own_state(trainer.model))),
+            "sums": gather(updater.sums.state_dict()),
+            "epoch_sums": gather(updater.epoch_sums.state_dict()),
+            "loader": gather({"skipped": loader.skipped_state()} if skips else {}),
+            "own": gather(on_host(own)),
             "unsaved": gather(on_host(trainer.unsaved.state_dict())),
             "metrics": dict(trainer.metrics),
             "data": trainer.data_facts,
@@ -86,7 +87,10 @@ def restore(
     """
     check_payload(payload, None)
     trainer.setup()
-    _warm_up(trainer)
+    # The strategy's wrapper learns what it had learnt when the run was saved.
+    batches = functools.cache(lambda: next(trainer.draw(trainer.state.epoch)))
+    trainer.wrapped.train()
+    trainer.strategy.warm_up(trainer.wrapped, lambda: trainer.updater.try_out(batches()))
     compare_names(payload, trainer.model.state_dict())
     with taking_over("the state"):
         return _take_over(trainer, payload, hyper_parameters, same_run)
@@ -151,25 +155,23 @@ def _take_over(
     notes += trainer.optimizers.load_state_dict(optimizer, hyper_parameters)
     trainer.lr_schedule.load_state_dict(payload["lr_scheduler"], hyper_parameters)
     trainer.precision.load_state_dict(payload["scaler"])
-    saved = _saved_callbacks(payload, name_of("average", payload))
-    saved = trainer.strategy.split_like(saved, parameters)
-    for name, callback in trainer.callbacks.items():
-        if saved.get(name) and (same_run or not callback.of_run):
-            callback.load_state_dict(saved[name])
+    _load_callbacks(trainer, payload, lambda callback: same_run or not callback.of_run)
     same = state["world_size"] == trainer.group.world_size
+    own = slice(rank, rank + 1) if same else slice(None)  # of what is saved by process
     notes += trainer.unsaved.load_state_dict(state["unsaved"][rank if same else 0])
     trainer.state.load_state_dict(state["counters"])
     trainer.metrics.update(state["metrics"])
     trainer.resumed, trainer.branched = True, not hyper_parameters
     if hasattr(trainer.train_loader, "load_skipped_state"):
-        own = state["loader"][rank : rank + 1] if same else state["loader"] if rank == 0 else []
-        left_out = [entry for part in own for entry in part.get("skipped", [])]
-        trainer.train_loader.load_skipped_state(left_out)
-    pairs = {"sums": trainer.updater.sums, "epoch_sums": trainer.updater.epoch_sums}
-    for key, sums in pairs.items():
-        sums.load_state_dict(state[key][rank] if same else _merged(trainer, state[key]))
+        left_out = [entry for part in state["loader"][own] for entry in part.get("skipped", [])]
+        trainer.train_loader.load_skipped_state(left_out if same or trainer.is_main else [])
+    for key in ("sums", "epoch_sums"):
+        sums = getattr(trainer.updater, key)
+        sums.load_state_dict(*state[key][own], takes=int(same or trainer.is_main))
     if same:
-        trainer.strategy.load_own_state(trainer.model, state["own"][rank])
+        with torch.no_grad():
+            for name, buffer in trainer.model.named_buffers():
+                buffer.copy_(state["own"][rank].get(name, buffer))
         notes += trainer.random.load_state_dict(payload["rng"][rank])
     else:
         notes.append(
@@ -188,46 +190,28 @@ def _circumstances(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _left_out(loader: Any) -> dict[str, Any]:
-    """Return the samples that this process could not load; a plain loader loads all."""
-    return {"skipped": loader.skipped_state()} if hasattr(loader, "skipped_state") else {}
-
-
-def _warm_up(trainer: Trainer) -> None:
-    """Let the strategy's wrapper learn what it had learnt when the run was saved."""
-
-    batches: list[MicroBatch] = []
-
-    def compute() -> None:
-        if not batches:
-            batches.extend(next(trainer.draw(trainer.state.epoch)))
-        trainer.updater.try_out(batches)
-
-    trainer.wrapped.train()
-    trainer.strategy.warm_up(trainer.wrapped, compute)
-
-
 def load_weights(trainer: Trainer, payload: Mapping[str, Any], path: Path | None = None) -> None:
     """Give the model the weights of a checkpoint, its averages and its task's, nothing else."""
     compare_names(payload, trainer.model.state_dict(), path)
     parameters = dict(trainer.model.named_parameters())
-    others = payload.get("state", {}).get("unsaved")
-    average = name_of("average", payload)
-    needed = {k: v for k, v in payload.items() if k in ("model", "callbacks", "ema", "shards")}
-    payload = checkpoint_shards.read(needed, parameters)
+    needed = ("model", "callbacks", "ema", "shards", "state")
+    payload = checkpoint_shards.read({k: payload[k] for k in needed if k in payload}, parameters)
     with taking_over("the weights"):
         trainer.strategy.load_model_state(trainer.model, payload["model"])
-        if others:
+        if others := payload.get("state", {}).get("unsaved"):
             trainer.unsaved.load_state_dict(others[0])
-        saved = trainer.strategy.split_like(_saved_callbacks(payload, average), parameters)
-        for name, callback in trainer.callbacks.items():
-            if isinstance(callback, Average) and saved.get(name):
-                callback.load_state_dict(saved[name])
+        _load_callbacks(trainer, payload, lambda callback: isinstance(callback, Average))
 
 
-def _saved_callbacks(payload: Mapping[str, Any], average: str | None) -> dict[str, Any]:
-    """Return the states of callbacks by name, that of the average that was evaluated included."""
-    return {**payload["callbacks"], **({average: payload["ema"]} if average else {})}
+def _load_callbacks(
+    trainer: Trainer, payload: Mapping[str, Any], wanted: Callable[[Callback], bool]
+) -> None:
+    average = name_of("average", payload)  # what was evaluated is saved apart
+    saved = {**payload["callbacks"], **({average: payload["ema"]} if average else {})}
+    saved = trainer.strategy.split_like(saved, dict(trainer.model.named_parameters()))
+    for name, callback in trainer.callbacks.items():
+        if saved.get(name) and wanted(callback):
+            callback.load_state_dict(saved[name])
 
 
 def name_of(role: str, payload: Mapping[str, Any]) -> str | None:
@@ -244,16 +228,6 @@ def saved_step(payload: Mapping[str, Any]) -> int:
 def log_point_of(payload: Mapping[str, Any]) -> LogPoint:
     """Return the step and the epoch of a checkpoint's weights."""
     return LogPoint(saved_step(payload), int(payload["state"]["counters"]["epoch"]))
-
-
-def _merged(trainer: Trainer, states: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sums of which the main process takes over all, and the others none."""
-    merged, real = Sums(trainer.strategy.device), int(trainer.is_main)
-    for state in states:
-        for name, total in state["sums"].items():
-            count = state["counts"][name] * real
-            merged.add(name, total.to(trainer.strategy.device), count, real)
-    return merged.state_dict()
 
 
 class Unsaved:

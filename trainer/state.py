@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -98,13 +98,12 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values; a stop is not carried into the next run."""
-        return {name: value for name, value in asdict(self).items() if name not in _STOP}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STOP}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the counters of `state`."""
-        for field in fields(self):
-            if field.name not in _STOP:
-                setattr(self, field.name, state[field.name])
+        for name in self.state_dict():
+            setattr(self, name, state[name])
 
 
 Kind = Literal[
@@ -127,12 +126,12 @@ class Timer:
     """
 
     def __init__(self) -> None:
-        self.spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         self._kind: Kind = "callbacks"  # of the time that no `lap` counts
         self.start()
 
     def start(self) -> None:
         """Start the clock; earlier time is not counted."""
+        self.spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         self._last = perf_counter()
         self.reset()
 

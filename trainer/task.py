@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -60,6 +60,11 @@ class StepOutput:
     sums: Mapping[str, tuple[Tensor, Tensor | int]] = field(default_factory=dict)
     output: Any = None
 
+    @property
+    def terms(self) -> Mapping[str, Tensor]:
+        """The terms of the loss by name; a single one has none."""
+        return {"": self.loss} if isinstance(self.loss, Tensor) else self.loss
+
 
 def as_output(result: Any, task: Task, step: str) -> StepOutput:
     """Return what a step of a task returned as a StepOutput: a tensor is a loss.
@@ -88,15 +93,16 @@ def unsound(
 
     `model`: the one that was trained; None in an evaluation.
     """
-    loss, where = output.loss, f"{called(task)}.{step} returned a StepOutput whose"
-    terms = loss if isinstance(loss, Mapping) else {"": loss}
+    where = f"{called(task)}.{step} returned a StepOutput whose"
+    terms = output.loss if isinstance(output.loss, Mapping) else {"": output.loss}
+    trains = any(isinstance(term, Tensor) and term.requires_grad for term in terms.values())
     for name, term in terms.items():
         which = f"loss {name!r}" if name else "loss"
         if not isinstance(term, Tensor):
             return UserCodeError(
                 f"{where} {which} is {spelled(term)}: give the tensor, without .item() or float()"
             )
-        if model is not None and not term.requires_grad and not _trains(terms.values()):
+        if model is not None and not trains:
             return UserCodeError(
                 f"{where} {which} ({spelled(term)}) has no gradient: compute it from what "
                 f"{called(model)}.forward returns, and neither there nor in the task with "
@@ -109,10 +115,6 @@ def unsound(
                 "tensor and their number, such as (hits.sum(), len(labels))"
             )
     return None
-
-
-def _trains(terms: Iterable[Any]) -> bool:
-    return any(isinstance(term, Tensor) and term.requires_grad for term in terms)
 
 
 class Task:

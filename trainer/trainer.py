@@ -15,19 +15,18 @@ from torch.optim import Optimizer
 from data.batch import MicroBatch, to_device
 from trainer import snapshot
 from trainer.callback import Callback, EpochLines, Hooks, Results, evaluated_average, saver_of
-from trainer.distributed import Group
 from trainer.errors import SampleError, account
-from trainer.evaluation import EvaluationAbandoned, Evaluator, Watcher
-from trainer.files.atomic import storage_error
+from trainer.evaluation import EvaluationAbandoned, Watcher, check_metrics, evaluate, prepared
 from trainer.lr_schedulers.schedule import LRSchedule
 from trainer.media import Media, PRCurve, as_image, histogram_of
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions, count, horizon
 from trainer.rng import RandomStates, derived
+from trainer.runs.directory import make_folder
 from trainer.state import MAX_TIME, LogPoint, Timer, TrainState
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task, coupling_remark, named_modules
-from trainer.update.batch import BatchSource, Waiting, as_source, updates
+from trainer.update.batch import Waiting, as_source
 from trainer.update.precision import Precision
 from trainer.update.updater import Updater
 
@@ -60,7 +59,8 @@ class Trainer:
     ) -> None:
         self.options = options or TrainerOptions(max_epochs=1)
         self.strategy = strategy or Strategy()
-        device = self.strategy.device
+        self.group, device = self.strategy.group, self.strategy.device
+        self.is_main = self.group.is_main  # whether this process writes and prints
         asked = precision or self.options.precision
         self.precision = Precision(asked, device.type) if isinstance(asked, str) else asked
         self.model = model if strategy else self.precision.convert(model).to(device)
@@ -75,18 +75,17 @@ class Trainer:
         self.average = evaluated_average(self.callbacks)
         self.hooks = Hooks(self.callbacks.values())
         self.compiled = self.model if compiled is None else compiled
-        # Whether updates may leave parameters without a gradient.
-        self.strategy.some_unused = bool(task.turns) or any(
-            callback.freezes for callback in self.callbacks.values()
-        )
+        freezes = any(callback.freezes for callback in self.callbacks.values())
+        self.strategy.some_unused = bool(task.turns) or freezes
         self.wrapped = self.strategy.wrap(self.compiled)
         steps = self.options.gradient_accumulation_steps
         self.train_loader = as_source(train_loader, "train_loader", steps)
-        self.val_loader: BatchSource | None = None
-        if val_loader is not None:  # one of unknown length has no truth value
-            self.val_loader = as_source(val_loader, "val_loader")
+        # One of unknown length has no truth value.
+        self.val_loader = None if val_loader is None else as_source(val_loader, "val_loader")
         self.lr_schedule.refuse_to_wait(val_loader is not None, self.options.validates)
-        self.run_dir = None if run_dir is None else self._made(Path(run_dir))
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        if self.run_dir is not None and self.is_main:
+            make_folder(self.run_dir)  # one that cannot be is found before anything is computed
         self.config_text = config_text  # kept in every checkpoint
         self.data_facts: dict[str, Any] = {}  # of the data sets, as plain values; kept likewise
         self.state = TrainState()
@@ -101,29 +100,10 @@ class Trainer:
         self.waiting.attend(self.train_loader)
         self.updater = Updater(self)
         self.unsaved = snapshot.Unsaved(model, task)
-        self._evaluator = Evaluator(self, self.waiting)
-
-    def _made(self, run_dir: Path) -> Path:
-        # Made now: one that cannot be is found before anything is computed.
-        if self.is_main:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise storage_error(run_dir, error) from error
-        return run_dir
+        check_metrics(task.metrics(), self.strategy)
 
     def _seed_aside(self) -> int:
         return derived(self.options.seed, "aside", self.state.updates, self.group.rank)
-
-    @property
-    def group(self) -> Group:
-        """The processes of the run."""
-        return self.strategy.group
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.group.is_main
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -251,7 +231,13 @@ class Trainer:
         self, epoch: int, start: int = 0, stop: int | None = None
     ) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of an epoch's updates `start` to `stop`, on the device."""
-        return updates(self.train_loader.epoch(epoch, start, stop), self.to_device)
+        group: list[MicroBatch] = []
+        for micro_batch in self.train_loader.epoch(epoch, start, stop):
+            micro_batch.batch = self.to_device(micro_batch.batch)
+            group.append(micro_batch)
+            if len(group) == micro_batch.piece.micro_batches:
+                yield group
+                group = []
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to this process's device, in the run's number format."""
@@ -324,7 +310,7 @@ class Trainer:
         ended = not self.state.position
         scalars = self.updater.take_means()
         epoch = self.updater.epoch_means(ended) if ended or self.done else {}
-        scalars |= epoch | self.updater.counts()
+        scalars |= epoch
         for contribute in self.hooks.listeners("scalars"):
             scalars |= contribute(self)
         self.state.logged_at = self.state.global_step
@@ -338,10 +324,10 @@ class Trainer:
             self.updater.confirm()
             self.hooks.emit("on_validation_start", self)
             watchers = self.hooks.listeners("on_validation_batch")
-            limit, loader = self.options.limit_val_batches, self.val_loader
-            whole = len(loader) if isinstance(limit, float) and loader is not None else 0
-            batches = count(limit, whole) if isinstance(limit, float) else limit
-            metrics = self.evaluate(loader, "val", batches, watchers=watchers)
+            loader: Any = self.val_loader
+            limit = self.options.limit_val_batches
+            limit = count(limit, len(loader)) if isinstance(limit, float) else limit
+            metrics = self.evaluate(loader, "val", limit, watchers=watchers)
             self.state.validated_at = self.state.global_step
             self.lr_schedule.after_validation(metrics)
             self.log(metrics)
@@ -362,12 +348,11 @@ class Trainer:
         """
         step = self.state.global_step if step is None else step
         with self.timer.spending("evaluation"):
-            weights = self.evaluation_weights()
-            return self._evaluator.run(loader, stage, weights, limit, step, watchers)
+            return evaluate(self, loader, stage, limit, step, watchers)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context in which the model answers as in a validation, for callbacks."""
-        return self._evaluator.prepared(self.evaluation_weights(), self.state.global_step)
+        return prepared(self, self.state.global_step)
 
     def evaluation_weights(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has the weights to evaluate, or an average's."""

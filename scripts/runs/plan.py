@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from callbacks.checkpoint import Checkpoint
 from data.errors import DataError
 from trainer.assembly.data import kept_bytes
 from trainer.assembly.summary import estimate, render, summarize
-from trainer.evaluation import Evaluator
+from trainer.evaluation import evaluate
 from trainer.files.atomic import write_text
 from trainer.files.layout import aligned, folded, packed, size, visible
 from trainer.lr_schedulers.schedule import curve
@@ -113,7 +112,7 @@ def _tried(experiment: Experiment, unread: list[DataError]) -> tuple[MicroBatch 
                 trainer.wrapped.train()
                 trainer.updater.try_out([first])
                 continue
-            found = Evaluator(trainer, trainer.waiting).run(loader, split, nullcontext(), 1, 0)
+            found = evaluate(trainer, loader, split, 1, 0)
         except DataError as error:
             unread.append(error)
             continue

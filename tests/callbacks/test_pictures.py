@@ -25,11 +25,11 @@ from callbacks.pictures.texts import Texts
 from callbacks.support import CallbackError
 from callbacks.tensorboard import TensorBoard
 from callbacks.trackers.recorder import MetricsLog
-from trainer import rng
 from trainer.callback import Callback
 from trainer.media import PRCurve
 from trainer.optimizers.optimizers import Optimizers
 from trainer.options import TrainerOptions
+from trainer.rng import RandomStates
 from trainer.strategies.strategy import Strategy
 from trainer.task import Task
 from trainer.tasks.classification import Classification
@@ -114,7 +114,7 @@ def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
         board = {"log": MetricsLog(), "board": TensorBoard()}
         run = trainer_of({**board, **callbacks}, tmp_path / name)
         run.fit()
-        runs[name] = run, rng.capture()
+        runs[name] = run, RandomStates([], int).state_dict()
     (bare, before), (shown, after) = runs["bare"], runs["shown"]
     states = [
         {"rng": before, **bare.model.state_dict()},

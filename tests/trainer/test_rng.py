@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import toys
 from toys import Samples, loader
 from trainer import rng
 from trainer.evaluation import EvaluationAbandoned
 from trainer.options import TrainerOptions
-from trainer.rng import seed_everything, set_switches
+from trainer.rng import RandomStates, seed_everything, set_switches
 from trainer.tasks.regression import Regression
 from trainer.trainer import Trainer
 
@@ -23,164 +24,112 @@ def draw():
     return *drawn, random.gauss(0, 1), float(np.random.randn())
 
 
-def through_a_file(state, tmp_path):
-    torch.save(state, tmp_path / "rng.pt")
-    return torch.load(tmp_path / "rng.pt", weights_only=True)
+def states_of(*numbers):
+    """Return the states of a process that computes on these GPUs."""
+    return RandomStates([torch.device("cuda", number) for number in numbers], lambda: 0)
 
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    state = rng.capture([])
-    yield
+    with rng.preserved(torch.device("cpu")):
+        yield
     set_switches(deterministic=False, cudnn_benchmark=False, tf32=False)
-    rng.restore(state, [])
 
 
-def test_the_same_numbers_follow(tmp_path):
+def test_the_same_numbers_follow_and_every_part_matters():
     random.gauss(0, 1)  # leaves the second of a pair behind
     np.random.randn()
-    state = through_a_file(rng.capture(), tmp_path)
+    states = states_of()
+    saved = toys.through_a_file(states.state_dict())
+    states.state_dict()  # draws nothing
     expected = draw()
     assert draw() != expected
-    assert rng.restore(state) == []
+    other = states.state_dict()
+    assert states.load_state_dict(saved) == []
     assert draw() == expected
+    for part in ("torch", "python", "numpy"):
+        states.load_state_dict({**saved, part: other[part]})
+        assert draw() != expected
 
 
-@pytest.mark.parametrize("part", ["torch", "python", "numpy"])
-def test_every_part_matters(tmp_path, part):
-    state = through_a_file(rng.capture(), tmp_path)
-    expected = draw()
-    state[part] = rng.capture()[part]
-    rng.restore(state)
-    assert draw() != expected
-
-
-def test_capturing_draws_nothing():
-    state = rng.capture()
-    rng.capture()
-    expected = draw()
-    rng.restore(state)
-    assert draw() == expected
-
-
-@pytest.fixture
-def states(monkeypatch):
-    """The states of GPUs that are not there, by their number."""
+def test_a_process_keeps_the_state_of_its_own_gpus_and_counts_those_that_are_gone(monkeypatch):
     kept = {number: torch.tensor([number]) for number in range(4)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: kept[device.index])
     monkeypatch.setattr(
         torch.cuda, "set_rng_state", lambda value, device: kept.update({device.index: value})
     )
-    return kept
-
-
-def gpus(*numbers):
-    return [torch.device("cuda", number) for number in numbers]
-
-
-def test_a_process_keeps_the_state_of_its_own_gpu_and_puts_it_back_where_it_now_computes(states):
-    state = rng.capture(gpus(2))
+    state = states_of(2).state_dict()
     assert state["cuda"] == [torch.tensor([2])]
-    assert rng.restore(state, gpus(1)) == []
-    assert {number: int(value) for number, value in states.items()} == {0: 0, 1: 2, 2: 2, 3: 3}
-
-
-def test_the_current_gpu_stands_for_those_that_are_not_said(states, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert rng.capture()["cuda"] == [torch.tensor([3])]
-
-
-def test_devices_that_are_gone_are_counted(states):
-    state = rng.capture(gpus(0, 1, 2))
-    assert rng.restore(state, gpus(3)) == ["the random state of 2 GPUs (this process has 1)"]
-    assert int(states[3]) == 0
-    assert rng.restore(state, [torch.device("cpu")])[0].startswith("the random state of 3 GPUs")
-
-
-def test_a_run_on_the_cpu_does_not_wake_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert states_of(1).load_state_dict(state) == []
+    assert {number: int(value) for number, value in kept.items()} == {0: 0, 1: 2, 2: 2, 3: 3}
+    three = states_of(0, 1, 2).state_dict()
+    assert states_of(3).load_state_dict(three) == [
+        "the random state of 2 GPUs (this process has 1)"
+    ]
+    assert int(kept[3]) == 0
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: pytest.fail("initialises CUDA"))
-    assert rng.capture()["cuda"] == []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert rng.capture([torch.device("cpu")])["cuda"] == []
+    on_cpu = RandomStates([torch.device("cpu")], lambda: 0)
+    assert on_cpu.state_dict()["cuda"] == []
+    assert on_cpu.load_state_dict(three)[0].startswith("the random state of 3 GPUs")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_same_numbers_follow_on_a_gpu(tmp_path):
-    device = torch.device("cuda")
+def test_the_same_numbers_follow_on_a_gpu():
+    device = torch.device("cuda", 0)
     torch.rand(1, device=device)
-    state = through_a_file(rng.capture(), tmp_path)
+    state = toys.through_a_file(states_of(0).state_dict())
     expected = torch.rand(5, device=device)
-    rng.restore(state)
+    for _ in range(2):
+        with rng.preserved(device, seed=1):
+            drawn = torch.rand(3, device=device)
+    states_of(0).load_state_dict(state)
+    with rng.preserved(device, seed=1):
+        assert torch.equal(torch.rand(3, device=device), drawn)
     assert torch.equal(torch.rand(5, device=device), expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63 - 1])
-def test_a_seed_repeats_and_the_next_differs(seed):
-    seed_everything(seed)
-    first = draw()
-    seed_everything(seed)
-    assert draw() == first
-    seed_everything(seed ^ 1)
-    assert all(a != b for a, b in zip(draw(), first, strict=True))
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1])
+def test_a_seed_repeats_and_the_next_and_other_ranks_differ(seed):
+    def drawn(*seeds):
+        seed_everything(*seeds)
+        return draw()
+
+    first = drawn(seed)
+    assert drawn(seed, 0) == first
+    torch.manual_seed(seed)
+    assert torch.rand(5).tolist() == first[0]
+    for other in ((seed ^ 1,), (seed, 1), (seed, 2)):
+        assert all(a != b for a, b in zip(drawn(*other), first, strict=True))
 
 
-def test_the_first_rank_has_the_plain_seed_and_the_others_their_own():
-    drawn = []
-    for rank in range(4):
-        seed_everything(7, rank)
-        drawn.append(draw())
-    torch.manual_seed(7)
-    assert torch.rand(5).tolist() == drawn[0][0]
-    for part in range(3):
-        assert len({str(values[part]) for values in drawn}) == 4
-
-
-def test_the_switches_are_set_and_reported():
-    facts = set_switches(deterministic=False, cudnn_benchmark=True, tf32=True)
-    assert facts == {"deterministic": False, "cudnn_benchmark": True, "tf32": True}
-    assert torch.backends.cudnn.benchmark
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-def test_determinism_excludes_the_benchmark():
-    facts = set_switches(deterministic=True, cudnn_benchmark=True, tf32=False)
-    assert facts == {"deterministic": True, "cudnn_benchmark": False, "tf32": False}
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cudnn.deterministic
-    assert not torch.backends.cudnn.benchmark
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_what_the_user_set_for_cublas_stays(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    set_switches(deterministic=True, cudnn_benchmark=False, tf32=False)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-@pytest.mark.parametrize("tf32", [False, True])
-def test_the_older_tf32_switches_can_be_read_as_well(tf32: bool) -> None:
-    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-    try:
-        for value in (not tf32, tf32):
-            set_switches(deterministic=False, cudnn_benchmark=False, tf32=value)
-        assert torch.backends.cuda.matmul.allow_tf32 is tf32
-        assert torch.backends.cudnn.allow_tf32 is tf32
-        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-        with torch.backends.cudnn.flags(enabled=False):
-            assert not torch.backends.cudnn.enabled
-        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is tf32
-        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32  # type: ignore[attr-defined]
-        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+@pytest.mark.parametrize("given", ["", ":16:8"])
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_switches_are_set_and_reported(deterministic, tf32, given, monkeypatch):
+    if given:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    set_switches(deterministic=not deterministic, cudnn_benchmark=False, tf32=not tf32)
+    if not given:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    facts = set_switches(deterministic=deterministic, cudnn_benchmark=True, tf32=tf32)
+    benchmark = not deterministic  # whose choice depends on timing
+    assert facts == {"deterministic": deterministic, "cudnn_benchmark": benchmark, "tf32": tf32}
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert torch.backends.cudnn.deterministic is deterministic
+    assert torch.backends.cudnn.benchmark is benchmark
+    wanted = given or (":4096:8" if deterministic else None)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == wanted
+    # The older switches can be read as well.
+    assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not torch.backends.cudnn.enabled
+    name = "tf32" if tf32 else "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == name
+    assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
 @pytest.mark.parametrize(
@@ -192,11 +141,8 @@ def test_the_older_tf32_switches_can_be_read_as_well(tf32: bool) -> None:
         ("fp32", False, "cpu", False),
     ],
 )
-def test_a_run_says_where_it_is_more_exact_than_torch(
-    precision: str, tf32: bool, device: str, told: bool
-) -> None:
-    remark = rng.tf32_remark(precision, tf32, torch.device(device))
-    assert (remark is not None and "convolutions in IEEE" in remark) is told
+def test_a_run_says_where_it_is_more_exact_than_torch(precision, tf32, device, told):
+    assert bool(rng.tf32_remark(precision, tf32, torch.device(device))) is told
 
 
 class Restless(nn.Module):
@@ -209,22 +155,15 @@ class Restless(nn.Module):
         self.before_evaluation = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            self.before_evaluation()
         noise = torch.rand(()).item() + random.random() + float(np.random.random())
         if not self.training:
+            self.before_evaluation()
             self.drawn.append(noise)
         out: Tensor = self.linear(x) * (1 + 0.1 * noise)
         return out
 
 
-def fitted(**options: object) -> Trainer:
-    trainer = restless_trainer(**options)
-    trainer.fit()
-    return trainer
-
-
-def state(trainer: Trainer) -> tuple[object, ...]:
+def state(trainer: Trainer) -> tuple[Any, ...]:
     _, keys, *rest = np.random.get_state()
     weights = [p.tolist() for p in trainer.model.parameters()]
     return weights, torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), rest  # type: ignore[union-attr]
@@ -238,27 +177,27 @@ def state(trainer: Trainer) -> tuple[object, ...]:
     ],
 )
 def test_a_validation_changes_nothing_of_the_training(options: dict[str, object]) -> None:
-    assert state(fitted(**options)) == state(fitted())
+    validated, plain = restless_trainer(**options), restless_trainer
+    validated.fit()
+    after = state(validated)
+    other = plain()
+    other.fit()
+    assert state(other) == after
 
 
 def test_what_is_drawn_is_a_function_of_seed_and_step() -> None:
+    def drawn(trainer: Trainer, step: int | None) -> list[float]:
+        trainer.model.drawn = []  # type: ignore[assignment]
+        trainer.evaluate(trainer.val_loader, "val", step=step)
+        return trainer.model.drawn  # type: ignore[return-value]
+
     trainer = restless_trainer(seed=5)
-    model, evaluate = trainer.model, trainer.evaluate
-
-    def drawn(step: int | None) -> list[float]:
-        model.drawn = []  # type: ignore[assignment]
-        evaluate(trainer.val_loader, "val", step=step)
-        return model.drawn  # type: ignore[return-value]
-
-    first = drawn(None)
+    first = drawn(trainer, None)
     assert len(set(first)) == 2
-    assert drawn(0) == first
     torch.rand(3)
-    assert drawn(0) == first
-    assert drawn(1) != first
-    other = restless_trainer(seed=6)
-    other.evaluate(other.val_loader, "val")
-    assert other.model.drawn != first
+    assert drawn(trainer, 0) == first
+    assert drawn(trainer, 1) != first
+    assert drawn(restless_trainer(seed=6), 0) != first
 
 
 def test_an_evaluation_that_a_signal_ends_gives_the_generators_back() -> None:
@@ -274,24 +213,10 @@ def test_an_evaluation_that_a_signal_ends_gives_the_generators_back() -> None:
     assert state(trainer) == before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_keeps_its_generator_too() -> None:
-    device = torch.device("cuda", 0)
-    before = torch.cuda.get_rng_state(device)
-    with rng.keyed(device, 1):
-        first = torch.rand(3, device=device)
-    with rng.keyed(device, 1):
-        assert torch.equal(torch.rand(3, device=device), first)
-    assert torch.equal(torch.cuda.get_rng_state(device), before)
-
-
 def restless_trainer(**options: Any) -> Trainer:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
+    seed_everything(3)
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(7))
-    data = Samples(x, x.sum(1))
-    model = Restless()
+    data, model = Samples(x, x.sum(1)), Restless()
     return Trainer(
         model,
         Regression(),

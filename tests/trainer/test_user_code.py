@@ -79,9 +79,8 @@ def mine(tmp_path_factory):
     del sys.modules["own_mistakes"]
 
 
-def trainer_of(model, task, callbacks=None, labels=None, inputs=8):
-    labels = torch.arange(8) % 3 if labels is None else labels
-    data = TensorDataset(torch.randn(8, inputs), labels)
+def trainer_of(model, task, callbacks=None, labels=3):
+    data = TensorDataset(torch.randn(8, 8), torch.arange(8) % labels)
     return Trainer(
         model,
         task,
@@ -148,26 +147,38 @@ def test_a_dry_runs_update_finds_them_and_changes_nothing(mine):
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
-def test_outputs_that_are_not_as_many_as_classes_name_the_model(mine):
-    with pytest.raises(RunError, match=r"\[4, 2\].*Net.forward was given float32 \[4, 8\]"):
-        trainer_of(mine.Net(classes=2), Classification(3)).fit()
+SEQUENTIAL = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5, 3))
 
 
-def test_labels_that_no_output_stands_for_name_their_range(mine):
-    trainer = trainer_of(mine.Net(), Classification(3), labels=torch.arange(8))
-    with pytest.raises(RunError, match=r"labels from 0 to \d, but data.num_classes=3.*data set"):
-        trainer.fit()
-
-
-def test_a_forward_with_other_parameters_names_them(mine):
-    with pytest.raises(RunError, match=r"mask.*parameters agree with the call"):
-        trainer_of(mine.Two(), Classification(3)).fit()
-
-
-def test_a_layer_of_a_bare_sequential_is_named():
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5, 3))
-    with pytest.raises(RunError, match=r"1, Linear\(.*was given float32 \[4, 8\].*in_features=8"):
-        trainer_of(model, Classification(3)).fit()
+@pytest.mark.parametrize(
+    ("make", "labels", "told"),
+    [
+        pytest.param(
+            lambda mine: mine.Net(classes=2),
+            3,
+            r"\[4, 2\].*Net.forward was given float32 \[4, 8\]",
+            id="outputs",
+        ),
+        pytest.param(
+            lambda mine: mine.Net(),
+            8,
+            r"labels from 0 to \d, but data.num_classes=3.*data set",
+            id="labels",
+        ),
+        pytest.param(
+            lambda mine: mine.Two(), 3, r"mask.*parameters agree with the call", id="parameters"
+        ),
+        pytest.param(
+            lambda _: SEQUENTIAL,
+            3,
+            r"1, Linear\(.*was given float32 \[4, 8\].*in_features=8",
+            id="layer",
+        ),
+    ],
+)
+def test_model_and_data_that_do_not_fit_are_named(mine, make, labels, told):
+    with pytest.raises(RunError, match=told):
+        trainer_of(make(mine), Classification(3), labels=labels).fit()
 
 
 def test_a_task_without_a_step_says_so(mine):

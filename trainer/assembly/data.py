@@ -24,7 +24,7 @@ from data.sources import fingerprint
 from data.streams import as_dataset
 from data.transforms import Pipeline
 from trainer.assembly.parts import build_named, with_classes
-from trainer.rng import derived, keyed
+from trainer.rng import derived, preserved
 from trainer.strategies.strategy import Strategy
 from trainer.targets.allow_list import locate
 from trainer.targets.instantiate import instantiate, parameters_of
@@ -61,7 +61,7 @@ def build_data(config: Config, splits: tuple[str, ...] = SPLITS) -> Data:
     sets: dict[str, Any] = dict.fromkeys(splits)
     for split in splits:
         # Whatever a data set draws here, it draws in an evaluation of it alone, and moves no other.
-        with keyed(torch.device("cpu"), derived(config.seed, "data", split)):
+        with preserved(torch.device("cpu"), derived(config.seed, "data", split)):
             if node := getattr(config.data, split):
                 sets[split] = _open(config, split, node)
     if "train" in splits and sets["train"] is None:

@@ -30,7 +30,6 @@ from trainer.optimizers.optimizers import Optimizers, build_optimizers
 from trainer.strategies.ddp import DDP, Processes
 from trainer.strategies.strategy import (
     DataParallel,
-    Planned,
     Strategy,
     check_processes,
     count_devices,
@@ -123,7 +122,9 @@ def build_strategy(config: Config) -> Strategy:
             return Strategy(_device(options))
         count = count_devices(options.devices, options.accelerator)
         on_cpu = options.accelerator == "auto" and not torch.cuda.is_available()
-        return Planned(options.name, count, None if on_cpu else _device(options))
+        planned = Strategy(None if on_cpu else _device(options))  # builds what each would
+        planned.name, planned.devices = options.name, count
+        return planned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(here, options.accelerator, options.backend)
     processes = Processes(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoints.archive import DamagedCheckpointError, digest
-from trainer.distributed import ProcessGroup
+from trainer.distributed import Group
 from trainer.errors import CheckpointError, StorageError
 from trainer.files.atomic import TEMPORARY, storage_error, sync_folder
 
@@ -33,7 +33,7 @@ _FROM = ("torch", "torch.serialization", "pathlib", "pathlib._local")
 _CHECKPOINT = "torch.distributed.checkpoint"
 
 
-def write(payload: Mapping[str, Any], target: Path, group: ProcessGroup) -> dict[str, Any]:
+def write(payload: Mapping[str, Any], target: Path, group: Group) -> dict[str, Any]:
     """Write the sharded tensors of `payload` beside `target`; return the outline for `target`.
 
     A collective. The shards are durable on return. Raises StorageError on all processes.

@@ -259,7 +259,7 @@ class Predictor:
         trainer = self.trainer
         seed = derived(trainer.options.seed, "predict")
         with ExitStack() as stack:
-            stack.enter_context(rng.keyed(trainer.strategy.device, seed))
+            stack.enter_context(rng.preserved(trainer.strategy.device, seed))
             stack.enter_context(trainer.evaluation_weights())
             trainer.model.eval()
             if self._module is not None:

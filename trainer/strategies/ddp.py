@@ -43,7 +43,6 @@ class Processes:
 class Replicas(Strategy):
     """Train in several processes, each of which computes a part of every update's batch."""
 
-    # Whether forward passes begin with the main process's buffers (BatchNorm's statistics).
     shares_buffers = False
     group: ProcessGroup
 
@@ -53,13 +52,9 @@ class Replicas(Strategy):
         group = ProcessGroup(given.backend or ("nccl" if use_cuda else "gloo"), given.timeout)
         super().__init__(_gpu(group.local_rank, given.numbers) if use_cuda else "cpu", group)
         self.devices = group.world_size
+        self.gradient_scale = float(group.world_size)  # over which gradients are averaged
         self._sync_batchnorm = given.sync_batchnorm
         self._share = Share()
-
-    @property
-    def gradient_scale(self) -> float:
-        """The number of processes, over which gradients are averaged."""
-        return float(self.group.world_size)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device; with `sync_batchnorm` replace its BatchNorm layers."""
@@ -98,19 +93,6 @@ class Replicas(Strategy):
             for buffer, value in zip(buffers, own, strict=False):
                 buffer.copy_(value)
 
-    def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return this process's buffers, if they differ between processes."""
-        if self.shares_buffers:
-            return {}
-        return {"buffers": {name: b.cpu() for name, b in model.named_buffers()}}
-
-    @torch.no_grad()
-    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load this process's buffers."""
-        for name, buffer in model.named_buffers():
-            if name in state.get("buffers", {}):
-                buffer.copy_(state["buffers"][name])
-
 
 def _gpu(local_rank: int, numbers: Sequence[int] | None) -> torch.device:
     number, count = numbers[local_rank] if numbers else local_rank, torch.cuda.device_count()
@@ -145,7 +127,11 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDP(Replicas):
-    """Train with torch's DistributedDataParallel."""
+    """Train with torch's DistributedDataParallel; `options` are further arguments of its own.
+
+    Parameters without a gradient are looked for where task or callbacks ask for it, or as
+    `find_unused_parameters` says.
+    """
 
     name = "ddp"
     # Evaluation calls the unwrapped replica: processes may have different numbers of batches.
@@ -158,21 +144,18 @@ class DDP(Replicas):
         comm_hook: str | None = None,
         comm_hook_options: Mapping[str, Any] | None = None,
         broadcast_buffers: bool = True,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool | None = None,  # None: where task or callbacks ask for it
-        static_graph: bool = False,
+        find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__(processes)
         self.group.recognize = self._recognize
         self.shares_buffers = broadcast_buffers
         self._comm_hook = comm_hook
         self._comm_hook_options = dict(comm_hook_options or {})
-        self._options: dict[str, Any] = {
+        self._unused = find_unused_parameters
+        self._options = options | {
             _SYNC_BUFFERS: broadcast_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._trained: list[str] = []  # names of the trainable parameters, in DDP's order
@@ -183,10 +166,12 @@ class DDP(Replicas):
         if not self._trained:  # an evaluation, or a model without parameters
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        options = dict(self._options)
-        if options["find_unused_parameters"] is None:
-            options["find_unused_parameters"] = self.some_unused and not options["static_graph"]
-        wrapped = DistributedDataParallel(model, device_ids=ids, **options)
+        unused = self._unused
+        if unused is None:
+            unused = self.some_unused and not self._options.get("static_graph")
+        wrapped = DistributedDataParallel(
+            model, device_ids=ids, find_unused_parameters=unused, **self._options
+        )
         if self._comm_hook is not None:
             compresses = self._comm_hook == "powersgd"
             state = PowerSGDState(None, **self._comm_hook_options) if compresses else None
@@ -209,10 +194,9 @@ class DDP(Replicas):
         if self._comm_hook == "powersgd":  # the dropped gradients would become part of its state
             logger.info("  strategy.comm_hook=powersgd starts anew: its state is not saved")
         elif self.group.world_size > 2:
-            before = rng.capture()
-            for _ in range(2):
-                compute()
-            rng.restore(before)
+            with rng.preserved(self.device):
+                for _ in range(2):
+                    compute()
 
     def _recognize(self, error: Exception) -> Exception | None:
         """Return an error with the names of unused parameters; DDP's error has their indices."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.errors import Problem
 from data.batch import map_tensors
-from trainer.checkpoints import shards as checkpoint_shards
 from trainer.errors import ModelError
 from trainer.strategies.ddp import Processes, Replicas
 
@@ -52,15 +50,17 @@ class FSDP(Replicas):
     ) -> None:
         super().__init__(processes)
         self._wrap_modules = list(wrap_modules or [])
-        self._sharded_checkpoint = sharded_checkpoint
-        self._reshard_after_forward = reshard_after_forward
-        # Gradients are reduced in full precision, whichever dtype the model computes in.
-        self._precision = MixedPrecisionPolicy(
-            param_dtype=_FORMATS[mixed_precision],
-            reduce_dtype=torch.float32 if mixed_precision else None,
-        )
+        self.sharded_checkpoint = sharded_checkpoint
         self.updates_on_host = cpu_offload and self.device.type != "cpu"
-        self._offload = CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy()
+        self._options: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            # Gradients are reduced in full precision, whichever dtype the model computes in.
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=_FORMATS[mixed_precision],
+                reduce_dtype=torch.float32 if mixed_precision else None,
+            ),
+            "offload_policy": CPUOffloadPolicy() if self.updates_on_host else OffloadPolicy(),
+        }
         if self.updates_on_host:  # the gradient norm is then reduced between hosts
             self.group.backend = f"cpu:gloo,{self.device.type}:{self.group.backend}"
 
@@ -70,13 +70,7 @@ class FSDP(Replicas):
         model = super().prepare(model).to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(self.device.type, (self.group.world_size,))
         for module in [*self._units(model), model]:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=self._reshard_after_forward,
-                mp_policy=self._precision,
-                offload_policy=self._offload,
-            )
+            fully_shard(module, mesh=mesh, **self._options)
         return model
 
     def check(self, others: Mapping[str, nn.Module]) -> None:
@@ -120,35 +114,23 @@ class FSDP(Replicas):
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this process's shards of a whole state."""
-        own = model.state_dict()
-        model.load_state_dict({name: _part(value, own.get(name)) for name, value in state.items()})
+        model.load_state_dict(self.split_like(state, model.state_dict()))
         _forget_gathered(model)
 
     def gather_tensors(self, tree: Any) -> Any:
         """Return `tree` with unsharded tensors on the host; a collective over the same trees."""
         return map_tensors(lambda t: t.full_tensor().cpu() if isinstance(t, DTensor) else t, tree)
 
-    def to_save(self, tree: Any) -> Any:
-        """Return `tree` unsharded, or with the shards that each process writes itself."""
-        return tree if self._sharded_checkpoint else self.gather_tensors(tree)
-
-    def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
-        """Write this process's shards, if checkpoints are sharded; return the rest of `payload`."""
-        if not self._sharded_checkpoint:
-            return payload
-        return checkpoint_shards.write(payload, target, self.group)
-
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree` with this process's shards of the tensors under a parameter's name."""
         if not isinstance(tree, Mapping):
             return tree
-        found: dict[Any, Any] = {}
-        for key, value in tree.items():
-            if key in parameters:
-                found[key] = map_tensors(partial(_part, like=parameters[key]), value)
-            else:
-                found[key] = self.split_like(value, parameters)
-        return found
+        return {
+            key: map_tensors(partial(_part, like=parameters[key]), value)
+            if key in parameters
+            else self.split_like(value, parameters)
+            for key, value in tree.items()
+        }
 
 
 def _forget_gathered(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -86,6 +85,9 @@ class Strategy:
     updates_on_host = False  # whether parameters are in host memory while a GPU computes
     some_unused = False  # whether an update may leave parameters without a gradient
     evaluates_in_step = False  # whether a process must call the model whenever the others do
+    gradient_scale = 1.0  # the divisor of gradients in their exchange: a loss is multiplied by it
+    shares_buffers = True  # whether all processes compute with the main process's buffers
+    sharded_checkpoint = False  # whether each process writes its part of a checkpoint
 
     def __init__(
         self, device: torch.device | str | None = None, group: Group | None = None
@@ -96,6 +98,7 @@ class Strategy:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", 0)  # torch.cuda.set_device needs an index
+        self.computing = [self.device]  # the devices of this process
         self.group = group or Group()
 
     def setup(self) -> None:
@@ -103,16 +106,6 @@ class Strategy:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.group.join(self.device)
-
-    @property
-    def gradient_scale(self) -> float:
-        """The divisor of gradients in their exchange, by which a loss is multiplied."""
-        return 1.0
-
-    @property
-    def computing(self) -> list[torch.device]:
-        """The devices that this process computes on."""
-        return [self.device]
 
     def explain(self) -> str | None:
         """Return in what the devices differ from the configuration; None if they do not."""
@@ -145,13 +138,6 @@ class Strategy:
     def warm_up(self, wrapped: nn.Module, compute: Callable[[], None]) -> None:
         """Before a resume, call `compute` (gradients that are dropped) if the wrapper needs it."""
 
-    def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state of this process alone, as tensors and plain containers."""
-        return {}
-
-    def load_own_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `own_state` returned."""
-
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load an unsharded state into `model`."""
         model.load_state_dict(state)
@@ -160,26 +146,9 @@ class Strategy:
         """Return `tree` with unsharded tensors."""
         return tree
 
-    def to_save(self, tree: Any) -> Any:
-        """Return `tree` as checkpoints hold it: unsharded, unless `write_shards` writes shards."""
-        return self.gather_tensors(tree)
-
-    def write_shards(self, payload: Mapping[str, Any], target: Path) -> Mapping[str, Any]:
-        """Write the shards of `payload` beside the checkpoint `target`; return the rest."""
-        return payload
-
     def split_like(self, tree: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Return `tree`, a state by parameter name, with tensors sharded as the parameters are."""
         return tree
-
-
-class Planned(Strategy):
-    """Stand in for processes that are not started: a dry run builds what one of them would."""
-
-    def __init__(self, name: str, devices: int, device: torch.device | None = None) -> None:
-        super().__init__(device)
-        self.name = name
-        self.devices = devices
 
 
 class DataParallel(Strategy):
@@ -207,13 +176,8 @@ class DataParallel(Strategy):
         self._dim = dim
         self.devices = max(1, len(self.device_ids))
         if self.device_ids:
-            self.device = torch.device("cuda", self.device_ids[0])
-
-    @property
-    def computing(self) -> list[torch.device]:
-        """The GPUs of this process."""
-        gpus = [torch.device("cuda", number) for number in self.device_ids]
-        return gpus or super().computing
+            self.computing = [torch.device("cuda", number) for number in self.device_ids]
+            self.device = self.computing[0]
 
     def explain(self) -> str | None:
         """Return what happens on a machine without two GPUs; None if there are two."""
@@ -229,21 +193,18 @@ class DataParallel(Strategy):
         if len(self.device_ids) < 2:
             return model
         inner = _InFormat(model)
-        gpus = self.device_ids
-        return _Gathered(nn.DataParallel(inner, gpus, self._output_device, self._dim), self.device)
+        parallel = nn.DataParallel(inner, self.device_ids, self._output_device, self._dim)
 
+        def note(*_: Any) -> None:
+            kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+            inner.formats = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
-class _Gathered(nn.Module):
-    """Compute on all GPUs, and move the outputs to the device of the targets."""
+        def gather(_: Any, inputs: Any, outputs: Any) -> Any:
+            return map_tensors(lambda t: t.to(self.device), outputs)  # that of the targets
 
-    def __init__(self, parallel: nn.DataParallel[_InFormat], device: torch.device) -> None:
-        super().__init__()
-        self._parallel, self._device = parallel, device
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-        self._parallel.module.formats = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-        return map_tensors(lambda t: t.to(self._device), self._parallel(*inputs, **named))
+        parallel.register_forward_pre_hook(note)
+        parallel.register_forward_hook(gather)
+        return parallel
 
 
 class _InFormat(nn.Module):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -13,30 +13,6 @@ from trainer.state import TrainState
 from trainer.task import first_tensor
 
 T = TypeVar("T")
-
-
-class BatchSource(Protocol):
-    """The interface of a source; `data.loading.loader.Loader` resumes exactly."""
-
-    def __len__(self) -> int: ...
-    def epoch(self, epoch: int, start: int = 0, stop: int | None = None) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the updates `start` to `stop` of an epoch."""
-
-    def close(self) -> None:
-        """Release worker processes."""
-
-
-def updates(
-    stream: Iterable[MicroBatch], to_device: Callable[[Any], Any]
-) -> Iterator[list[MicroBatch]]:
-    """Group a stream of micro-batches into updates, each batch moved by `to_device`."""
-    group: list[MicroBatch] = []
-    for micro_batch in stream:
-        micro_batch.batch = to_device(micro_batch.batch)
-        group.append(micro_batch)
-        if len(group) == micro_batch.piece.micro_batches:
-            yield group
-            group = []
 
 
 class PlainBatches:
@@ -63,10 +39,10 @@ class PlainBatches:
                 continue
             tensor = first_tensor(batch)
             total = 1 if tensor is None or not tensor.ndim else tensor.shape[0]
-            if self._steps == 1:
+            steps = max(1, min(self._steps, total))
+            if steps == 1:
                 yield MicroBatch(batch, Piece((), total, 0, total, 0, 1, epoch, update))
                 continue
-            steps = min(self._steps, total)
             bounds = [total * m // steps for m in range(steps + 1)]
             for m, (low, high) in enumerate(itertools.pairwise(bounds)):
                 part = map_tensors(lambda t, low=low, high=high: t[low:high], batch)  # type: ignore[misc]
@@ -93,14 +69,13 @@ def _walked(loader: Any) -> Iterator[Any]:
     return (collate(several(indices)) for indices in loader.batch_sampler)
 
 
-def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> BatchSource:
-    """Return `loader` itself if it knows epochs and updates, else wrap it.
+def as_source(loader: Any, name: str, gradient_accumulation_steps: int = 1) -> Any:
+    """Return `loader` itself if it knows epochs and updates, as ours do, else wrap it.
 
     Raises TypeError, with the argument's `name`, where it can be read only once or not at all.
     """
     if hasattr(loader, "epoch"):
-        source: BatchSource = loader
-        return source
+        return loader
     if isinstance(loader, Iterator):
         raise TypeError(
             f"{name} is an iterator ({type(loader).__name__}), which is read only once: give what "
@@ -128,11 +103,10 @@ class Waiting:
         """Return whether a signal ends the current wait; False outside of one."""
         return self._active and self._alone and self._state.signal is not None
 
-    def attend(self, source: BatchSource) -> BatchSource:
+    def attend(self, source: Any) -> Any:
         """Connect a source to `is_over`, if it supports that; return it."""
-        heed = getattr(source, "heed", None)
-        if heed is not None:
-            heed(self.is_over)
+        if hasattr(source, "heed"):
+            source.heed(self.is_over)
         return source
 
     def next(self, stream: Iterator[T]) -> T | None:

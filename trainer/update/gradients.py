@@ -24,6 +24,11 @@ from trainer.update import sums
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+LOWER = (
+    "lower optimizer.lr, bound it with trainer.clip_grad_norm, or leave such updates out with "
+    "trainer.on_nonfinite=skip"
+)
+
 
 def total_norm(parameters: Iterable[Tensor], norm_type: float, alike: bool = False) -> Tensor:
     """Return the p-norm of all gradients as one vector; a scalar tensor on their device.
@@ -85,40 +90,33 @@ def _clip_norm(parameters: Sequence[Tensor], bound: float, norm: Tensor) -> None
 def add_noise(
     options: TrainerOptions, parameters: Sequence[Tensor], update: int, turn: str = ""
 ) -> None:
-    """Add an update's noise, if any is asked for, to the gradients, drawn on their device.
+    """Add an update's noise to the gradients, drawn on their device.
 
     It is a function of seed and update alone: the same after a resume, and on every process.
     """
-    if options.gradient_noise is None:
-        return
+    assert options.gradient_noise is not None
     std = options.gradient_noise.std(update)
     seed = derived(options.seed, "gradient noise", update, turn)
     generators: dict[torch.device, torch.Generator] = {}
-    for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is None:
-            continue
-        if grad.device not in generators:
-            generators[grad.device] = torch.Generator(grad.device).manual_seed(seed)
-        drawn = torch.randn(
-            grad.shape, generator=generators[grad.device], dtype=grad.dtype, device=grad.device
-        )
-        if hasattr(grad, "device_mesh"):  # each process has drawn it in full, and takes its shard
+    for grad in [p.grad for p in parameters if p.grad is not None]:
+        device, dtype = grad.device, grad.dtype
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        drawn = torch.randn(grad.shape, generator=generators[device], dtype=dtype, device=device)
+        if (mesh := getattr(grad, "device_mesh", None)) is not None:
             from torch.distributed.tensor import distribute_tensor  # takes 0.5 s, and few need it
 
-            drawn = distribute_tensor(drawn, grad.device_mesh, grad.placements, src_data_rank=None)
+            # Each process has drawn it in full, and takes its shard.
+            places: Any = grad.placements  # type: ignore[attr-defined]
+            drawn = distribute_tensor(drawn, mesh, places, src_data_rank=None)
         grad.add_(drawn, alpha=std)
 
 
 def without_effect(precision: str, options: TrainerOptions) -> list[str]:
     """Return the keys of `trainer` without effect on LBFGS, which computes gradients itself."""
-    asked = {
-        "precision": precision == "fp16",
-        "clip_grad_norm": options.clip_grad_norm is not None,
-        "clip_grad_value": options.clip_grad_value is not None,
-        "gradient_noise": options.gradient_noise is not None,
-    }
-    return [key for key, is_asked in asked.items() if is_asked]
+    keys = ("clip_grad_norm", "clip_grad_value", "gradient_noise")
+    asked = [key for key in keys if getattr(options, key) is not None]
+    return ["precision", *asked] if precision == "fp16" else asked
 
 
 class Guard:
@@ -148,6 +146,7 @@ class Guard:
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._states: list[dict[Any, Any]] = []  # of each early optimizer
         self._tensors: list[Tensor] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._copies: list[Tensor] = []  # of all tensors of a device and dtype, as one vector
         # A sum of zeros until a norm is not finite; then NaN, and so 1 for the kernels.
         self._poison = torch.zeros((), device=trainer.strategy.device)
@@ -172,23 +171,21 @@ class Guard:
         if not self._buffers and not self._early:
             return
         states = [{p: _structure(s) for p, s in o.state.items()} for o in self._early]
-        every = [s.values() for state in states for s in state.values() if isinstance(s, Mapping)]
         tensors = [
             *(buffer for _, _, buffer in self._buffers),
             *(p for o in self._early for group in o.param_groups for p in group["params"]),
-            *(value for values in every for value in values if isinstance(value, Tensor)),
+            *(v for state in states for s in state.values() for v in _tensors(s)),
         ]
         # Of a sharded tensor, this process's part.
-        self._copy([t.to_local() if hasattr(t, "to_local") else t for t in tensors], states)
-
-    @torch.no_grad()
-    def _copy(self, tensors: list[Tensor], states: list[dict[Any, Any]]) -> None:
-        former = self._copies if list(map(_kind, tensors)) == [*map(_kind, self._tensors)] else []
+        tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        kinds = [_kind(tensor) for tensor in tensors]
+        former = self._copies if kinds == self._kinds else []
         # State that the last update created has no copy yet: the host asks if one was left out.
         if self.by_device and self._copies and not former and self._bad.item():
             return
-        self._tensors, self._states = tensors, states
-        self._copies = [torch.cat([t.reshape(-1) for t in group]) for group in _alike(tensors)]
+        self._tensors, self._states, self._kinds = tensors, states, kinds
+        with torch.no_grad():
+            self._copies = [torch.cat([t.reshape(-1) for t in group]) for group in _alike(tensors)]
         if self.by_device and former:
             stays = self._bad.bool()
             pairs = zip(former, self._copies, strict=True)
@@ -258,11 +255,14 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    every = values.values() if isinstance(values, Mapping) else ()
+    return [value for value in every if isinstance(value, Tensor)]
+
+
 def _structure(values: Any) -> Any:
     # One parameter's state: its tensors themselves, copies of all other values.
-    if not isinstance(values, Mapping):
-        return copy.deepcopy(values)
-    return {k: v if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
+    return copy.deepcopy(values, {id(tensor): tensor for tensor in _tensors(values)})
 
 
 def explain(
@@ -276,23 +276,18 @@ def explain(
     With its distance from the origin: of several processes the one that is closest tells it.
     """
     where = f"at update {state.updates + 1} (step {state.global_step + 1}, epoch {state.epoch})"
-    advice = (
-        "the update was not applied; lower optimizer.lr, bound it with trainer.clip_grad_norm, "
-        "or leave such updates out with trainer.on_nonfinite=skip"
-    )
+    advice = f"the update was not applied; {LOWER}"
     for micro_batch in micro_batches:
         inputs, indices = first_tensor(micro_batch.batch), micro_batch.piece.indices
         if inputs is not None and inputs.ndim and (bad := _nonfinite(inputs)).any():
-            row = int((bad.flatten(1).any(1) if bad.ndim > 1 else bad).int().argmax())
+            row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
             sample = indices[row] if row < len(indices) else row
             return 0, f"sample {sample} holds NaN or infinity, {where}: {advice}"
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, weight in model.named_parameters():
         if _nonfinite(weight).any():
             return 1, f"parameter {name} is not finite, {where}: {advice}"
-    bad_gradients = (
-        n for n, p in model.named_parameters() if p.grad is not None and _nonfinite(p.grad).any()
-    )
-    name = next(bad_gradients, "")
+    name = next((name for name, grad in grads.items() if _nonfinite(grad).any()), "")
     # A non-finite loss makes all gradients non-finite.
     of_loss = not name or any(_nonfinite(loss).any() for loss in losses)
     what = "loss" if of_loss else f"gradient of {name}"

@@ -44,15 +44,11 @@ class Precision:
         if name not in NAMES:
             raise ValueError(f"precision {name!r} is none of {', '.join(NAMES)}")
         self.name = name
+        self.scales = name == "fp16"  # overflows are expected then, and handled by the scaler
         self.dtype = _PARAMETERS.get(name)  # of parameters and inputs; None: as they are
         self._autocast = _AUTOCAST.get(name)
         self._device_type = device_type
-        self.scaler = torch.amp.GradScaler(device_type, enabled=name == "fp16", **(scaler or {}))
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled: overflows are expected then, and handled by the scaler."""
-        return self.name == "fp16"
+        self.scaler = torch.amp.GradScaler(device_type, enabled=self.scales, **(scaler or {}))
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Store the parameters and floating-point buffers in the format; in place.

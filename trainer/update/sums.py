@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.batch import MicroBatch, Piece
-from trainer.errors import SampleError
+from trainer.distributed import Group
 from trainer.strategies.strategy import Strategy
 from trainer.task import SUM, StepOutput, Task
 
-_log = logging.getLogger(__name__)
 Total = Tensor | float  # a denominator over the whole update
 
 
@@ -24,75 +22,67 @@ def waits_for(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Shares:
-    """Weigh each micro-batch's loss by its part of the update, over all processes."""
-
-    def __init__(self, task: Task, strategy: Strategy) -> None:
-        self._task, self._strategy = task, strategy
-        self._dtype = widest(strategy.device)  # in which counts are summed and divided
-
-    def totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Total]:
-        """Return the update's denominators that depend on the data, over all devices."""
-        if not self._task.count_names:
-            return {}
-        group, device = self._strategy.group, self._strategy.device
-        found = [self._task.counts(m.batch) for m in micro_batches if m.piece.count]
-        totals: dict[str, Total] = {}
-        for name in self._task.count_names:
-            # If no label of the whole update counts, all parts are 0, and so is their sum.
-            total = sum(counts[name] for counts in found)
-            if group.world_size == 1 and not isinstance(total, Tensor):
-                totals[name] = total or 1.0
-            else:
-                whole = group.reduce(self._there(total, device))
-                totals[name] = torch.where(whole > 0, whole, 1.0)
-        return totals
-
-    def of(self, output: StepOutput, piece: Piece, totals: Mapping[str, Total]) -> Tensor:
-        """Return the part of a micro-batch in its update's loss; `totals` are the denominators."""
-        scale = self._strategy.gradient_scale
-        share = piece.count * scale / piece.total
-        if isinstance(output.loss, Tensor):
-            return _times(_mean(output.loss), share)
-        terms = []
-        for name, term in output.loss.items():
-            count = output.counts.get(name)
-            if not piece.count:  # a borrowed sample: it takes part with weight zero
-                terms.append(term.sum() * 0)
-            elif count is None:
-                terms.append(_times(_mean(term), share))
-            elif count is SUM:
-                terms.append(term.sum() * scale)
-            elif not isinstance(count, Tensor) and not isinstance(totals[name], Tensor) and count:
-                terms.append(_times(_mean(term), count * scale / totals[name]))
-            else:  # the mean over `count` elements in the mean over all; torch's is NaN over none
-                count = self._there(count, term.device)
-                part = (count * scale / totals[name]).to(term.dtype)
-                terms.append(torch.where(count > 0, term.mean(), 0.0) * part)
-        return add_up(terms)
-
-    def _there(self, count: Tensor | float, device: torch.device) -> Tensor:
-        if isinstance(count, Tensor):
-            return count.to(device, self._dtype)
-        return torch.full((), count, dtype=self._dtype, device=device)  # a copy would wait
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point format of a device, in which counts are divided."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _mean(term: Tensor) -> Tensor:
-    return term.mean() if term.ndim else term
+def totals_of(
+    task: Task, strategy: Strategy, micro_batches: Sequence[MicroBatch]
+) -> dict[str, Total]:
+    """Return an update's denominators that depend on the data, over all devices."""
+    if not task.count_names:
+        return {}
+    found = [task.counts(m.batch) for m in micro_batches if m.piece.count]
+    totals: dict[str, Total] = {}
+    for name in task.count_names:
+        # If no label of the whole update counts, all parts are 0, and so is their sum.
+        total = sum(counts[name] for counts in found)
+        if strategy.group.world_size == 1 and not isinstance(total, Tensor):
+            totals[name] = total or 1.0
+        else:
+            whole = strategy.group.reduce(_there(total, strategy.device))
+            totals[name] = torch.where(whole > 0, whole, 1.0)
+    return totals
 
 
-def _times(term: Tensor, share: Any) -> Tensor:
-    return term if share == 1 else term * share
+def share_of(
+    strategy: Strategy, output: StepOutput, piece: Piece, totals: Mapping[str, Total]
+) -> Tensor:
+    """Return a micro-batch's part in its update's loss; `totals` are the denominators."""
+    scale, terms = strategy.gradient_scale, []
+    for name, term in output.terms.items():
+        count = output.counts.get(name)
+        if not piece.count:  # a borrowed sample: it takes part with weight zero
+            terms.append(term.sum() * 0)
+        elif count is SUM:
+            terms.append(term.sum() * scale)
+        elif count is None:
+            terms.append(_weighed(term, piece.count * scale / piece.total))
+        elif isinstance(count, Tensor) or isinstance(totals[name], Tensor) or not count:
+            # The mean over `count` elements in the mean over all; torch's is NaN over none.
+            count = _there(count, term.device)
+            part = (count * scale / totals[name]).to(term.dtype)
+            terms.append(torch.where(count > 0, term.mean(), 0.0) * part)
+        else:
+            terms.append(_weighed(term, count * scale / totals[name]))
+    return add_up(terms)
 
 
-def add_up(terms: Iterable[Tensor]) -> Tensor:
+def _weighed(term: Tensor, part: Any) -> Tensor:
+    mean = term.mean() if term.ndim else term
+    return mean if part == 1 else mean * part
+
+
+def _there(count: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device, widest(device))
+    return torch.full((), count, dtype=widest(device), device=device)  # a copy would wait
+
+
+def add_up(terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of losses."""
     return functools.reduce(torch.add, terms)
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point format of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Sums:
@@ -116,29 +106,23 @@ class Sums:
         return bool(self._counts) or bool(self._pending and self._pending.additions)
 
     def add(
-        self,
-        name: str,
-        total: Tensor | float,
-        count: Tensor | float,
-        scale: float = 1,
-        mean: bool = False,
+        self, name: str, total: Tensor | float, count: Tensor | float, mean: bool = False
     ) -> None:
-        """Add `scale * total` and `count` to those of `name`, without waiting for the device.
+        """Add `total` and `count` to those of `name`, without waiting for the device.
 
         Of a `mean` over `count` the total is their product, and 0 where nothing counts. On a device
         other than a CPU `pack` has to follow before any tensor changes.
         """
         if self._pending is not None:
-            self._pending.add(self, name, total, count, scale, mean)
+            self._pending.add(self, name, total, count, mean)
             return
         total = total.item() if isinstance(total, Tensor) else total
         count = count.item() if isinstance(count, Tensor) else count
-        self._add_numbers(name, total, count, scale, mean)
+        self._add_numbers(name, total, count, mean)
 
-    def _add_numbers(self, name: str, total: float, count: float, scale: float, mean: bool) -> None:
+    def _add_numbers(self, name: str, total: float, count: float, mean: bool) -> None:
         if mean:
             total = total * count if count > 0 else 0.0
-        total = total * scale
         sums: Sums | None = self
         while sums is not None:
             sums._sums[name] = total + sums._sums.get(name, 0.0)
@@ -157,39 +141,32 @@ class Sums:
 
     def add_output(self, output: StepOutput, samples: int, loss_name: str = "loss") -> None:
         """Add a step's loss terms and metrics; `samples` of its batch count, maybe none."""
-        real = 1 if samples else 0
-        if isinstance(output.loss, Tensor):
-            self.add(loss_name, _mean(output.loss), samples, samples)
-        else:
-            for term_name, term in output.loss.items():
-                name, count = f"{loss_name}:{term_name}", output.counts.get(term_name)
-                if count is SUM:  # logged as the mean of what each sample adds
-                    self.add(name, term.sum() if term.ndim else term, samples, real)
-                elif count is None or (not isinstance(count, Tensor) and count):
-                    weight = samples if count is None else count * real
-                    self.add(name, _mean(term), weight, weight)
-                else:
-                    self.add(name, _mean(term), count if samples else 0, real, mean=True)
+        for term_name, term in output.terms.items():
+            name, count = f"{loss_name}:{term_name}", output.counts.get(term_name)
+            if not samples:
+                self.add(name, 0.0, 0)
+            elif count is SUM:  # logged as the mean of what each sample adds
+                self.add(name, term.sum() if term.ndim else term, samples)
+            else:
+                mean = term.mean() if term.ndim else term
+                self.add(name, mean, samples if count is None else count, mean=True)
         for name, (total, count) in output.sums.items():
-            self.add(name, total, count if samples else 0, real)
+            self.add(name, total if samples else 0.0, count if samples else 0)
 
-    @property
-    def names(self) -> set[str]:
-        """The names of all sums; a process without samples may have fewer than others."""
+    def join(self, group: Group) -> None:
+        """Start the sums of other processes at zero: one without samples may have fewer names."""
         self._settle()
-        return set(self._sums)
-
-    def take_part(self, names: Iterable[str]) -> None:
-        """Start missing sums at zero: `means` needs the same names on all processes."""
-        for name in set(names) - self.names:
-            self._add_numbers(name, 0.0, 0, 1, mean=False)
+        for names in group.gather(list(self._sums)):
+            for name in set(names) - self._sums.keys():
+                self._add_numbers(name, 0.0, 0, mean=False)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return each mean over all devices; a sum where count is 0. Waits for the device.
 
         `loss:<term>` is returned as `loss_<term>`, and the sum of these as `loss`.
         """
-        names = sorted(self.names)
+        self._settle()
+        names = sorted(self._sums)
         if not names:
             return {}
         values = [*(self._sums[n] for n in names), *(self._counts[n] for n in names)]
@@ -202,7 +179,7 @@ class Sums:
         for (name, count), total in zip(counts.items(), totals[: len(names)], strict=True):
             value = total / count if count else total
             whole, colon, term = name.partition(":")
-            if term or not colon:  # a term may lack a name
+            if term or not colon:  # a single loss has no name
                 result[name.replace(":", "_")] = value
             if colon:
                 result[whole] = result.get(whole, 0.0) + value
@@ -213,24 +190,21 @@ class Sums:
         self._settle()  # what is pending is part of other sums, too
         self._sums, self._counts = {}, {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the partial sums; waits for the device."""
         self._settle()
-        return {"sums": _scalars(self._sums), "counts": _scalars(self._counts)}
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over partial sums."""
+    def load_state_dict(self, *states: Mapping[str, Mapping[str, float]], takes: int = 1) -> None:
+        """Take over partial sums, of several processes together; nothing but names if not `takes`.
+
+        All processes need the same names.
+        """
         self.reset()
-        self._sums = {name: total.item() for name, total in state["sums"].items()}
-        self._counts = {name: count.item() for name, count in state["counts"].items()}
-
-
-def _scalars(numbers: Mapping[str, float]) -> dict[str, Tensor]:
-    # A number that is no integer would become float32.
-    return {
-        name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        for name, value in numbers.items()
-    }
+        for state in states:
+            for name, total in state["sums"].items():
+                self._sums[name] = total * takes + self._sums.get(name, 0.0)
+                self._counts[name] = state["counts"][name] * takes + self._counts.get(name, 0)
 
 
 class _Pending:
@@ -266,28 +240,3 @@ class _Pending:
         ]
         self.additions, self._packed = [], {}
         return taken
-
-
-class Labels:
-    """Tell of labels of which none counts: the loss is then 0, and nothing is trained."""
-
-    _CHANGE = (
-        "the loss leaves each of them out (its ignore_index, by default -100, or a class weight of "
-        "0); does the data set return the right labels?"
-    )
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def look(self, stage: str, sums: Sums, tells: bool) -> None:
-        """Warn once for each stage (train, val, test), after its means were taken."""
-        if sums.without_labels and tells and stage not in self._told:
-            self._told.add(stage)
-            _log.warning("no label counts in %s/loss, which is 0: %s", stage, self._CHANGE)
-
-    def refuse_none(self, sums: Sums, epoch: int) -> None:
-        """Raise SampleError where no label of a whole epoch counted: it has trained nothing."""
-        if sums.without_labels:
-            raise SampleError(
-                f"no label of epoch {epoch} counts: nothing is trained; {self._CHANGE}"
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from trainer.errors import MISFITS, DivergedError, ModelError, SampleError, misf
 from trainer.optimizers.state import needs_closure
 from trainer.task import StepOutput, as_output, unsound
 from trainer.update.gradients import (
+    LOWER,
     Guard,
     add_noise,
     are_alike,
@@ -24,10 +26,16 @@ from trainer.update.gradients import (
     total_norm,
     without_effect,
 )
-from trainer.update.sums import Labels, Shares, Sums, add_up
+from trainer.update.sums import Sums, add_up, share_of, totals_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+_LABELS = (
+    "the loss leaves each of them out (its ignore_index, by default -100, or a class weight of "
+    "0); does the data set return the right labels?"
+)
 
 
 class Turn:
@@ -35,6 +43,8 @@ class Turn:
 
     def __init__(self, name: str, optimizers: Sequence[Optimizer]) -> None:
         self.name = name
+        self.step = "turn_step" if name else "training_step"  # the task's method
+        self.loss = f"loss_{name}" if name else "loss"
         self.every = optimizers
         # Those that only step, and those that evaluate the loss again within one, as LBFGS does.
         self.optimizers = [o for o in optimizers if not needs_closure(type(o))]
@@ -46,11 +56,9 @@ class Turn:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups: a callback may add groups during the run."""
-        sizes = [len(group["params"]) for o in self.every for group in o.param_groups]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            groups = [group for o in self.every for group in o.param_groups]
-            self._parameters = [p for group in groups for p in group["params"]]
+        groups = [group["params"] for o in self.every for group in o.param_groups]
+        if (sizes := list(map(len, groups))) != self._sizes:
+            self._sizes, self._parameters = sizes, [p for group in groups for p in group]
             self.alike = are_alike(self._parameters)
         return self._parameters
 
@@ -63,12 +71,11 @@ class Updater:
         self._trainer = trainer
         self.epoch_sums = Sums(device)
         self.sums = Sums(device, over=self.epoch_sums)  # since the last log
-        self._shares = Shares(task, trainer.strategy)
+        self._told: set[str] = set()  # the stages without labels
         # For callbacks that ask for an update's batch and outputs.
         self._keeps = trainer.hooks.asks_for_batches
         self._last_batches: Sequence[MicroBatch] = ()
         self._last_outputs: dict[str, list[StepOutput]] = {}
-        self.labels = Labels()
         known = trainer.optimizers.optimizers
         # Turns without an optimizer are left out: an evaluation has none, and needs none.
         named = [Turn(name, [known[name]]) for name in task.turns if name in known]
@@ -129,7 +136,8 @@ class Updater:
         once = int(trainer.group.is_main)  # the norm is the same on every process
         for turn, outputs, norm in taken:
             self._add_outputs(self.sums, turn, micro_batches, outputs)
-            self.sums.add(f"grad_norm_{turn.name}" if turn.name else "grad_norm", norm, once, once)
+            name = f"grad_norm_{turn.name}" if turn.name else "grad_norm"
+            self.sums.add(name, norm if once else 0.0, once)
         self.sums.pack()
         trainer.timer.lap("optimizer")
         return True
@@ -146,31 +154,39 @@ class Updater:
     def _accumulate(
         self, turn: Turn, micro_batches: Sequence[MicroBatch]
     ) -> tuple[list[StepOutput], list[Tensor]]:
-        trainer, outputs, shares = self._trainer, [], []
+        trainer, task, model = self._trainer, self._trainer.task, self._trainer.wrapped
+        strategy, precision = trainer.strategy, trainer.precision
+        outputs: list[StepOutput] = []
+        shares: list[Tensor] = []
+        batch, output = micro_batches[0].batch, None
         try:
-            totals = self._shares.totals(micro_batches)
+            totals = totals_of(task, strategy, micro_batches)
+            for micro_batch in micro_batches:
+                batch, output, counts = micro_batch.batch, None, micro_batch.piece.count > 0
+                with strategy.accumulate(model, micro_batch is micro_batches[-1], counts):
+                    with precision.autocast():
+                        result = (
+                            task.turn_step(model, batch, turn.name)
+                            if turn.name
+                            else task.training_step(model, batch)
+                        )
+                        output = as_output(result, task, turn.step)
+                    share = share_of(strategy, output, micro_batch.piece, totals)
+                    # The process that owns a borrowed sample checks its loss.
+                    precision.backward(share if counts else share.nan_to_num())
+                outputs.append(output)
+                shares.append(share)
         except MISFITS as error:
-            if known := misfit(error, micro_batches[0].batch, trainer.state.updates):
+            if output is not None:
+                raise unsound(output, task, turn.step, trainer.model) or error from None
+            if known := misfit(error, batch, trainer.state.updates):
                 raise known from error
             raise
-        for micro_batch in micro_batches:
-            last, counts = micro_batch is micro_batches[-1], micro_batch.piece.count > 0
-            with trainer.strategy.accumulate(trainer.wrapped, last, counts):
-                with trainer.precision.autocast():
-                    output = self._forward(turn, micro_batch.batch)
-                try:
-                    share = self._shares.of(output, micro_batch.piece, totals)
-                    # The process that owns a borrowed sample checks its loss.
-                    trainer.precision.backward(share if counts else share.nan_to_num())
-                except MISFITS as error:
-                    raise self._unsound(turn, output) or error from None
-            outputs.append(output)
-            shares.append(share)
         if trainer.group.world_size > 1:  # the wrapper knows the model's parameters, not the task's
             for parameter in self._apart:
                 if parameter.grad is not None:
                     whole = trainer.group.reduce(parameter.grad)
-                    parameter.grad = whole / trainer.strategy.gradient_scale
+                    parameter.grad = whole / strategy.gradient_scale
         if self._keeps:
             self._last_outputs[turn.name] = outputs
         return outputs, shares
@@ -181,45 +197,26 @@ class Updater:
         outputs = [output for turn in self._last_outputs.values() for output in turn]
         return {"batch": joined(batches) if batches else None, "outputs": outputs}
 
-    def _forward(self, turn: Turn, batch: Any) -> StepOutput:
-        task, model = self._trainer.task, self._trainer.wrapped
-        try:
-            if turn.name:
-                return as_output(task.turn_step(model, batch, turn.name), task, "turn_step")
-            return as_output(task.training_step(model, batch), task, "training_step")
-        except MISFITS as error:
-            if "more than 1 value per channel" in str(error):
-                raise SampleError(
-                    "BatchNorm has no statistics of a single sample: leave a short last batch out "
-                    "with loader.drop_last=true, or change loader.batch_size"
-                ) from error
-            if known := misfit(error, batch, self._trainer.state.updates):
-                raise known from error
-            raise
-
-    def _unsound(self, turn: Turn, output: StepOutput) -> Exception | None:
-        step = "turn_step" if turn.name else "training_step"
-        return unsound(output, self._trainer.task, step, self._trainer.model)
-
     def _search(
         self, turn: Turn, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]
     ) -> None:
         """Let optimizers step that evaluate loss and gradients by themselves."""
+        strategy = self._trainer.strategy
+
+        def whole(shares: Sequence[Tensor]) -> Tensor:
+            return strategy.group.reduce(add_up(shares).detach()) / strategy.gradient_scale
+
         # The gradients are those of their first evaluation, unless other optimizers have stepped.
-        known = [] if turn.optimizers else [self._loss(shares)]
+        known = [] if turn.optimizers else [whole(shares)]
 
         def evaluate() -> Tensor:
             if known:
                 return known.pop()
             self._trainer.optimizers.zero_grad()
-            return self._loss(self._accumulate(turn, micro_batches)[1])
+            return whole(self._accumulate(turn, micro_batches)[1])
 
         for optimizer in turn.searching:
             optimizer.step(evaluate)  # type: ignore[arg-type]
-
-    def _loss(self, shares: Sequence[Tensor]) -> Tensor:
-        strategy = self._trainer.strategy
-        return strategy.group.reduce(add_up(shares).detach()) / strategy.gradient_scale
 
     def _refuse(self, micro_batches: Sequence[MicroBatch], shares: Sequence[Tensor]) -> bool:
         trainer = self._trainer
@@ -239,41 +236,54 @@ class Updater:
         micro_batches: Sequence[MicroBatch],
         outputs: Sequence[StepOutput],
     ) -> None:
-        name = f"loss_{turn.name}" if turn.name else "loss"
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
             try:
-                sums.add_output(output, micro_batch.piece.count, name)
+                sums.add_output(output, micro_batch.piece.count, turn.loss)
             except MISFITS as error:
-                raise self._unsound(turn, output) or error from None
+                wrong = unsound(output, self._trainer.task, turn.step, self._trainer.model)
+                raise wrong or error from None
 
     def take_means(self) -> dict[str, float]:
-        """Return `train/<name>`, the means since the last call. Raises DivergedError."""
-        trainer = self._trainer
+        """Return `train/<name>`: the means since the last call, what was skipped, the loss scale.
+
+        Raises DivergedError.
+        """
+        trainer, state = self._trainer, self._trainer.state
         means = self.sums.means(trainer.group.reduce)
         self.sums.reset()
-        self.labels.look("train", self.sums, trainer.is_main)
+        self.warn_of_labels("train", self.sums)
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad and trainer.options.on_nonfinite == "stop":
             raise DivergedError(
-                f"train/{bad[0]} is {means[bad[0]]} (step {trainer.state.global_step}, epoch "
-                f"{trainer.state.epoch}): lower optimizer.lr, or go on with "
-                "trainer.on_nonfinite=skip"
+                f"train/{bad[0]} is {means[bad[0]]} (step {state.global_step}, epoch "
+                f"{state.epoch}): {LOWER}"
             )
+        if trainer.precision.scales:
+            means["loss_scale"] = trainer.precision.scale
+        if state.skipped_updates:
+            means["skipped_updates"] = state.skipped_updates
         return {f"train/{name}": value for name, value in means.items()}
 
     def epoch_means(self, ended: bool) -> dict[str, float]:
-        """Return `train/epoch_<name>`: the means over the epoch so far; reset them if `ended`."""
+        """Return `train/epoch_<name>`: the means over the epoch so far; reset them if `ended`.
+
+        Raises SampleError where no label of a whole epoch counted: it has trained nothing.
+        """
         means = self.epoch_sums.means(self._trainer.group.reduce)
         if ended:
             self.epoch_sums.reset()
-            self.labels.refuse_none(self.epoch_sums, self._trainer.state.epoch - 1)
+            if self.epoch_sums.without_labels:
+                epoch = self._trainer.state.epoch - 1
+                raise SampleError(
+                    f"no label of epoch {epoch} counts: nothing is trained; {_LABELS}"
+                )
         return {f"train/epoch_{name}": value for name, value in means.items()}
 
-    def counts(self) -> dict[str, float]:
-        """Return the loss scale and the number of skipped updates, where there are any."""
-        precision, skipped = self._trainer.precision, self._trainer.state.skipped_updates
-        scale = {"train/loss_scale": precision.scale} if precision.scales else {}
-        return scale | ({"train/skipped_updates": skipped} if skipped else {})
+    def warn_of_labels(self, stage: str, sums: Sums) -> None:
+        """Warn once for each stage of labels of which none counts, after their means were taken."""
+        if sums.without_labels and self._trainer.is_main and stage not in self._told:
+            self._told.add(stage)
+            _log.warning("no label counts in %s/loss, which is 0: %s", stage, _LABELS)
 
     def count_skipped(self) -> None:
         """Count an update that was not applied; too many in a row end the run."""
@@ -303,6 +313,5 @@ class Updater:
         raise DivergedError(
             f"the loss or a gradient is not finite at update {state.updates - count + 1} (step "
             f"{state.global_step + 1}, epoch {state.epoch}): the update was not applied{later}; "
-            "lower optimizer.lr, bound it with trainer.clip_grad_norm, or leave such updates out "
-            "with trainer.on_nonfinite=skip"
+            f"{LOWER}"
         )

@@ -37,7 +37,7 @@ def save(strategy, folder, step, names=("last",)):
         "optimizer": {"state": [{"weight": {"moment": shards[1]}}]},
     }
     strategy.group.on_main(store.prepare)
-    outline = strategy.write_shards(payload, store.path_of(step))
+    outline = checkpoint_shards.write(payload, store.path_of(step), strategy.group)
     strategy.group.on_main(lambda: store.save(outline, step=step, names=names))
     strategy.group.on_main(lambda: store.prune([]))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import toys
 from toys import Log, StopAt, through_a_file
-from trainer import rng, snapshot
+from trainer import snapshot
 from trainer.options import TrainerOptions
 from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
@@ -57,7 +57,7 @@ def outcome(trainer):
     for i, values in enumerate(trainer.optimizers.optimizers["optimizer"].state.values()):
         state |= {f"{i}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
     content = {name: value.clone() for name, value in state.items()}
-    return content, rng.capture()["torch"], trainer.callbacks["log"].lines
+    return content, torch.get_rng_state(), trainer.callbacks["log"].lines
 
 
 def same(one, other):

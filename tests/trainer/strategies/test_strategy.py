@@ -12,7 +12,7 @@ from callbacks.unfreeze import Unfreeze
 from toys import Log, in_group, loaders
 from trainer.callback import Callback, Hooks
 from trainer.options import TrainerOptions
-from trainer.strategies.ddp import DDP, Processes
+from trainer.strategies.ddp import Processes
 from trainer.strategies.strategy import Strategy
 from trainer.task import StepOutput, Task
 from trainer.tasks.classification import Classification
@@ -122,10 +122,11 @@ def test_processes_and_micro_batches_change_nothing(alone, ranks, world_size):
 
 
 def test_a_wrong_mean_would_be_noticed(alone, ranks):
-    class Unscaled(DDP):
-        gradient_scale = 1.0
+    def train(strategy):
+        strategy.gradient_scale = 1.0
+        return case("mean", strategy)
 
-    for result in ranks(2, in_group(partial(case, "mean"), Unscaled)):
+    for result in ranks(2, in_group(train)):
         with pytest.raises(AssertionError):
             assert_same(alone["mean"], result)
 

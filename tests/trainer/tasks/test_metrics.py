@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toys import in_group, loader, points
 from trainer.errors import ModelError
 from trainer.evaluation import check_metrics, named_values
-from trainer.strategies.strategy import Planned, Strategy
+from trainer.strategies.strategy import Strategy
 from trainer.tasks.classification import Classification
 from trainer.tasks.metrics import (
     R2,
@@ -206,8 +206,10 @@ def test_a_metric_of_the_users_tells_of_all_processes_samples(ranks) -> None:
             evaluated({"mine": Accuracy()}, 8, strategy)
         return metrics, str(refused.value)
 
-    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):  # the plan
-        check_metrics({"mine": Accuracy()}, Planned("ddp", 2, "cpu"))
+    planned = Strategy("cpu")
+    planned.name, planned.devices = "ddp", 2
+    with pytest.raises(ModelError, match=r"task\.metrics\.mine: Accuracy .* of 2"):
+        check_metrics({"mine": Accuracy()}, planned)
     alone = evaluated({"mine": Accuracy()})
     for metrics, refused in ranks(3, in_group(evaluate)):
         assert metrics["val/accuracy"] == pytest.approx(alone["val/accuracy"])
