@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import IO, Any
@@ -81,11 +82,28 @@ def start_process(
         )
 
 
-class LocalLauncher:
+class Launcher:
+    """What jobs are started by. `quiet`: what they print goes to their files alone."""
+
+    quiet = True
+    cancelled = False  # whether the jobs were asked to end
+
+    def close(self) -> None:
+        """Release what the launcher holds: nothing, as a rule."""
+
+    def code_of(self, result: Callable[[], Any]) -> int:
+        """Return the code that a job of a cluster has ended with, -N: killed by signal N."""
+        try:
+            return int(result())
+        except Exception:  # cancelled, lost with its machine, or out of time or memory for good
+            return -(signal.SIGTERM if self.cancelled else signal.SIGKILL)
+
+
+class LocalLauncher(Launcher):
     """Run up to `jobs` jobs side by side; a single one has the terminal and the whole machine.
 
     `devices`: how many accelerators there are; a job has some of its own, or shares them with
-    `per_device` others. `quiet`: what jobs print goes to their files alone.
+    `per_device` others.
     """
 
     def __init__(self, jobs: int, per_device: int, devices: int) -> None:
@@ -141,9 +159,6 @@ class LocalLauncher:
                     os.killpg(job.task.pid, number)
                 else:
                     job.task.send_signal(number)
-
-    def close(self) -> None:
-        """Do nothing: there is no resource to release."""
 
 
 def share_of_threads(jobs: int, processes: int = 1) -> dict[str, str]:
@@ -227,16 +242,13 @@ def options_of(options: Mapping[str, Any], typed: Sequence[str]) -> dict[str, An
     return given
 
 
-class SubmititLauncher:
+class SubmititLauncher(Launcher):
     """Submit jobs that start together as one array, and poll the state of each."""
-
-    quiet = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._cluster = options.pop("cluster", "slurm")
         self._options = options
         self._new: list[Job] = []
-        self._cancelled = False
         self.description = f"jobs go to {self._cluster} through submitit"
         with tempfile.TemporaryDirectory() as folder:  # invalid options leave no files behind
             self._open(Path(folder))
@@ -252,21 +264,13 @@ class SubmititLauncher:
         """Submit the new jobs; return the code that one has ended with, None before."""
         if self._new:
             self._submit()
-        if not job.task.done():
-            return None
-        try:
-            return int(job.task.result())
-        except Exception:  # lost with its machine, cancelled, or out of time for good
-            return -(signal.SIGTERM if self._cancelled else signal.SIGKILL)
+        return self.code_of(job.task.result) if job.task.done() else None
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all jobs: running ones save and end, the others never start."""
-        self._cancelled = True
+        self.cancelled = True
         for job in running:
             job.task.cancel(check=False)
-
-    def close(self) -> None:
-        """Do nothing: there is no resource to release."""
 
     def _submit(self) -> None:
         if self._executor is None:
@@ -298,10 +302,8 @@ class SubmititLauncher:
         return executor
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Submit each job to Ray as a task; without an `address` Ray is started on this machine."""
-
-    quiet = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._address = options.pop("address", None)
@@ -314,7 +316,6 @@ class RayLauncher:
             raise ConfigError(Problem(_OPTIONS, str(error).splitlines()[0])) from error
         self._task = remote(lambda job: job())
         self._own = False  # whether Ray was started here
-        self._cancelled = False
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:
         """Submit a job to Ray, which starts it when there is room."""
@@ -325,16 +326,12 @@ class RayLauncher:
 
     def poll(self, job: Job) -> int | None:
         """Return the code that a job has ended with, None before."""
-        if not self._ray.wait([job.task], timeout=0)[0]:
-            return None
-        try:
-            return int(self._ray.get(job.task))
-        except self._ray.exceptions.RayError:  # cancelled, out of memory, or lost with its machine
-            return -(signal.SIGTERM if self._cancelled else signal.SIGKILL)
+        done, _ = self._ray.wait([job.task], timeout=0)
+        return self.code_of(partial(self._ray.get, job.task)) if done else None
 
     def send(self, number: int, running: Collection[Job]) -> None:
         """Cancel all tasks: running jobs save and end, the others never start."""
-        self._cancelled = True
+        self.cancelled = True
         for job in running:
             self._ray.cancel(job.task)
 

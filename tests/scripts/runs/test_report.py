@@ -62,7 +62,7 @@ def commands_in(text: str, name: str) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.parametrize("columns", [None, 60, 80, 120, 200])
+@pytest.mark.parametrize("columns", [None, 60, 120])
 def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | None) -> None:
     run_dir = tmp_path / "my run"
     (run_dir / "tensorboard").mkdir(parents=True)
@@ -73,11 +73,10 @@ def test_commands_can_be_pasted(experiment: Any, tmp_path: Path, columns: int | 
     assert commands_in(text, "go on")[-2:] == [f"run_dir='{run_dir}'", "resume=auto"]
 
 
-@pytest.mark.parametrize("columns", [None, 60, 80, 120, 200])
+@pytest.mark.parametrize("columns", [None, 60, 120])
 def test_facts_are_broken_between_words(experiment: Any, columns: int | None) -> None:
     experiment.trainer.state.stop_reason = EARLY
-    text = block(experiment, Path("run"), columns)
-    lines = text.strip().splitlines()
+    lines = block(experiment, Path("run"), columns).strip().splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     names = [line[:8].strip() for line in lines]
     assert "data     train range 1,200, test list 2" in lines
@@ -86,11 +85,9 @@ def test_facts_are_broken_between_words(experiment: Any, columns: int | None) ->
     for name, line in zip(names, lines, strict=True):
         said.setdefault(name or [*said][-1], []).append(line[9:])
     assert " ".join(said["trained"]) == f"1 epoch, 60 updates, 6.0 s; ended early: {EARLY}"
-    assert "  ".join(said["train"]).split("  ") == [
-        f"{name.removeprefix('train/')} {value:.4f}"
-        for name, value in RESULTS.items()
-        if name.startswith("train/")
-    ]
+    values = {k.removeprefix("train/"): v for k, v in RESULTS.items() if k.startswith("train/")}
+    told = "  ".join(said["train"]).split("  ")
+    assert told == [f"{name} {value:.4f}" for name, value in values.items()]
 
 
 @pytest.mark.parametrize(

@@ -52,19 +52,22 @@ def launched(lr: float, *more: str) -> NodeJob:
     return NodeJob.of(Job(0, folder, {}), argv)
 
 
-def test_a_preempted_job_saves_and_goes_on_from_the_queue(job: Path) -> None:
-    pytest.importorskip("submitit")
+@pytest.mark.parametrize("preempted", [True, False])
+def test_a_job_that_is_preempted_or_cancelled_saves(job: Path, preempted: bool) -> None:
+    if preempted:
+        pytest.importorskip("submitit")
     job, codes = launched(0.5, "resume=some.pt"), []
     assert "resume=some.pt" in job.words()
     thread = threading.Thread(target=lambda: codes.append(job()))
     thread.start()
     while not Path("there/0/started").exists():
         assert thread.is_alive()
-    again = job.checkpoint().function
+    again = job.checkpoint().function if preempted else job.stop(signal.SIGTERM)
     thread.join(60)
     assert codes == [143]
-    assert again.process is None
-    assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
+    if preempted:  # it goes on from the queue
+        assert again.process is None
+        assert again.words() == ["optimizer.lr=0.5", "run_dir='there/0'", "resume=auto"]
 
 
 def test_a_job_leaves_the_signal_of_submitit_alone(job: Path) -> None:
@@ -149,17 +152,6 @@ def test_a_signal_lets_the_jobs_of_ray_save(ray_sweep: Sweep, rows_of: Rows) -> 
     assert output == "job output 0.5\n"  # it was not killed: its own exit code is noted
     rows = {row["optimizer.lr"]: row for row in rows_of(Path("there"))}
     assert rows["0.1"]["status"] == "not started"
-
-
-def test_cancelling_a_job_lets_it_save(job: Path) -> None:
-    job, codes = launched(0.5), []
-    thread = threading.Thread(target=lambda: codes.append(job()))
-    thread.start()
-    while not Path("there/0/started").exists():
-        assert thread.is_alive()
-    job.stop(signal.SIGTERM)
-    thread.join(60)
-    assert codes == [143]
 
 
 @pytest.mark.parametrize(

@@ -33,25 +33,15 @@ def test_keys_are_shortened_to_distinct_ends(keys: list[str], expected: list[str
     assert short_keys(keys) == expected
 
 
-def test_jobs_that_have_not_started_come_last() -> None:
-    results = {"val/loss": 1.0}
-    jobs = [outcome(0, "not started"), outcome(1, "failed"), outcome(2, results=results)]
-    ranked = Ranking(CONFIG, jobs).ranked()
-    assert [job.number for job in ranked] == [2, 1, 0]
-
-
-def test_pruned_jobs_rank_after_completed_ones() -> None:
-    jobs = [outcome(0, "pruned", results={"val/loss": 0.5})]
-    jobs += [outcome(1, "failed"), outcome(2, results={"val/loss": 1.0})]
+def test_the_pruned_the_failed_and_the_waiting_come_last_and_a_study_has_its_metric() -> None:
+    jobs = [outcome(0, "not started"), outcome(1, "failed"), outcome(2, "running")]
+    jobs += [outcome(3, "pruned", results={"val/loss": 0.5})]
+    jobs += [outcome(4, results={"best/val/accuracy": 0.9, "val/loss": 1.0})]
     ranking = Ranking(CONFIG, jobs, "val/loss", decided=True)
-    assert [job.number for job in ranking.ranked()] == [2, 0, 1]
-    assert not jobs[0].failed
-
-
-def test_a_known_metric_decides_the_ranking() -> None:
-    jobs = [outcome(0, results={"best/val/accuracy": 0.9, "val/loss": 0.5})]
-    assert Ranking(CONFIG, jobs, "val/loss", decided=True).value(jobs[0]) == 0.5
-    assert Ranking(CONFIG, jobs).value(jobs[0]) == 0.9
+    assert [job.number for job in ranking.ranked()] == [4, 3, 1, 0, 2]
+    assert [job.number for job in jobs if job.failed] == [1]
+    assert ranking.value(jobs[4]) == 1.0
+    assert Ranking(CONFIG, jobs).value(jobs[4]) == 0.9
 
 
 def test_the_best_are_shown_and_reasons_stay_on_one_line(
@@ -89,6 +79,10 @@ def test_groups_have_a_mean_and_a_deviation(
     assert [row[-3:] for row in rows if row[2:4] == ["1", "0"]] == [["3.0", repr(2**0.5), "2"]]
     show(tmp_path, ranking, ["seed"], ["lr", "seed"])
     out = capsys.readouterr().out
+    unranked = "no job has logged val/loss: they are not ranked\n"
+    assert unranked not in out
+    show(tmp_path, Ranking(CONFIG, [outcome(0)]), [], ["lr"])
+    assert unranked in capsys.readouterr().out
     shown = out[out.index("val/loss over seed") :].splitlines()[1:5]
     assert [line.split() for line in shown] == [
         ["lr", "mean", "std", "n"],
@@ -96,20 +90,6 @@ def test_groups_have_a_mean_and_a_deviation(
         ["1", "3.0000", "1.4142", "2"],
         ["3", "0"],
     ]
-
-
-def test_a_metric_that_no_job_has_logged_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs = seeds("1", None, 2.0)
-    for job in jobs:
-        job.state = "finished"
-    for expected in (False, True):
-        ranking = Ranking(CONFIG, jobs)
-        show(tmp_path, ranking, [], ["lr"])
-        said = "no job has logged val/loss: they are not ranked\n" in capsys.readouterr().out
-        assert said is expected
-        jobs[1].results = {"test/loss": 1.0}
 
 
 NASTY = "<script> $x_1^{2"
