@@ -312,9 +312,9 @@ class RayLauncher(Launcher):
         try:
             # No retries of Ray's own: sweep.retries counts.
             remote = self._ray.remote(**{"num_cpus": 1, **options, "max_retries": 0})
+            self._task = remote(lambda job: job())
         except (ValueError, TypeError) as error:
             raise ConfigError(Problem(_OPTIONS, str(error).splitlines()[0])) from error
-        self._task = remote(lambda job: job())
         self._own = False  # whether Ray was started here
 
     def start(self, job: Job, argv: Sequence[str], running: Collection[Job]) -> bool:

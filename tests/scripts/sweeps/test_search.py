@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from callbacks.trial import open_storage
 from conf.errors import ConfigError
 from conf.yaml_file import dump
 from scripts.cli.arguments import parse_arguments
-from scripts.composition.compose import compose
+from scripts.composition.compose import compose, split_search
+from scripts.composition.overrides import Dimension
 from scripts.sweeps import search as searches
 from scripts.sweeps import sweep as sweeps
 from scripts.sweeps.grid import searches as searches_for
 from scripts.sweeps.leaderboard import Job
+from scripts.sweeps.search import distribution, enqueued, given, samples, values_of, with_integers
 from scripts.sweeps.sweep import Sweep
 from scripts.train import train
 from trainer.errors import CheckpointError, StorageError
@@ -29,19 +32,15 @@ from trainer.errors import CheckpointError, StorageError
 optuna = pytest.importorskip("optuna")
 
 PRIMARY = """
-defaults: [{sweep: null}, _self_]
+defaults: [{model: mlp}, {sweep: null}, _self_]
 name: train
 data: {}
-model: {_target_: torch.nn.Identity}
 task: {_target_: torch.nn.Identity}
 optimizer: {lr: 0.1, weight_decay: 0.0}
 """
+LINEAR = "_target_: torch.nn.Linear\nin_features: 4\nout_features: 2\n"
 SPACE = ["optimizer.lr=interval(0.0,4.0)", "optimizer.weight_decay=interval(0.0,1.0)"]
 Run = Callable[..., int]
-
-
-def values_of(job: Job) -> dict[str, float]:
-    return {key: float(value) for key, value in job.overrides.items() if "." in key}
 
 
 class Jobs:
@@ -59,7 +58,7 @@ class Jobs:
             tell(job)
 
     def run(self, it: Sweep, outcome: Job) -> None:
-        lr = values_of(outcome).get("optimizer.lr", 0.0)
+        lr = float(outcome.overrides.get("optimizer.lr", 0))
         self.ran.append((outcome.number, lr))
         self.more += outcome.more
         outcome.run_dir.mkdir(exist_ok=True)
@@ -79,12 +78,22 @@ class Jobs:
         it.write()
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    (tmp_path / "conf" / "sweep").mkdir(parents=True)
-    (tmp_path / "conf" / "train.yaml").write_text(PRIMARY)
-    (tmp_path / "conf" / "sweep" / "optuna.yaml").write_text("n_trials: 6\nsampler: random\n")
+@pytest.fixture(autouse=True)
+def _configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "train": PRIMARY,
+        "model/mlp": LINEAR,
+        "model/none": "_target_: torch.nn.Identity\n",
+        "sweep/optuna": "n_trials: 6\nsampler: random\n",
+    }.items():
+        path = Path("conf", f"{name}.yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setattr(searches, "check_built", lambda *_: ("val/accuracy", 0))
     monkeypatch.setattr(sweeps, "write_report", lambda *_: None)
     found = Jobs()
@@ -386,6 +395,115 @@ def test_a_torn_last_line_is_cut(jobs: Jobs) -> None:
         file.write(b'{"op_code":4,"wor')
     run(*argv, "sweep.n_trials=3")
     assert len(study_in().trials) == 3
+
+
+def space_of(*texts: str, **params: object) -> list[Dimension]:
+    arguments = parse_arguments(["-m", "--config-path", "conf", *texts])
+    fixed, varied = split_search(arguments)
+    params = {key.replace("__", "."): value for key, value in params.items()}
+    varied += given(arguments, params, {d.name for d in varied})
+    config = compose(replace(arguments, overrides=tuple(fixed), multirun=False)).config
+    return [with_integers(dimension, config) for dimension in varied]
+
+
+def shown(space: list[Dimension]) -> list[list[str]]:
+    return [[override.text for override in job] for job in samples(space)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("model.in_features=interval(16,64)", ["16", "64"], id="integers"),
+        pytest.param("model.in_features=interval(16.0,64.0)", ["16.0", "64.0"], id="as-floats"),
+        pytest.param("optimizer.lr=interval(1,2)", ["1.0", "2.0"], id="a-key-of-floats"),
+        pytest.param("optimizer.lr=interval(1e-3,1)", ["0.001", "1.0"], id="exponents"),
+        pytest.param("seed=choice(3,4)", ["3", "4"], id="choices"),
+        pytest.param("seed=range(2,9,3)", ["2", "8"], id="a-range-has-steps"),
+        pytest.param("optimizer.lr=range(0.1,0.5,0.1)", ["0.1", "0.4"], id="a-range-of-floats"),
+        pytest.param("seed=range(9,2,-3)", ["3", "9"], id="backwards"),
+        pytest.param("seed=range(5,6)", ["5"], id="a-range-of-one"),
+    ],
+)
+def test_the_sample_values_of_a_space(text: str, expected: list[str]) -> None:
+    assert [job[0].partition("=")[2] for job in shown(space_of(text))] == expected
+
+
+def test_a_large_space_is_checked_with_each_choice_once() -> None:
+    more = ["optimizer.weight_decay=choice(0,1,2,3,4,5,6)"]
+    found = samples(space_of(f"seed=choice({','.join(map(str, range(90)))})", *more))
+    assert len(found) == 90
+    assert {decay.value for _, decay in found} == set("0123456")
+
+
+def test_steps_end_where_the_last_one_fits() -> None:
+    (dimension,) = space_of(model__in_features={"values": "interval(16,100)", "step": 16})
+    assert (dimension.low, dimension.high, dimension.integers) == (16, 96, True)
+    assert values_of(dimension) == [16, 32, 48, 64, 80, 96]
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        pytest.param({"seed": "3"}, "gives one value only", id="one-value"),
+        pytest.param({"seed": "interval(4,1)"}, "the lower end first", id="order"),
+        pytest.param({"optimizer.lr": "tag(log,interval(0,1))"}, "above 0", id="log-of-0"),
+        pytest.param({"seed": {"step": 2}}, r"seed.values: missing", id="no-values"),
+        pytest.param({"seed": {"values": "choice(1,2)", "vale": 1}}, "did you mean val", id="word"),
+        pytest.param({"seed": {"values": "choice(1,2)", "step": 1}}, "not fit", id="choices"),
+        pytest.param({"seed": {"values": "interval(1,4)", "step": 9}}, "9 does not", id="large"),
+        pytest.param({"seed": {"values": "interval(1,4)", "step": "a"}}, "a number", id="a-word"),
+        pytest.param(
+            {"seed": {"values": "choice(1,2)", "when": {"model": "mlp"}}},
+            "when: unknown key; there are values, step",
+            id="conditions-are-gone",
+        ),
+    ],
+)
+def test_invalid_params_are_refused(params: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        space_of(**params)
+
+
+def test_a_grid_needs_countable_values() -> None:
+    rate, seed = space_of("optimizer.lr=interval(1,2)", "seed=interval(1,3)")
+    with pytest.raises(ConfigError, match=r"^optimizer.lr: sampler=grid takes choices"):
+        values_of(rate)
+    assert values_of(seed) == [1, 2, 3]
+
+
+def test_enqueued_values_are_checked() -> None:
+    space = space_of("seed=interval(1,9)", "optimizer.lr=interval(0.1,1)", "model=choice(mlp,none)")
+    entries = enqueued(space, [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}], whole=False)
+    assert entries == [{"seed": 3}, {"optimizer.lr": 1, "model": "mlp"}]
+    with pytest.raises(ConfigError) as caught:
+        enqueued(space, [{"seed": 3.5}, {"lr": 1, "model": "cnn"}], whole=True)
+    assert [p.key for p in caught.value.problems] == [
+        "sweep.enqueue.0.seed",
+        "sweep.enqueue.0",
+        "sweep.enqueue.1.lr",
+        "sweep.enqueue.1.model",
+        "sweep.enqueue.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dimension", "expected"),
+    [
+        pytest.param(
+            Dimension("a", choices=("x", "y")), "CategoricalDistribution(choices=('x', 'y'))"
+        ),
+        pytest.param(
+            Dimension("a", low=2, high=8, integers=True, step=3.0),
+            "IntDistribution(high=8, log=False, low=2, step=3)",
+        ),
+        pytest.param(
+            Dimension("a", low=1, high=8, log=True),
+            "FloatDistribution(high=8.0, log=True, low=1.0, step=None)",
+        ),
+    ],
+)
+def test_dimensions_as_optuna_names_them(dimension: Dimension, expected: str) -> None:
+    assert str(distribution(dimension)) == expected
 
 
 @pytest.mark.slow
