@@ -78,7 +78,7 @@ def test_which_are_kept(
     assert callback.best_result() == ("val/score", scores[best // 5 - 1], best)
 
 
-@pytest.mark.parametrize("cut", [5, 7, 10, 13])
+@pytest.mark.parametrize("cut", [5, 13])
 def test_a_resumed_run_decides_as_if_nothing_had_happened(
     make_trainer: Any, tmp_path: Path, stop_at: Any, carry_over: Any, cut: int
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from scripts.runs.resume import saved_config
 from toys import CLASSES, points, trainer_of
 from trainer import snapshot
-from trainer.checkpoints.reader import check_payload, compare_names, taking_over
+from trainer.checkpoints.reader import check_payload, compare_names
 from trainer.errors import CheckpointError
 from trainer.tasks.classification import Classification
 
@@ -80,13 +80,6 @@ def test_a_part_that_is_missing_or_of_another_type_is_named(payload, key):
         check_payload(payload, PATH)
 
 
-def doubled(depth):
-    value = [0]
-    for _ in range(depth):
-        value = [value, value]
-    return value
-
-
 def endless():
     value = []
     value.append(value)
@@ -97,14 +90,12 @@ def endless():
     ("path", "value", "text"),
     [
         pytest.param("state/counters/global_step", -1, "no count but -1", id="negative"),
-        pytest.param("state/counters/samples", True, "no count but True", id="bool"),
         pytest.param("state/counters/position", "1" * 999, "no count", id="text"),
         pytest.param("state/world_size", 3, "each of 3 processes", id="number-of-processes"),
         pytest.param("state/sums", [], "sums is no list of a dict", id="no-sums"),
         pytest.param("rng", [5], "rng is no list of a dict", id="rng"),
         pytest.param("model/0.weight", 3, "model.0.weight is no tensor", id="number-for-tensor"),
         pytest.param("optimizer/x", torch.zeros(1).expand(10**12), "larger than what", id="huge"),
-        pytest.param("optimizer/x", doubled(70), "expands to more", id="doubled"),
         pytest.param("callbacks/x", endless(), "expands to more", id="endless"),
     ],
 )
@@ -120,8 +111,6 @@ def test_a_value_that_no_run_writes_is_named(payload, path, value, text):
         pytest.param(BOMB, id="aliases-that-multiply"),
         pytest.param("a: !!python/object/apply:os.system ['true']\n", id="python-tag"),
         pytest.param("a: &a [*a]\n", id="alias-within-itself"),
-        pytest.param("[" * 5000, id="nesting"),
-        pytest.param("a: [\n", id="broken"),
         pytest.param("- 1\n", id="a-list"),
         pytest.param("x" * 1_000_001, id="long"),
     ],
@@ -159,8 +148,3 @@ def test_what_a_run_writes_fits_and_another_number_of_threads_is_said(payload):
     finally:
         torch.set_num_threads(before)
     assert note.startswith(f"threads: saved with {before}, goes on with {before + 1}")
-
-
-def test_errors_with_a_meaning_of_their_own_pass():
-    with pytest.raises(torch.OutOfMemoryError), taking_over("the state"):
-        raise torch.OutOfMemoryError("full")

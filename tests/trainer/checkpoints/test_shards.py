@@ -83,14 +83,9 @@ def test_what_is_not_kept_goes_with_its_shards(ranks, tmp_path):
             save(strategy, tmp_path / "checkpoints", step, ("last", "best") if step == 1 else ())
 
     ranks(2, in_group(run))
+    assert torch.equal(model_only(tmp_path / "checkpoints" / "last.pt")["weight"], weight(1))
     assert whole_steps(tmp_path / "checkpoints") == [1, 3, 4]  # the best and the newest two
     assert shard_folders(tmp_path / "checkpoints") == [1, 3, 4]
-
-
-def test_weights_alone_are_read_whole(saved):
-    weights = model_only(saved / "last.pt")
-    assert torch.equal(weights["weight"], weight(1))
-    assert list(weights) == ["weight", "plain"]
 
 
 def dying(strategy, folder, module, name, occurrence):
